@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,18 @@ from .checks import (
     check_subgroup,
     failure_text,
 )
+from .device_watch import (
+    SECONDS_TO_FINISH,
+    DeviceWatch,
+    LettingGo,
+    Mark,
+    alarm_key,
+    current_stream,
+    is_reached,
+    mark_on,
+    spoilt_key,
+    words_for_all,
+)
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
@@ -49,6 +63,8 @@ _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int6
 # all-reduce
 _SMALL = 2**16
 
+_SECONDS_IN_VAIN = 1.0  # for this device and others, before an abort after which nobody comes back
+
 
 class ProcessGroup:
     """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process
@@ -56,9 +72,10 @@ class ProcessGroup:
 
     All these ranks must make it, in the same order among the groups that they make; it costs one
     barrier and one small all-gather. It communicates over a torch group of its own, so that `fail`
-    can destroy it without touching the caller's. Where the caller's has no backend for the CPU, as
-    of `init_process_group("nccl")`, its own has gloo there, for flags and exchanges. A collective
-    that takes longer than `timeout` (seconds, or a timedelta) fails.
+    can destroy it without touching the caller's. Over NCCL there are two, of which gloo's carries
+    the words and failures of hosts, also where the caller's has no backend for the CPU, as of
+    `init_process_group("nccl")`. A collective that takes longer than `timeout` (seconds, or a
+    timedelta) fails.
 
     Attributes:
         rank: this rank's number, from 0 to size - 1.
@@ -82,9 +99,9 @@ class ProcessGroup:
     A call, or `Work.wait`, raises `PeerError` with the other rank's error when one has called
     `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over.
     Afterwards the group can't be used until all ranks have called `rejoin`, as a sharded step does
-    by itself when it is tried again. That is so over gloo. Over NCCL `wait` puts streams in order
-    and raises nothing, and torch's watchdog ends a process whose collective takes longer than
-    `timeout`.
+    by itself when it is tried again. Over NCCL `wait` puts streams in order and raises nothing.
+    There a thread of the group hears of failures while this rank's host waits for its device; see
+    `device_watch`.
     """
 
     # A machine with one GPU tests the backend by collectives of one rank, and says False
@@ -106,23 +123,37 @@ class ProcessGroup:
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
+        self._limit = self._timeout.total_seconds()
         # Device type -> backend, {"cpu": "gloo"}; the CPU has one always
         self._backends = torch_distributed.own_backends(parent)
+        # Devices' backends are apart from the host's, which carries failures while a device hangs
+        self._of_device = torch_distributed.of_device(self._backends)
+        self._of_host = {d: b for d, b in self._backends.items() if d not in self._of_device}
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self.ranks = dist.get_process_group_ranks(parent)
         self._alone = self.size == 1 and self._copies_alone  # collectives are copies
         self._torch_group: dist.ProcessGroup | None = None  # None: alone, or this rank has left
+        self._device_group: dist.ProcessGroup | None = None  # None: no backend for a device
         # For reduce-scatters alone, where `reduce_apart` was called
         self._reduces_apart = False
         self._reducing_group: dist.ProcessGroup | None = None
+        # While connected, with a device group; see `device_watch`
+        self._watch: DeviceWatch | None = None
+        self._earlier: Mark | None = None  # behind the calls before the present one
+        self._letting_go: LettingGo | None = None  # after this rank has left
+        self._leaving = threading.RLock()  # the watch's thread may leave, too
         # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._num_asked = 0  # questions of this rank (`all_say`) in this era
+        self._num_started = 0  # its collectives in this era
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if not self._alone:
-            self._torch_group = self._connected(self._backends)
+            self._torch_group = self._connected(self._of_host)
+            if self._of_device:
+                self._device_group = self._connected(self._of_device)
             # Random, by rank 0: a count of groups could meet a key that an earlier run has left
             self._token = self.exchange(os.urandom(16))[0].hex()
+            self._watch_device()
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
@@ -263,15 +294,18 @@ class ProcessGroup:
         Does nothing when this rank has failed or lost the group before, and in a process that a
         rank has forked.
         """
-        if self._torch_group is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        text = failure_text(self._known_as, error)
-        self._error = GroupError(
-            f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
-        )
-        # Published before the connections close: the other ranks look for it when theirs break
-        torch_distributed.publish_failure(self._failure_key, text)
-        self._leave()
+        with self._leaving:
+            if self._torch_group is None:
+                return
+            text = failure_text(self._known_as, error)
+            self._error = GroupError(
+                f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
+            )
+            # Published before the connections close: the other ranks look for it when theirs break
+            torch_distributed.publish_failure(self._failure_key, text)
+            self._leave()
 
     def rejoin(self) -> None:
         """After a failure that every rank has caught: connect again. Every rank calls this. It does
@@ -284,9 +318,12 @@ class ProcessGroup:
             LostPeerError: a rank did not come within the group's time limit, or is gone.
             GroupError: this rank has closed the group.
         """
-        # Nothing has failed, as far as this rank knows
-        if self._torch_group is not None or self._error is None:
-            return
+        with self._leaving:  # the watch's thread may be about to leave
+            # Nothing has failed, as far as this rank knows
+            if self._torch_group is not None or self._error is None:
+                if self._device_group is not None:
+                    self._earlier = mark_on(current_stream())
+                return
         # A lost rank won't come back, and to wait for it would take the whole time limit
         if self._closed or isinstance(self._error, LostPeerError):
             raise self.why_left()
@@ -294,26 +331,47 @@ class ProcessGroup:
         if ended := torch_distributed.world_failure():
             raise PeerError(ended)
         reason = self._error
+        spoilt = spoilt_key(self._failure_key)  # of the era that ends here
+        self._await_device(spoilt)
         # See Note [eras]
         self._times_rejoined += 1
-        self._num_asked = 0
+        self._num_asked = self._num_started = 0
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
-            self._torch_group = torch_distributed.named_group(
-                self._parent, name, self._timeout, self._backends
-            )
+            self._torch_group = self._named(name, self._of_host)
+            if self._of_device:
+                self._device_group = self._named(f"{name}/device", self._of_device)
             if self._reduces_apart:
                 backends = torch_distributed.accelerated(self._backends)
-                self._reducing_group = torch_distributed.named_group(
-                    self._parent, f"{name}/reduce", self._timeout, backends
-                )
+                self._reducing_group = self._named(f"{name}/reduce", backends)
         except RuntimeError as error:
-            self._leave()
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
                 f"all did: {error}"
             )
+            self._leave()
             raise self.why_left() from error.with_traceback(None)
+        # Each rank has said so before it connected, and so all of them raise
+        if self._of_device and (lost := torch_distributed.text_in_store(spoilt)):
+            self._error = LostPeerError(f"{lost}. Remedy: start again from the last checkpoint")
+            self._leave()
+            raise self.why_left() from reason
+        self._watch_device()
+
+    def _await_device(self, spoilt: str) -> None:
+        """After a failure: wait until the device is idle, or say under that key that it isn't."""
+        if self._letting_go is None:
+            return
+        let_go = self._letting_go.wait(3 * SECONDS_TO_FINISH)
+        if not let_go or not is_reached(mark_on(current_stream()), SECONDS_TO_FINISH):
+            torch_distributed.publish_failure(
+                spoilt, f"the device of rank {self.rank} still waits for collectives cut off"
+            )
+
+    def _watch_device(self) -> None:
+        """From now on, hear of failures while the device hangs."""
+        if self._device_group is not None:
+            self._watch = DeviceWatch(self, self._limit)
 
     def reduce_apart(self) -> None:
         """Let reduce-scatters run beside other collectives. Every rank calls this; a second call
@@ -342,19 +400,23 @@ class ProcessGroup:
         check_subgroup(self.rank, self.size, ranks)
         # `part_of` takes numbers of the world
         part = torch_distributed.part_of(self._parent, [self.ranks[rank] for rank in ranks])
-        made = ProcessGroup(part, timeout=self._timeout)
+        made = type(self)(part, timeout=self._timeout)
         made._known_as = self._known_as  # errors name the rank as users know it
         return made
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank
         calls this."""
-        return ProcessGroup(self._parent, timeout=self._timeout)
+        return type(self)(self._parent, timeout=self._timeout)
 
     def close(self) -> None:
         """Give the connections back; other ranks that still wait for this one get an error."""
         self._closed = True
-        if self._torch_group is not None:
+        with self._leaving:
+            if self._torch_group is None:
+                return
+            if self._device_group is not None:
+                self._earlier = mark_on(current_stream())  # what is queued is still wanted
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
 
@@ -364,12 +426,44 @@ class ProcessGroup:
 
         Its text is the one that the rank at fault has published, if it had the time, else `text`.
         """
-        # The first failure counts. Leaving comes first, so that the other ranks see it at once.
-        if self._error is None:
-            self._leave()
-            published = torch_distributed.read_failure(self._failure_key)
-            self._error = PeerError(published) if published else LostPeerError(text)
-        return self.why_left()
+        with self._leaving:
+            # The first failure counts
+            if self._error is None:
+                if self._watch is not None:  # for ranks whose hosts wait for their device
+                    torch_distributed.publish_failure(alarm_key(self._failure_key), text)
+                # Before all else, so that the other ranks see it at once
+                self._leave_host()
+                self._error = self._cause(text)
+                self._leave()
+            return self.why_left()
+
+    def _cause(self, text: str) -> GroupError:
+        """The error for a failure that this rank has seen as `text`."""
+        published = torch_distributed.read_failure(self._failure_key)
+        if published:
+            return PeerError(published)
+        if self._watch is not None:
+            text = words_for_all(text, self._failure_key, self.rank, self.ranks, self._num_started)
+        return LostPeerError(text)
+
+    def news(self, waits: bool) -> str | None:
+        """The failure of another rank, in words, as far as this rank can know. While its device
+        `waits`, a rank that has gone without a word counts, too."""
+        host = self._torch_group
+        if host is None:
+            return None
+        # The store may have died with its host, or been given back: then gloo alone tells
+        with suppress(RuntimeError, ValueError):
+            text = torch_distributed.failure_in_store(self._failure_key)
+            text = text or torch_distributed.text_in_store(alarm_key(self._failure_key))
+            if text is not None:
+                return text
+        # Each rank looks at one other, and gives the alarm to all
+        neighbour = (self.rank + 1) % self.size
+        if waits and self.size > 1 and torch_distributed.is_gone(host, neighbour):
+            number = self.ranks[neighbour]
+            return f"rank {number} has ended or can't be reached from rank {self.rank}"
+        return None
 
     @property
     def _error(self) -> GroupError | None:
@@ -382,7 +476,8 @@ class ProcessGroup:
     def why_left(self, era: int | None = None) -> GroupError:
         """The error for calls of this group after it was left, or for collectives that were under
         way in that era."""
-        reason = self._errors.get(self._times_rejoined if era is None else era)
+        with self._leaving:  # the watch's thread may be about to say
+            reason = self._errors.get(self._times_rejoined if era is None else era)
         if reason is None:
             return GroupError(f"rank {self.rank} has left this group")
         return type(reason)(*reason.args)  # a new one each time, without the traceback of the last
@@ -394,24 +489,61 @@ class ProcessGroup:
         return torch_distributed.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
-        """Give the torch group back, and with it the connections, on which other ranks may wait."""
+        """Give the torch groups back, and with them the connections, on which other ranks may
+        wait. The error says already why."""
+        self._leave_host()
+        groups = [self._device_group, self._reducing_group]
+        holder = [group for group in groups if group is not None]
+        self._device_group = self._reducing_group = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if holder:
+            # Who is lost won't come back, and for a closed group nobody has to
+            in_vain = self._closed or isinstance(self._error, LostPeerError)
+            self._letting_go = LettingGo(
+                holder,
+                self._earlier,
+                self._failure_key,
+                (self.rank, self.size),
+                _SECONDS_IN_VAIN if in_vain else min(SECONDS_TO_FINISH, self._limit),
+            )
+            self._earlier = None
+
+    def _leave_host(self) -> None:
+        """Close the connections between hosts, and let go of all works."""
         if self._torch_group is None:
             return
+        # The works' errors wait for `_leaving`
         for ref in list(self._works):  # a copy: a work may be collected meanwhile
             work = ref()
             if work is not None:
                 # A torch Work, even a finished one, keeps the connections open
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]  # `destroy` needs the last reference
-        if self._reducing_group is not None:
+        if self._reducing_group is not None and not self._of_device:
             holder.append(self._reducing_group)
-        self._torch_group = self._reducing_group = None
+            self._reducing_group = None
+        self._torch_group = None
         torch_distributed.destroy(holder)
+
+    def _named(self, name: str, backends: dict[str, str]) -> dist.ProcessGroup:
+        """A torch group of that name, as all ranks make it when they come back."""
+        timeout = self._timeout_of(backends)
+        return torch_distributed.named_group(self._parent, name, timeout, backends)
+
+    def _timeout_of(self, backends: dict[str, str]) -> timedelta:
+        """torch's time limit. On a device torch can only end the process, so the watch's thread is
+        to come first."""
+        if backends.keys() & self._of_device.keys():
+            return 2 * self._timeout + timedelta(minutes=1)
+        return self._timeout
 
     def _connected(self, backends: dict[str, str]) -> dist.ProcessGroup:
         """A torch group of our own, as all ranks make it."""
         try:
-            return torch_distributed.own_group(self._parent, self._timeout, backends)
+            timeout = self._timeout_of(backends)
+            return torch_distributed.own_group(self._parent, timeout, backends)
         except RuntimeError as error:
             raise LostPeerError(
                 f"rank {self.rank} could not connect to all ranks: {error}"
@@ -420,25 +552,41 @@ class ProcessGroup:
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told
         otherwise."""
+        group = self._group_for(method, arguments)
         # The rank has left: it raises at once, and not when the others run into their time limit
-        if self._torch_group is None:
+        if group is None:
             raise self.why_left()
+        self._num_started += 1
+        if self._watch is not None:
+            self._watch.launched()
         try:
-            handle = getattr(self._group_for(method), method)(*arguments)
+            handle = getattr(group, method)(*arguments)
         except RuntimeError as error:
-            # Its frames hold the torch group, whose connections must close
+            # Its frames hold the torch group, whose connections must close, and so does this one
             cause = error.with_traceback(None)
+            del group
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
         # The work holds the tensors, as the backend reads and writes them until it has ended
         work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
+        # The watch's thread has left meanwhile, and doesn't know of this work
+        if self._torch_group is None:
+            work.abandon(self._times_rejoined)
         return work
 
-    def _group_for(self, method: str) -> dist.ProcessGroup | None:
-        """The torch group that runs this collective."""
+    def _group_for(self, method: str, arguments: Sequence[Any]) -> dist.ProcessGroup | None:
+        """The torch group that runs this collective; None where this rank has left."""
+        group = self._torch_group
+        if group is None:
+            return None
         if method == torch_distributed.REDUCE_SCATTER and self._reducing_group is not None:
             return self._reducing_group
-        return self._torch_group
+        if self._of_device:
+            first = arguments[0]  # a tensor, or a list of one
+            tensor = first if isinstance(first, Tensor) else first[0]
+            if self._device_type(tensor) in self._of_device:
+                return self._device_group
+        return group
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         """An all-gather, by way of which small sums and exchanges go, too."""
@@ -495,9 +643,13 @@ class ProcessGroup:
         self._gather(kind, out, part).wait()
         return out
 
+    def _device_type(self, tensor: Tensor) -> str:
+        """Of the device whose backend moves the tensor."""
+        return tensor.device.type
+
     def _backend(self, tensor: Tensor) -> str:
         """The backend for the tensor's device: "gloo" or "nccl", say."""
-        name = self._backends.get(tensor.device.type)
+        name = self._backends.get(self._device_type(tensor))
         if name is None:
             raise ValueError(
                 f"this group can't move tensors on {tensor.device}: its backends are "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -31,6 +33,12 @@ WORLD_FAILURE_KEY = "functorch_zero/failed"
 _SECONDS_TO_DESTROY = 1.0
 _SECONDS_TO_READ = 1.0  # for a failing rank to publish its reason
 _MAX_TEXT = 4000  # characters of an error that are passed on
+_SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on by itself
+
+# torch reads it when it makes a group over NCCL
+_ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+_TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
 
 
 def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -129,8 +137,25 @@ def accelerated(backends: dict[str, str]) -> dict[str, str]:
     return {device: backend for device, backend in backends.items() if backend != "gloo"}
 
 
+def of_device(backends: dict[str, str]) -> dict[str, str]:
+    """Of the backends, the one that queues collectives on this machine's accelerator, if any."""
+    # torch names NCCL for CUDA on machines without it, too
+    return {
+        device: name for device, name in accelerated(backends).items() if device == accelerator()
+    }
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator; None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
 def _config_of(backends: dict[str, str]) -> str:
-    """The same as torch writes it: "cpu:gloo,cuda:nccl"."""
+    """As torch writes it: "cpu:gloo,cuda:nccl"."""
+    # Where the world was given a device, torch looks for its backend in each group
+    if backends == {"cpu": "gloo"}:
+        return "gloo"  # for all devices
     return ",".join(f"{device}:{backend}" for device, backend in backends.items())
 
 
@@ -149,7 +174,8 @@ def own_group(
         options["use_local_synchronization"] = True
     if backends != backends_of(_world_group()):
         options["backend"] = _config_of(backends)
-    made = dist.new_group(ranks, **options)
+    with _process_outlives_errors():
+        made = dist.new_group(ranks, **options)
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
 
@@ -167,20 +193,38 @@ def named_group(
     ranks = dist.get_process_group_ranks(parent)
     # By torch's internals: no public function takes a name; see Note [eras] in `process`
     backend = c10d.Backend(_config_of(backends))
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        dist.get_rank(parent),
-        ranks,
-        backend,
-        _store(),
-        name,
-        timeout=timeout,
-        group_desc="functorch_zero",
-    )
+    with _process_outlives_errors():
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            dist.get_rank(parent),
+            ranks,
+            backend,
+            _store(),
+            name,
+            timeout=timeout,
+            group_desc="functorch_zero",
+        )
     # dist.get_rank and the like look here, and so does destroying the group
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
+
+
+@contextlib.contextmanager
+def _process_outlives_errors() -> Iterator[None]:
+    """Inside, a group over NCCL is made so that its watchdog doesn't end the process.
+
+    After an error or its time limit the watchdog then aborts the communicator (2), and no more. The
+    user's own setting stays.
+    """
+    if _ON_NCCL_ERROR in os.environ:
+        yield
+        return
+    os.environ[_ON_NCCL_ERROR] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[_ON_NCCL_ERROR]
 
 
 def destroy(holder: list[dist.ProcessGroup]) -> None:
@@ -209,6 +253,44 @@ def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
             (dist.destroy_process_group if only_gloo or not abort else abort)(holder[i])
     holder.clear()
+
+
+def abort(holder: list[dist.ProcessGroup]) -> None:
+    """End all that the groups in `holder` have under way on a device, and empty `holder`."""
+    # At once: the queue of one communicator may wait for another's
+    threads = [
+        threading.Thread(target=_destroy_now, args=([group],), name="abort group", daemon=True)
+        for group in holder
+    ]
+    holder.clear()
+    for thread in threads:
+        thread.start()
+    give_up = time.monotonic() + _SECONDS_TO_ABORT
+    for thread in threads:
+        thread.join(max(give_up - time.monotonic(), 0.0))
+
+
+def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether gloo's connection to a rank is broken, as when its process has been killed."""
+    # gloo tells by refusing messages. This one is never sent, and nothing waits for it.
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, _TAG_OF_PROBES)
+    except RuntimeError:
+        return True
+    return False
+
+
+def roll_call(
+    key: str, rank: int, num_ranks: int, seconds: float, word: str = "here"
+) -> list[str | None]:
+    """Say this rank's word, and wait for those of all ranks. None stands for a rank that says
+    nothing within that time. Raises RuntimeError when the store is gone."""
+    store, keys = _store(), [f"{key}/{other}" for other in range(num_ranks)]
+    give_up = time.monotonic() + seconds
+    store.set(keys[rank], word)
+    while not store.check(keys) and time.monotonic() < give_up:
+        time.sleep(0.02)  # seconds, between two looks
+    return [text_in_store(key) for key in keys]
 
 
 def failure_key(token: str) -> str:
@@ -241,10 +323,15 @@ def read_failure(key: str) -> str | None:
 def failure_in_store(key: str) -> str | None:
     """The text of this group's own failure, or of the end of a rank under `launch`, if either is
     there now."""
+    return text_in_store(key, WORLD_FAILURE_KEY)
+
+
+def text_in_store(*keys: str) -> str | None:
+    """The text under the first of these keys that there is."""
     store = _store()
-    for candidate in (key, WORLD_FAILURE_KEY):
-        if store.check([candidate]):
-            return str(store.get(candidate), errors="replace")
+    for key in keys:
+        if store.check([key]):
+            return str(store.get(key), errors="replace")
     return None
 
 
@@ -271,9 +358,7 @@ def world_failure() -> str | None:
     """The error with which some rank's function has ended under `launch`, published by that rank.
     None of ranks that were killed, nor under torchrun."""
     with contextlib.suppress(Exception):
-        store = _store()
-        if store.check([WORLD_FAILURE_KEY]):
-            return str(store.get(WORLD_FAILURE_KEY), errors="replace")
+        return text_in_store(WORLD_FAILURE_KEY)
     return None
 
 

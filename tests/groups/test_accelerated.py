@@ -45,7 +45,7 @@ def noting_groups(noted: list[tuple[str, str]]) -> Iterator[None]:
     launch_now = ProcessGroup._launch
 
     def noting(self: ProcessGroup, kind: str, method: str, *arguments: Any) -> Any:
-        apart = self._group_for(method) is not self._torch_group
+        apart = self._group_for(method, arguments) is not self._torch_group
         noted.append((kind, "apart" if apart else "common"))
         return launch_now(self, kind, method, *arguments)
 

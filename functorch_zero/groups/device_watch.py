@@ -1,0 +1,228 @@
+"""Failures of groups whose collectives run on a device, as NCCL's do.
+
+Waiting for such a collective puts the device's streams in order: it returns at once and raises
+nothing. When another rank never starts that collective, the device waits for good, and with it a
+host that reads a number from the device. So each such group has a thread that looks whether its
+device goes on. When it doesn't, and another rank has failed or the time limit is over, the thread
+leaves the group.
+
+Note [letting go]: to abort a communicator is to lose all that the device has yet to run on it, and
+other ranks' devices wait for this rank's part. A host runs ahead of its device, so that part of it
+may belong to earlier calls, whose results must not be lost. So a rank that leaves waits until its
+device has finished the calls before the failed one. Then it waits for the other ranks to say the
+same, and all abort together. NCCL wants that, too: a rank that frees its memory alone may crash
+those of its machine that still read from it. A device that doesn't finish the earlier calls has
+lost their results, and then no rank can come back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..errors import GroupError
+from . import torch_distributed
+
+_SECONDS_BETWEEN_LOOKS = 0.1  # at the device
+# Between questions for news of the other ranks: by torch's store, which all ranks ask
+_SECONDS_WHILE_IT_GOES_ON = 1.0
+_SECONDS_WHILE_IT_WAITS = 0.5
+_SECONDS_FOR_ROLL_CALL = 2.0  # for the ranks that live, after one was lost
+# At most so long for a device to finish earlier calls, or to become idle
+SECONDS_TO_FINISH = 60.0
+
+
+class Mark(Protocol):
+    """A place in the device's queue: a torch.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has come so far."""
+        ...
+
+
+class CanHear(Protocol):
+    """A group that a thread watches."""
+
+    def news(self, waits: bool) -> str | None:
+        """The failure of another rank, in words, if there is any. While the device waits, ranks
+        that have gone without a word count, too."""
+        ...
+
+    def lost(self, text: str) -> GroupError:
+        """Leave the group."""
+        ...
+
+
+def current_stream() -> Any:
+    """The stream on which this thread's calls run now."""
+    return torch.accelerator.current_stream()
+
+
+def mark_on(stream: Any) -> Mark:
+    """A mark at the end of the stream's queue, put there from any thread."""
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event
+
+
+def is_reached(mark: Mark, seconds: float) -> bool:
+    """Whether the device comes to the mark within that time. One that is broken never does."""
+    give_up = time.monotonic() + seconds
+    with suppress(RuntimeError):
+        while time.monotonic() < give_up:
+            if mark.query():
+                return True
+            time.sleep(0.005)
+    return False
+
+
+class DeviceWatch:
+    """Watches the device of a group, in a thread, until it is stopped or the group is left.
+
+    Args:
+        group: the thread doesn't keep it alive.
+        limit: seconds that the device may take to come to a mark.
+    """
+
+    def __init__(self, group: CanHear, limit: float) -> None:
+        self._group = weakref.ref(group)
+        self._limit = limit
+        self._stream: Any = None  # of the last collective
+        self._stopped = threading.Event()
+        # A daemon: it must not keep the process alive
+        threading.Thread(target=self._run, name="watch device", daemon=True).start()
+
+    def launched(self) -> None:
+        """This thread has started a collective on its current stream."""
+        self._stream = current_stream()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        mark: Mark | None = None  # one at a time, behind all that was queued when it was put there
+        put = asked = time.monotonic()
+        while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
+            now = time.monotonic()
+            try:
+                if self._stream is not None and (mark is None or mark.query()):
+                    mark, put = mark_on(self._stream), now
+            except RuntimeError:  # of a device that is broken: its host will see it, too
+                return
+            waited = now - put if mark is not None else 0.0
+            waits = waited > _SECONDS_WHILE_IT_WAITS
+            if now - asked < (_SECONDS_WHILE_IT_WAITS if waits else _SECONDS_WHILE_IT_GOES_ON):
+                continue
+            asked = now
+            group = self._group()
+            if group is None:
+                return
+            text = group.news(waits)
+            if text is None and waited > self._limit:
+                text = (
+                    f"the device has waited for longer than the group's time limit of "
+                    f"{self._limit:g} s: another rank is stuck, slow or lost"
+                )
+            if text is not None:
+                group.lost(text)
+                return
+            del group  # so that it can go between two looks
+
+
+class LettingGo:
+    """The end of a group's device side, in a thread; see Note [letting go].
+
+    Args:
+        groups: the last references to the torch groups, which are aborted.
+        earlier: behind the last call that didn't fail; None where there was no call.
+        key: names the group and its era in torch's store.
+        ranks: this rank and the number of ranks.
+        seconds: to wait for this device, and then for the other ranks.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        earlier: Mark | None,
+        key: str,
+        ranks: tuple[int, int],
+        seconds: float,
+    ) -> None:
+        self._groups, self._earlier = list(groups), earlier
+        self._key, self._ranks, self._seconds = key, ranks, seconds
+        self._thread = threading.Thread(target=self._run, name="let go of device", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is done within that time."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._earlier is not None and not is_reached(self._earlier, self._seconds):
+            torch_distributed.publish_failure(
+                spoilt_key(self._key),
+                f"the device of rank {self._ranks[0]} could not finish the call before the one "
+                "that failed, whose results are lost",
+            )
+        # The store may have died with its host, or the process may have given it back
+        with suppress(RuntimeError, ValueError):
+            torch_distributed.roll_call(f"{self._key}/finished", *self._ranks, self._seconds)
+        torch_distributed.abort(self._groups)
+
+
+def alarm_key(key: str) -> str:
+    """The key under which the first rank that loses another one says so."""
+    return f"{key}/alarm"
+
+
+def spoilt_key(key: str) -> str:
+    """The key under which a rank says why it can't come back with good values."""
+    return f"{key}/spoilt"
+
+
+def words_for_all(text: str, key: str, rank: int, ranks: Sequence[int], num_started: int) -> str:
+    """What this rank has seen of a loss, with the number of the rank that is lost or late. All
+    ranks get the words of the first.
+
+    Args:
+        text: what this rank has seen.
+        key: names the group and its era in torch's store.
+        rank: this rank's number in the group.
+        ranks: the group's ranks, numbered among all.
+        num_started: the collectives that this rank has started.
+    """
+    key = f"{key}/lost"
+    # The store may have died with its host: then each rank has words of its own
+    with suppress(RuntimeError, ValueError):
+        if torch_distributed.text_in_store(key) is None:
+            words = torch_distributed.roll_call(
+                f"{key}/here", rank, len(ranks), _SECONDS_FOR_ROLL_CALL, str(num_started)
+            )
+            torch_distributed.publish_failure(key, f"{text}. {_culprits(ranks, words)}")
+        text = torch_distributed.text_in_store(key) or text
+    return text
+
+
+def _culprits(ranks: Sequence[int], words: Sequence[str | None]) -> str:
+    """Which ranks don't answer, or have started fewer collectives than others."""
+    missing = [str(rank) for rank, word in zip(ranks, words, strict=True) if word is None]
+    if missing:
+        return f"No word came from rank {', '.join(missing)}"
+    # All live: the others wait in a collective that some rank has yet to start
+    started = [int(word) for word in words if word is not None]
+    least, most = min(started), max(started)
+    if least == most:
+        return f"All ranks have started {most} collectives of this group"
+    behind = [str(rank) for rank, num in zip(ranks, started, strict=True) if num == least]
+    return (
+        f"Rank {', '.join(behind)} is behind: it has started {least} collectives of this group, "
+        f"the others up to {most}"
+    )
