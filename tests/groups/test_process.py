@@ -116,6 +116,18 @@ def test_collectives_with_none_of_gloos_shortcuts() -> None:
     on_ranks(lambda: check_all(Native()), 3)
 
 
+def test_a_device_without_a_backend_is_named() -> None:
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup()
+        found = outcome(lambda: group.all_reduce(torch.ones(2, device="meta")))
+        check_all(group)
+        return found
+
+    for name, text, _ in on_ranks(fn, 2):
+        assert name == "ValueError" and "can't move tensors on meta: its backends are" in text
+        assert "Remedy: initialise torch.distributed with a backend for that device" in text
+
+
 def test_sums_are_in_rank_order() -> None:
     values = [1e8, 1.0, -1e8, 1.0]  # float32: the order decides
 
