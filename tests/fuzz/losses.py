@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,8 +38,13 @@ class Result(NamedTuple):
 LossBody = Callable[[Model, Batch], Result]
 
 
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    """`F.mse_loss`, whose backward in torch 2.11 refuses output and target of two dtypes."""
+    return (output - target).square().mean()
+
+
 def squared_error(model: Model, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
+    return mean_square(model(batch["x"]), batch["y"])
 
 
 def plain(model: Model, batch: Batch) -> Result:
@@ -60,7 +64,7 @@ def with_metrics(model: Model, batch: Batch) -> Result:
         "one": 1.0,
         "right": (off < 0).double().mean(),
     }
-    return Result(F.mse_loss(output, batch["y"]), metrics)
+    return Result(mean_square(output, batch["y"]), metrics)
 
 
 # Functions and derivatives inside
@@ -69,7 +73,7 @@ def with_metrics(model: Model, batch: Batch) -> Result:
 def function_outside(model: Model, batch: Batch) -> Result:
     """An autograd.Function is given a leaf outside of the leaf's unit."""
     output = ScaledByLeaf.apply(model(batch["x"]), model.leaves["out.bias"])
-    return Result(F.mse_loss(output, batch["y"]))
+    return Result(mean_square(output, batch["y"]))
 
 
 def func_grad(model: Model, batch: Batch) -> Result:
@@ -86,7 +90,7 @@ def func_vmap(model: Model, batch: Batch) -> Result:
 def func_jvp(model: Model, batch: Batch) -> Result:
     x = batch["x"]
     output, change = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-    return Result(F.mse_loss(output, batch["y"]) + change.square().mean())
+    return Result(mean_square(output, batch["y"]) + change.square().mean())
 
 
 def inner_gradient(model: Model, batch: Batch) -> Result:
@@ -94,7 +98,7 @@ def inner_gradient(model: Model, batch: Batch) -> Result:
     x = batch["x"].detach().requires_grad_()
     output = model(x)
     (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    return Result(F.mse_loss(output, batch["y"]) + slope.square().sum(1).mean())
+    return Result(mean_square(output, batch["y"]) + slope.square().sum(1).mean())
 
 
 def leaf_gradient(model: Model, batch: Batch) -> Result:
@@ -107,17 +111,17 @@ def leaf_gradient(model: Model, batch: Batch) -> Result:
 def adversarial(model: Model, batch: Batch) -> Result:
     """Inputs moved along their gradient, which a `backward` of its own finds."""
     x = batch["x"].detach().requires_grad_()
-    F.mse_loss(model(x), batch["y"], reduction="sum").backward()
+    (model(x) - batch["y"]).square().sum().backward()
     assert x.grad is not None
-    return Result(F.mse_loss(model(x.detach() + 0.1 * x.grad), batch["y"]))
+    return Result(mean_square(model(x.detach() + 0.1 * x.grad), batch["y"]))
 
 
 def adversarial_inputs(model: Model, batch: Batch) -> Result:
     """The same, where `backward` is told to leave the leaves alone."""
     x = batch["x"].detach().requires_grad_()
-    F.mse_loss(model(x), batch["y"], reduction="sum").backward(inputs=[x])
+    (model(x) - batch["y"]).square().sum().backward(inputs=[x])
     assert x.grad is not None
-    return Result(F.mse_loss(model(x.detach() + 0.1 * x.grad), batch["y"]))
+    return Result(mean_square(model(x.detach() + 0.1 * x.grad), batch["y"]))
 
 
 # Penalties
@@ -177,19 +181,19 @@ def detached_leaf(model: Model, batch: Batch) -> Result:
 
 def two_calls(model: Model, batch: Batch) -> Result:
     there, back = model(batch["x"]), model(-batch["x"])
-    return Result(F.mse_loss(there, batch["y"]) + (there * back).mean())
+    return Result(mean_square(there, batch["y"]) + (there * back).mean())
 
 
 def own_target(model: Model, batch: Batch) -> Result:
     """A target from the same leaves, without gradients."""
     with torch.no_grad():
         target = model(batch["x"] + 0.1)
-    return Result(squared_error(model, batch) + F.mse_loss(model(batch["x"]), target))
+    return Result(squared_error(model, batch) + mean_square(model(batch["x"]), target))
 
 
 def recomputed(model: Model, batch: Batch) -> Result:
     output = checkpoint(model, batch["x"], use_reentrant=False)
-    return Result(F.mse_loss(output, batch["y"]))
+    return Result(mean_square(output, batch["y"]))
 
 
 def in_place_output(model: Model, batch: Batch) -> Result:
@@ -201,7 +205,7 @@ def in_place_output(model: Model, batch: Batch) -> Result:
 
 def half_of_output(model: Model, batch: Batch) -> Result:
     """Elements of the last leaves get no gradient."""
-    return Result(F.mse_loss(model(batch["x"])[:, 0], batch["y"][:, 0]))
+    return Result(mean_square(model(batch["x"])[:, 0], batch["y"][:, 0]))
 
 
 # Writes

@@ -99,7 +99,8 @@ def profiled(run: Run) -> Sequence[Any]:
     activities = [ProfilerActivity.CPU]
     if CUDA:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as found:
+    # Without `acc_events` torch 2.11 warns that it keeps the events of one cycle
+    with profile(activities=activities, acc_events=True) as found:
         run()
         synchronize()
     events: Sequence[Any] = found.events()

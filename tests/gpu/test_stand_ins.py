@@ -88,7 +88,6 @@ def test_tensors_leave_the_device_a_few_blocks_at_a_time(fake: FakeTensorMode) -
     runs = [*chunks_of(flat)]
     assert [run.nbytes for run in runs] == [4 * BLOCK, 4 * BLOCK, BLOCK + 4]
     assert all(run.is_cpu for run in runs)
-    assert [run.nbytes for run in chunks_of(torch.empty(0, device=CUDA))] == [0]
 
 
 def test_blocks_are_not_read_straight_into_a_device(fake: FakeTensorMode) -> None:
