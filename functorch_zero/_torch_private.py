@@ -12,11 +12,13 @@ Importing torch._dynamo or torch._inductor takes seconds, so only functions do i
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -227,17 +229,29 @@ innermost_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = partial(
 def in_custom_function() -> bool:
     """Whether the forward of a custom `autograd.Function` runs now in this thread.
 
-    Torch has no question for it; its own `apply` is then among the callers.
+    Torch has no question for it. The forward of one of them is then among the callers.
     """
+    forwards = _codes_of_forwards()
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code in forwards:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _codes_of_forwards() -> set[CodeType]:
+    """The code of the forward of each custom function that there is."""
+    codes: set[CodeType] = set()
+    functions: list[Any] = [torch.autograd.Function]
+    while functions:
+        function = functions.pop()
+        functions.extend(function.__subclasses__())
+        # That of a decorator, `no_grad` say, is in many other functions, too
+        forward = inspect.unwrap(function.forward)
+        if isinstance(code := getattr(forward, "__code__", None), CodeType):  # it is in Python
+            codes.add(code)
+    return codes
 
 
 def in_forward_ad() -> bool:

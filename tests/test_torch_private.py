@@ -302,6 +302,41 @@ def test_innermost_saved_tensors_hooks() -> None:
     assert private.innermost_saved_tensors_hooks() is None
 
 
+def test_in_custom_function() -> None:
+    found: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(private.in_custom_function())
+        return x * 2
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return note(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return note(grad)
+
+    class SetUpApart(torch.autograd.Function):
+        @staticmethod
+        @torch.no_grad()
+        def forward(x: Tensor) -> Tensor:
+            return note(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    x = torch.ones(2, requires_grad=True)
+    note(x)
+    Doubled.apply(x).sum().backward()
+    SetUpApart.apply(x)
+    torch.no_grad()(note)(x)
+    torch.func.vmap(note)(x)
+    assert found == [False, True, False, True, False, False]
+
+
 def test_in_forward_ad() -> None:
     def elsewhere() -> bool:
         found: list[bool] = []
