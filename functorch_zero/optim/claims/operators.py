@@ -43,6 +43,7 @@ _MOVES = {
     "copy_",
     "fill_",
     "lift_fresh",
+    "masked_fill_",
     "polar",
     "stack",
     "zero_",
