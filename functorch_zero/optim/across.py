@@ -394,12 +394,14 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
     # Half-precision squares would overflow, so sums and norms are taken in float32 at least
     if op == "norm":
         norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))
-        return norm
+        # Of one element torch takes no square. Ranks add squares, so that a norm whose square
+        # overflows, or is lost below the smallest number, must do so in one process, too.
+        return norm.square().sqrt()
     return x.sum(dtype=sum_dtype(x.dtype))
 
 
 def norms_of(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each leaf as `reduce_leaf` takes it, from one kernel per dtype."""
+    """The norm of each leaf, whose square may be out of range, from one kernel per dtype."""
     norms = list(leaves)
     for dtype in {leaf.dtype for leaf in leaves}:
         positions = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]

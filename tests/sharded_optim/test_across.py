@@ -92,6 +92,22 @@ def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: 
         close(answer, expected)
 
 
+@pytest.mark.parametrize("value", [1e25, 1e-25])
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_norms_whose_squares_are_out_of_range(shape: tuple[int, ...], value: float) -> None:
+    """Of single elements too, of which torch takes the norm without a square."""
+    tree = {"w": torch.full(shape, value)}
+    layout = make_layout(tree, 2, trainable=lambda path, leaf: True)
+    expected = Local(tree).norm(tree)["w"]
+
+    def run(group: Any) -> Tensor:
+        norm: Tensor = Sharded(layout, group).norm(slice_tree(tree, layout, group.rank))["w"]
+        return norm
+
+    for norm in run_ranks(run, 2):
+        assert torch.equal(norm, expected)
+
+
 @pytest.mark.parametrize("implementation", [Local, Sharded, Planner, PretendedRank])
 def test_questions_are_written_once(implementation: type[Across]) -> None:
     """In the base class, over primitives."""
