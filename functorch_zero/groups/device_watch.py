@@ -55,8 +55,8 @@ class CanHear(Protocol):
         that have gone without a word count, too."""
         ...
 
-    def lost(self, text: str) -> GroupError:
-        """Leave the group."""
+    def lost(self, text: str, era: int | None = None) -> GroupError:
+        """Leave the group, if its ranks have not come back since that era."""
         ...
 
 
@@ -88,12 +88,13 @@ class DeviceWatch:
 
     Args:
         group: the thread doesn't keep it alive.
+        era: of the group, to whose end the thread watches.
         limit: seconds that the device may take to come to a mark.
     """
 
-    def __init__(self, group: CanHear, limit: float) -> None:
+    def __init__(self, group: CanHear, era: int, limit: float) -> None:
         self._group = weakref.ref(group)
-        self._limit = limit
+        self._era, self._limit = era, limit
         self._stream: Any = None  # of the last collective
         self._stopped = threading.Event()
         # A daemon: it must not keep the process alive
@@ -131,7 +132,8 @@ class DeviceWatch:
                     f"{self._limit:g} s: another rank is stuck, slow or lost"
                 )
             if text is not None:
-                group.lost(text)
+                # The ranks may have left, and come back, since this thread has asked
+                group.lost(text, self._era)
                 return
             del group  # so that it can go between two looks
 

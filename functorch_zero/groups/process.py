@@ -371,7 +371,7 @@ class ProcessGroup:
     def _watch_device(self) -> None:
         """From now on, hear of failures while the device hangs."""
         if self._device_group is not None:
-            self._watch = DeviceWatch(self, self._limit)
+            self._watch = DeviceWatch(self, self._times_rejoined, self._limit)
 
     def reduce_apart(self) -> None:
         """Let reduce-scatters run beside other collectives. Every rank calls this; a second call
@@ -420,22 +420,25 @@ class ProcessGroup:
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
 
-    def lost(self, text: str) -> GroupError:
+    def lost(self, text: str, era: int | None = None) -> GroupError:
         """Leave the group after a collective failed on this rank, so that nobody waits for it, and
         return the error.
 
         Its text is the one that the rank at fault has published, if it had the time, else `text`.
+
+        `era`: that of the failure; None: this one. A later one goes on, see Note [eras].
         """
         with self._leaving:
+            era = self._times_rejoined if era is None else era
             # The first failure counts
-            if self._error is None:
+            if era not in self._errors:
                 if self._watch is not None:  # for ranks whose hosts wait for their device
                     torch_distributed.publish_failure(alarm_key(self._failure_key), text)
                 # Before all else, so that the other ranks see it at once
                 self._leave_host()
                 self._error = self._cause(text)
                 self._leave()
-            return self.why_left()
+            return self.why_left(era)
 
     def _cause(self, text: str) -> GroupError:
         """The error for a failure that this rank has seen as `text`."""
@@ -557,8 +560,9 @@ class ProcessGroup:
         if group is None:
             raise self.why_left()
         self._num_started += 1
-        if self._watch is not None:
-            self._watch.launched()
+        watch = self._watch  # its thread may leave at any time
+        if watch is not None:
+            watch.launched()
         try:
             handle = getattr(group, method)(*arguments)
         except RuntimeError as error:

@@ -244,6 +244,36 @@ def test_asking_whether_a_rank_is_there_leaves_nothing_behind() -> None:
     assert second == ({None}, None)  # it has left
 
 
+def test_a_watch_that_is_late_leaves_no_later_era() -> None:
+    """Its thread hears of a failure, and all ranks come back before it goes on."""
+
+    def fn() -> Any:
+        group, has_heard, go_on = on_device(), threading.Event(), threading.Event()
+        news = group.news
+
+        def late(waits: bool) -> str | None:
+            text = news(waits)
+            if text is not None:
+                has_heard.set()
+                go_on.wait(SOON)
+            return text
+
+        group.news = late  # type: ignore[method-assign]
+        if group.rank == 0:
+            group.fail(ValueError("bad batch"))
+        else:
+            assert has_heard.wait(SOON)
+        failed = outcome(group.barrier)
+        group.rejoin()
+        go_on.set()
+        time.sleep(0.5)  # for the thread
+        return failed.error, outcome(group.barrier)
+
+    for rank, (failed, again) in enumerate(on_ranks(fn, 2)):
+        assert failed == ("GroupError" if rank == 0 else "PeerError")
+        assert again.error == "", again.text
+
+
 def test_torchs_watchdog_spares_the_process() -> None:
     def fn() -> Any:
         name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
@@ -296,7 +326,7 @@ def test_a_watch_of_a_broken_device_ends() -> None:
         def news(self, waits: bool) -> str | None:
             return None
 
-        def lost(self, text: str) -> GroupError:
+        def lost(self, text: str, era: int | None = None) -> GroupError:
             raise AssertionError(text)
 
     assert not is_reached(Broken(), 1.0)
@@ -304,7 +334,7 @@ def test_a_watch_of_a_broken_device_ends() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_watch, "mark_on", lambda stream: Broken())
         patch.setattr(device_watch, "current_stream", lambda: "stream")
-        watch = device_watch.DeviceWatch(group, 20.0)
+        watch = device_watch.DeviceWatch(group, 0, 20.0)
         watch.launched()
         give_up = time.monotonic() + SOON
         while any(thread.name == "watch device" for thread in threading.enumerate()):
