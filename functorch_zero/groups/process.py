@@ -410,7 +410,12 @@ class ProcessGroup:
         return type(self)(self._parent, timeout=self._timeout)
 
     def close(self) -> None:
-        """Give the connections back; other ranks that still wait for this one get an error."""
+        """Give the connections back; other ranks that still wait for this one get an error.
+
+        It does nothing in a process that a rank has forked.
+        """
+        if os.getpid() != self._pid:
+            return
         self._closed = True
         with self._leaving:
             if self._torch_group is None:

@@ -579,6 +579,22 @@ def test_a_closed_group_says_so() -> None:
     }
 
 
+def test_a_forked_process_closes_nothing() -> None:
+    """gloo's threads are not there, so that it would have ended the process."""
+
+    def fn() -> int:
+        group = ProcessGroup()
+        child = os.fork()
+        if child == 0:
+            group.close()
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        group.barrier()
+        return status
+
+    assert on_ranks(fn, 2) == [0, 0]
+
+
 def test_the_errors_are_of_one_family() -> None:
     assert issubclass(PeerError, GroupError)
     assert DeviceMesh is not None
