@@ -279,6 +279,10 @@ def test_zero_gradients(name: str) -> None:
     assert all(x.isfinite().all() for step in steps for x in step.values())
     empty = {"empty": torch.zeros(0, 4), "nothing": None}
     assert run(TABLE[name][0], empty, [empty])[0]["empty"].shape == (0, 4)
+    across = Local(empty)
+    state = TABLE[name][0].init(empty, across)
+    _, state = TABLE[name][0].update(empty, state, empty, across)
+    assert all(x.isfinite().all() for x in tree_leaves(state) if x.is_floating_point())
 
 
 COLLECTIVES = {"adafactor": 2, "adafactor, momentum": 2}  # what is not here takes one all-reduce

@@ -147,8 +147,10 @@ def update_factors(
         return [x.to(like.dtype) for x, like in zip(mixed, old, strict=True)]
 
     def num_summed(extent: Extent, total: Tensor | None) -> int | None:
+        if total is None:
+            return None
         # Of an empty leaf there is nothing to sum; any divisor but 0 will do
-        return None if total is None else max(extent.numel, 1) // max(total.numel(), 1)
+        return max(extent.numel // max(total.numel(), 1), 1)
 
     def new_vectors(old: Tree, totals: Tree) -> Tree:
         counts = tree_map(num_summed, across.extents, totals)
