@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..devices import number_on
+from .loss import check_metrics
 
 
 class _Copy(NamedTuple):
@@ -61,10 +62,14 @@ def host(metrics: Mapping[str, Tensor | float]) -> HostMetrics:
     Args:
         metrics: 0-d tensors or numbers, by name. Numbers come as float64.
 
+    Raises:
+        StructureError: a metric is no real number.
+
     >>> metrics = host({"loss": torch.tensor(0.5), "learning_rate": 0.1})
     >>> metrics["loss"], dict(metrics)
     (0.5, {'loss': 0.5, 'learning_rate': 0.1})
     """
+    check_metrics(metrics)
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, metric in metrics.items():
         device = metric.device if isinstance(metric, Tensor) else torch.device("cpu")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero.errors import StructureError
 from functorch_zero.step.host import HostMetrics, _Copy
 
 
@@ -24,6 +27,13 @@ def test_numbers_are_those_of_the_tensors() -> None:
     with pytest.raises(KeyError, match="other"):
         got["other"]
     assert dict(fz.host({})) == {}
+
+
+@pytest.mark.parametrize("metric", [torch.ones(2), torch.tensor(1j), "0.5"])
+def test_what_is_no_real_number_is_refused(metric: Any) -> None:
+    """A complex one would have lost its imaginary part."""
+    with pytest.raises(StructureError, match="a metric is no real number"):
+        fz.host({"loss": 0.5, "accuracy": metric})
 
 
 def test_later_writes_are_not_seen() -> None:
