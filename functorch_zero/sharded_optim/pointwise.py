@@ -7,6 +7,7 @@ function: it may return a tensor that it was given, or one tensor twice. So befo
 overwritten:
 
 - `_copy_repeated` copies a leaf that the given state holds twice: each will be written to;
+- `_apart` copies one of two flats of the given state that share elements;
 - `_in_storages_of_their_own` copies one of two results that share storage, where no result is
   written over anything: the next step will write to each;
 - `_storages_of_one_group` leaves out updates whose storage holds something else as well;
@@ -322,7 +323,7 @@ class _Regrouping:
             self.places.append(own)
         # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
         # A state that was not donated doesn't come back, so there is nothing to remember
-        self._find = Recall(self._find_ordered) if remember else self._find_ordered
+        self._find = Recall(self._find_apart) if remember else self._find_ordered
 
     def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
@@ -336,6 +337,9 @@ class _Regrouping:
             flats.append(place.group.find(ordered[start:stop]))
             start = stop
         return flats
+
+    def _find_apart(self, ordered: Sequence[Tensor]) -> list[Tensor]:
+        return _apart(self._find_ordered(ordered))
 
     def group_states(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per group, the leaves of its state, in the order of `one`: of the flats its own, and of
@@ -372,6 +376,20 @@ def _copy_repeated(leaves: list[Tensor]) -> list[Tensor]:
         distinct.append(leaf.clone() if id(leaf) in seen else leaf)
         seen.add(id(leaf))
     return distinct
+
+
+def _apart(flats: Sequence[Tensor]) -> list[Tensor]:
+    """The flats, copied where they share elements with another. See Note [Writing over donated
+    storage]."""
+    found = list(flats)
+    with_elements = [i for i, flat in enumerate(flats) if flat.numel() and has_values(flat)]
+    end = 0  # address behind those seen so far
+    for i in sorted(with_elements, key=lambda i: flats[i].data_ptr()):
+        start = flats[i].data_ptr()
+        if start < end:
+            found[i] = flats[i].clone()
+        end = max(end, start + flats[i].nbytes)
+    return found
 
 
 class _Operand(NamedTuple):

@@ -207,6 +207,47 @@ def test_results_that_share_storage_are_not_written_over_each_other(level, ranks
     run_ranks(on_a_rank, ranks)
 
 
+@pytest.mark.parametrize("name", ("kernel", "chain", "masked"))
+@pytest.mark.parametrize("level", tiers((0, 3), (1, 2)))
+def test_moments_that_share_elements_are_not_written_over_each_other(level, name):
+    """A state whose owner has put views of one tensor in the place of both moments."""
+    optimizer = {
+        "kernel": optim.adamw(0.1),
+        "chain": optim.chain(optim.scale_by_adam(), optim.scale(-0.1)),
+        "masked": optim.masked(optim.adamw(0.1), lambda path, leaf: path == "a"),
+    }[name]
+    torch.manual_seed(0)
+    params = {k: torch.randn(64, dtype=torch.float64, requires_grad=True) for k in "ab"}
+    if name != "masked":  # one leaf is all of its flat; masked, each leaf is a flat
+        del params["b"]
+    batches = [torch.tensor(0.1 * k, dtype=torch.float64) for k in range(4)]
+
+    def run(step):
+        state = step.init(params)
+        for k, batch in enumerate(batches):
+            if k == 1:
+                shared = {}  # by shape
+
+                def put(x, shared=shared):
+                    ones = shared.setdefault(x.shape, torch.ones(x.numel(), dtype=x.dtype))
+                    return ones.view(x.shape) if x.dim() else x
+
+                state = state.replace(opt_state=tree_map(put, state.opt_state))
+            state, _ = step(state, batch)
+        return state
+
+    step = train_step(loss_fn, optimizer)
+    expected = run(step)
+
+    def on_a_rank(group):
+        sharded = shard(step, level=level, group=group)
+        whole = sharded.unshard(run(sharded))
+        for k, x in whole.params.items():
+            torch.testing.assert_close(x, expected.params[k], rtol=1e-12, atol=1e-14)
+
+    run_ranks(on_a_rank, 2)
+
+
 def pass_on(updates, state, params, across):
     return tree_map(lambda u: u * 1.5, updates), state
 
