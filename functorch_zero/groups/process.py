@@ -338,6 +338,9 @@ class ProcessGroup:
         self._num_asked = self._num_started = 0
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
+            # A rank that has waited in vain is not there to connect to
+            if gave_up := torch_distributed.text_in_store(self._failure_key):
+                raise RuntimeError(gave_up)
             self._torch_group = self._named(name, self._of_host)
             if self._of_device:
                 self._device_group = self._named(f"{name}/device", self._of_device)
@@ -349,6 +352,7 @@ class ProcessGroup:
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
                 f"all did: {error}"
             )
+            torch_distributed.publish_failure(self._failure_key, str(self._error))
             self._leave()
             raise self.why_left() from error.with_traceback(None)
         # Each rank has said so before it connected, and so all of them raise

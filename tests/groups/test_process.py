@@ -565,6 +565,23 @@ def test_a_collective_beside_the_one_whose_time_is_over() -> None:
         TorchWork(Left(), "all_reduce", Handle(), ()).wait()
 
 
+def test_a_rank_that_comes_back_too_late_is_told_at_once() -> None:
+    """It would try to connect to a rank that has given up, for a multiple of the time limit."""
+
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup(timeout=1.0)
+        if group.rank == 0:
+            group.fail(ValueError("bad batch"))
+        assert outcome(group.barrier)[0] == ("GroupError" if group.rank == 0 else "PeerError")
+        if group.rank == 1:
+            time.sleep(3.0)
+        return outcome(group.rejoin)
+
+    for error, text, was_soon in on_ranks(fn, 2):
+        assert error == "LostPeerError" and was_soon
+        assert "rank 0 waited for all ranks to come back" in text and "bad batch" in text
+
+
 def test_a_closed_group_says_so() -> None:
     def fn() -> tuple[str, str, bool]:
         group = ProcessGroup()
