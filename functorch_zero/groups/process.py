@@ -423,6 +423,10 @@ class ProcessGroup:
         self._closed = True
         with self._leaving:
             if self._torch_group is None:
+                # After a failure: ranks that come back would wait for this one
+                next_era = f"{self._token}/{self._times_rejoined + 1}"
+                text = f"rank {self.rank} has closed this group"
+                torch_distributed.publish_failure(torch_distributed.failure_key(next_era), text)
                 return
             if self._device_group is not None:
                 self._earlier = mark_on(current_stream())  # what is queued is still wanted

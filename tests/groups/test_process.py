@@ -582,6 +582,22 @@ def test_a_rank_that_comes_back_too_late_is_told_at_once() -> None:
         assert "rank 0 waited for all ranks to come back" in text and "bad batch" in text
 
 
+def test_nobody_waits_for_a_rank_that_has_closed_the_group_after_a_failure() -> None:
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup()
+        if group.rank == 0:
+            group.fail(ValueError("bad batch"))
+        outcome(group.barrier)
+        if group.rank == 1:
+            group.close()
+        dist.barrier()
+        return outcome(group.rejoin)
+
+    first, second = on_ranks(fn, 2)
+    assert first[0] == "LostPeerError" and "rank 1 has closed this group" in first[1] and first[2]
+    assert second == ("PeerError", "rank 0 failed: ValueError: bad batch", True)
+
+
 def test_a_closed_group_says_so() -> None:
     def fn() -> tuple[str, str, bool]:
         group = ProcessGroup()
