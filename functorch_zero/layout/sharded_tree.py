@@ -472,7 +472,8 @@ class ShardedTree(OnEngine):
         known = self._known
         leaves = known.flats if known is not None and known.leaves is None else self._leaves()
         donated = self.holding.donated
-        return any(leaf is not None and leaf.untyped_storage() in donated for leaf in leaves)
+        # Leaves need not be tensors: `tree_map` makes trees of numbers, too
+        return any(isinstance(x, Tensor) and x.untyped_storage() in donated for x in leaves)
 
     def cut_by(self, sharding: Sharding) -> ShardedTree:
         """The same leaves under another sharding, which is equal."""

@@ -252,3 +252,22 @@ def test_the_peak_is_that_of_one_state() -> None:
         peaks[donate] = live.peak / unit
         assert before / unit == pytest.approx(3 * depth / ranks, rel=0.01)
     assert peaks[True] < peaks[False] - 1.5 * depth / ranks
+
+
+def test_a_state_with_gradients_is_made_whole() -> None:
+    """Gradients of donated params know them, and so do trees of numbers made of them."""
+
+    def delayed(value: Any, x: Tensor) -> Any:
+        params, state, last = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        halves = tree_map(lambda g: 0.5, last)
+        last = tree_map(lambda g, half: half * g, last, halves)
+        return (*adamw.apply(last, state, params), grads), {"loss": mean}
+
+    step = fz.program_step(delayed, init=lambda params: (*init(params), fz.zero_updates(params)))
+
+    def run(group: Any) -> Any:
+        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
