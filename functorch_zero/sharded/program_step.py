@@ -218,6 +218,9 @@ class ShardedProgramStep:
             with streams(state.seed, state.step, _device_of(value)) as running, watched:
                 result = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
+            if self.options.donate:
+                # A metric may be a leaf of the next value, which the next step writes over
+                metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
             self._agree(int(state.step), new, metrics, running.num_draws, watch)
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics

@@ -254,6 +254,34 @@ def test_the_peak_is_that_of_one_state() -> None:
     assert peaks[True] < peaks[False] - 1.5 * depth / ranks
 
 
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_metric_keeps_its_value(level: int) -> None:
+    """A leaf of the next value is written over by the next step, and metrics are kept."""
+
+    def reports_leaf(value: Any, x: Tensor) -> Any:
+        (params, state), metrics = simple(value, x)
+        return (params, state), {**metrics, "b": params["b"]}
+
+    step = fz.program_step(reports_leaf, init=init)
+    first = FIRST | {"b": torch.tensor(0.7, requires_grad=True)}
+
+    def run(group: Any) -> Any:
+        reports = []
+        for donate in (False, True):
+            sharded = fz.shard(step, level=level, group=group, donate=donate)
+            state, reported = sharded.init(first), []
+            for x in BATCHES:
+                state, metrics = sharded(state, part(x, group))
+                reported.append(metrics["b"])
+            reports.append(reported)
+        return reports
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+        assert len(set(map(float, kept))) == len(BATCHES)
+
+
+
 def test_a_state_with_gradients_is_made_whole() -> None:
     """Gradients of donated params know them, and so do trees of numbers made of them."""
 
