@@ -216,19 +216,22 @@ class ShardedProgramStep:
             watch = PieceWatch(axes.world.rank)
             watched = watch.running() if is_looked_at(int(state.step)) else nullcontext()
             with streams(state.seed, state.step, _device_of(value)) as running, watched:
-                result = self._run(state, value, args)
+                result, num_gradients = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
             self._agree(int(state.step), new, metrics, running.num_draws, watch)
+            # Once no rank has failed, so that all ranks know the same number
+            self._num_gradients = max(num_gradients, self._num_gradients or 0)
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
 
-    def _run(self, state: State, value: Any, args: Sequence[Any]) -> Any:
-        """The program's result. When donating, it is updated in place where it may be."""
+    def _run(self, state: State, value: Any, args: Sequence[Any]) -> tuple[Any, int]:
+        """The program's result, and its number of gradients, which is counted when donating. Then
+        the value is updated in place where it may be."""
         if not self.options.donate:
-            return self.unsharded.program(value, *args)
+            return self.unsharded.program(value, *args), 0
         number = int(state.step)
         donation = Donation(value, self._num_gradients, lambda: self._agree_on_writing(number))
         self.engine.donation = donation
@@ -240,8 +243,7 @@ class ShardedProgramStep:
             if donation.has_written:
                 assert state.sharding is not None
                 state.sharding.donations.take(state.step)
-        self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
-        return result
+        return result, donation.num_taken
 
     def _agree_on_writing(self, number: int) -> None:
         """Raise, on every rank, unless all ranks are at step `number`, and none has failed."""

@@ -281,6 +281,33 @@ def test_a_metric_keeps_its_value(level: int) -> None:
         assert len(set(map(float, kept))) == len(BATCHES)
 
 
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_first_step_that_fails_on_one_rank_is_taken_again(level: int) -> None:
+    """The other ranks have counted their gradients by then, and the one that fails hasn't."""
+
+    def fails_late(value: Any, x: Tensor, fails: bool) -> Any:
+        value, metrics = simple(value, x)
+        if fails:
+            raise ValueError("after the update")
+        return value, metrics
+
+    step = fz.program_step(fails_late, init=init)
+    expected = step.init(FIRST)
+    for x in BATCHES:
+        expected, _ = step(expected, x, False)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group, donate=True)
+        state = sharded.init(FIRST)
+        with pytest.raises(Exception, match="after the update"):
+            sharded(state, part(BATCHES[0], group), group.rank == 1)
+        for x in BATCHES:
+            state, _ = sharded(state, part(x, group), False)
+        return sharded.unshard(state).value
+
+    for value in run_ranks(run, 2):
+        assert_equal_values(expected.value, value)
+
 
 def test_a_state_with_gradients_is_made_whole() -> None:
     """Gradients of donated params know them, and so do trees of numbers made of them."""
