@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch_private import PYTREE_FILE, storage_id
 from ..errors import StructureError, explain
 from ..layout.extent import Extent
 from ..layout.levels import level_of
@@ -34,6 +35,8 @@ from ..sharded_optim.sharded_state import ShardedOptState
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
 _BETWEEN = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
+# Those that call a function of torch's for the user, who has passed it to `tree_map`
+_MAPPING = (os.path.dirname(optree.__file__) + os.sep, PYTREE_FILE)
 
 # Files whose frames are of the watch itself, or torch's way from a tensor's method to it
 _WATCHING = {
@@ -55,7 +58,9 @@ _SHAPE_READS = (
     torch.numel,
     Tensor.nbytes.__get__,  # type: ignore[attr-defined]
     Tensor.stride,
+    Tensor.dim_order,
     Tensor.storage_offset,
+    Tensor.storage,
     Tensor.untyped_storage,
 )
 # Views that leave each element in its place, if the shape stays; a transposed piece is no piece
@@ -129,6 +134,8 @@ class PieceWatch:
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or refuse it."""
         given = [*tensors_among(*args, *kwargs.values())]
+        for x in given:
+            self._note_alias(x)
         pieces = [x for x in given if x in self._extents]
         whole = [x for x in given if x in self._whole]
         if not (pieces or whole) or not _is_users():
@@ -162,12 +169,26 @@ class PieceWatch:
 
     def see_function(self, func: Any, x: Tensor) -> None:
         """Refuse to hand values to Python or numpy, and to tell a piece's own shape."""
+        if func not in HOST_READS and func not in _SHAPE_READS:
+            return
+        self._note_alias(x)
         if x not in self._extents:
             return
         if func in HOST_READS and _is_users():
             self._refuse(f"Tensor.{func.__name__} reads their values", self._extents[x], _ASK)
         if func in _SHAPE_READS and _is_called_by_user():
             self._refuse(f"{_read_by(func)} is of this rank's part", self._extents[x], _SHAPES)
+
+    def _note_alias(self, x: Tensor) -> None:
+        """Remember a tensor that is a piece under another name: torch makes some without an
+        operator, such as `nn.Parameter(piece)`."""
+        if x in self._extents or x in self._whole or not x.dim() or x.layout != torch.strided:
+            return
+        place = storage_id(x), x.storage_offset()
+        for piece, extent in [*self._extents.items()]:
+            if (storage_id(piece), piece.storage_offset()) == place:
+                self._extents[x] = extent
+                return
 
     def operations(self) -> list[str]:
         """Those on pieces so far, in words that are the same on all ranks. Waits for numbers that
@@ -232,7 +253,7 @@ def _users_frame() -> Any:
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file not in _WATCHING and not file.startswith((*_BETWEEN, "<")):
+        if file not in _WATCHING and not file.startswith((*_BETWEEN, "<frozen")):
             return frame
         frame = frame.f_back
     return None
@@ -258,7 +279,7 @@ def _told(noted: Any) -> str:
 def _is_called_by_user() -> bool:
     """Whether the user's code itself calls a function; torch's Python code asks for shapes, too."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename in _WATCHING:
+    while frame.f_code.co_filename.startswith((*_WATCHING, *_MAPPING)):
         frame = frame.f_back
     return not frame.f_code.co_filename.startswith((*_BETWEEN, _PACKAGE))
 

@@ -58,6 +58,11 @@ def mixed_leaves(grads: Any, params: Any) -> Any:
     return changed
 
 
+def by_parameter(g: Tensor) -> Tensor:
+    own = torch.nn.Parameter(g)  # made without an operator
+    return (own / own.norm()).detach()
+
+
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "norm": (norm_by_hand, "aten.sum.* is not elementwise"),
     "max": (lambda g, p: tree_map(lambda g: g / g.abs().max(), g), "not elementwise"),
@@ -79,6 +84,10 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "other leaf": (mixed_leaves, "pieces of another leaf"),
     "read": (lambda g, p: tree_map(lambda g: g * len(g.nonzero()), g), "reads their"),
     "numpy": (lambda g, p: tree_map(lambda g: torch.from_numpy(g.numpy()), g), "reads their"),
+    "parameter": (lambda g, p: tree_map(by_parameter, g), "aten.linalg_vector_norm.* is not"),
+    "mapped": (lambda g, p: tree_map(torch.mul, g, tree_map(Tensor.dim, g)), "Tensor.dim is of"),
+    "by name": (lambda g, p: tree_map(lambda g: g / torch.numel(input=g), g), "numel is of"),
+    "order": (lambda g, p: tree_map(lambda g: g * len(g.dim_order()), g), "dim_order is of"),
     "cumulated": (lambda g, p: tree_map(lambda g: g.cumsum(0), g), "not elementwise"),
 }
 
@@ -111,6 +120,25 @@ def test_functions_that_are_not_elementwise_are_refused(name: str, level: int) -
         state = sharded.init(FIRST)
         with pytest.raises(StructureError, match=rf"as if they were whole: .*({story}).*Remedy"):
             sharded(state, part(X, group))
+
+    run_ranks(run, 2)
+
+
+def test_a_program_without_a_file_is_watched() -> None:
+    """One that is typed into a terminal, say."""
+    names = {"fz": fz, "loss": loss, "tree_map": tree_map}
+    lines = [
+        "def program(params, x):",
+        "    _, grads = fz.value_and_grad(loss)(params, x)",
+        "    return fz.apply_updates(params, tree_map(lambda g: -g / g.norm(), grads)), {}",
+    ]
+    exec("\n".join(lines), names)
+    step = fz.program_step(names["program"], init=lambda params: params)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        with pytest.raises(StructureError, match="as if they were whole"):
+            sharded(sharded.init(FIRST), part(X, group))
 
     run_ranks(run, 2)
 

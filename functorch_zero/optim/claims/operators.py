@@ -240,9 +240,11 @@ class _Functions(TorchFunctionMode):
         self._watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor):
-            self._watcher.see_function(func, args[0])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor):
+            self._watcher.see_function(func, x)
+        return func(*args, **kwargs)
 
 
 class _Kind(NamedTuple):
