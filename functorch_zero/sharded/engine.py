@@ -57,7 +57,7 @@ from .params import (
     publish,
 )
 from .passes import Differentiated, run_passes
-from .piece_watch import unwatched
+from .piece_watch import noted, unwatched
 from .state import all_gather_state, lay_out_state
 from .update import PreparedUpdate
 
@@ -112,6 +112,7 @@ class ShardedEngine:
         """This rank's number among all."""
         return self.options.axes.world.rank
 
+    @noted
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: an exchange, which compares the
         transform, and those that it asks for.
@@ -151,6 +152,7 @@ class ShardedEngine:
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
         return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
 
+    @noted
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, Any]:
@@ -173,6 +175,7 @@ class ShardedEngine:
             same_structure(state.tree, after, what="the optimizer's next state")
             return ShardedTree(new, updates.holding), ShardedOptState(after, state.holding)
 
+    @noted
     def apply(
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, Any]:
@@ -218,6 +221,7 @@ class ShardedEngine:
         new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
         return new.as_read_only(read_only), after
 
+    @noted
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
@@ -228,6 +232,7 @@ class ShardedEngine:
             made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
             return made.as_read_only(params.is_read_only)
 
+    @noted
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
         with sharing_failures(*self.options.axes.groups, call="dot"), torch.no_grad():
@@ -235,6 +240,7 @@ class ShardedEngine:
             self._check_pieces(b, a)
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
 
+    @noted
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
         """Zeros in pieces for trained leaves, None elsewhere. No communication.
 
@@ -261,6 +267,7 @@ class ShardedEngine:
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
 
+    @noted
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""

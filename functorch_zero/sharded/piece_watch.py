@@ -7,16 +7,20 @@ leaves. All others, such as a sum, are of this rank's part alone, and nothing wo
 Note [operations]: an elementwise function may still be this rank's own: by a factor that it has
 made of its part of the batch, or in a branch that it alone takes. So the watch writes down each
 operation on a piece, with its numbers, and ranks compare them as they compare the step's results.
+A branch may also do no more than choose a tree: the old params, where a batch looks bad. So pieces
+and trees have names, by the operation or the library's call that has made them, and the watch
+writes down the trees that each call is given, and those of the next value.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import optree
 import torch
@@ -30,7 +34,11 @@ from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree, reading_leaves
 from ..optim.claims import operators
 from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
+from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState
+from ..step.program import LossCall
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
@@ -84,6 +92,31 @@ def unwatched() -> Iterator[None]:
             watch.start()
 
 
+def noted(function: Function) -> Function:
+    """Let the watch write down the calls of a method, and name the trees that it makes. See Note
+    [operations]."""
+
+    @wraps(function)
+    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _RUNNING.get()
+        if watch is None:
+            return function(engine, *args, **kwargs)
+        given = [arg.args if isinstance(arg, LossCall) else arg for arg in args]
+        call = watch.note_call(function.__name__, given)
+        made = function(engine, *args, **kwargs)
+        watch.name(made, call)
+        return made
+
+    return run  # type: ignore[return-value]
+
+
+class _Piece(NamedTuple):
+    """A piece in words that are the same on all ranks."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole leaf
+
+
 class PieceWatch:
     """Watches the operators of one call of a program, on this rank.
 
@@ -99,6 +132,8 @@ class PieceWatch:
         # Leaves that are pieces, and what elementwise operators have made of them
         self._extents = WeakIdKeyDictionary()
         self._whole = WeakIdKeyDictionary()  # a set of leaves that every rank holds
+        # Of trees and states that the library has made; of leaves, and of what was made of them
+        self._names = WeakIdKeyDictionary()
         self._stack = ExitStack()
 
     @contextmanager
@@ -123,9 +158,11 @@ class PieceWatch:
 
     def note(self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]) -> None:
         """Remember the extents of the leaves of a tree, or of a state, which somebody reads."""
-        for leaf, extent in zip(leaves, extents_of(node), strict=True):
+        name = self._names.get(node, "a tree")
+        for n, (leaf, extent) in enumerate(zip(leaves, extents_of(node), strict=True)):
             if not isinstance(leaf, Tensor):
                 continue
+            self._names.setdefault(leaf, f"leaf {n} of {name}")
             if extent is None:
                 self._whole[leaf] = True
             else:
@@ -133,12 +170,14 @@ class PieceWatch:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or refuse it."""
+        if not (self._extents or self._whole) or not _is_users():
+            return func(*args, **kwargs)
         given = [*tensors_among(*args, *kwargs.values())]
         for x in given:
             self._note_alias(x)
         pieces = [x for x in given if x in self._extents]
         whole = [x for x in given if x in self._whole]
-        if not (pieces or whole) or not _is_users():
+        if not (pieces or whole):
             return func(*args, **kwargs)
         if not pieces:
             self.computes_with_whole = True
@@ -165,19 +204,48 @@ class PieceWatch:
             if x.shape != shape:
                 self._refuse(f"{func} makes shape {(*x.shape,)} of {(*shape,)}", extent)
             self._extents[x] = extent
+            self._names[x] = f"the result of operation {len(self._operations)}"
         return made
+
+    def note_call(self, name: str, given: Any) -> str:
+        """Write down a call of the library, with the trees that it is given. Returns its name."""
+        self._operations.append((name, [*self._told_of(given).values()], ""))
+        return f"{name}, operation {len(self._operations)}"
+
+    def name(self, tree: Any, name: str) -> None:
+        """Name the sharded trees and states in a tree, which all ranks have made alike."""
+        for n, node in enumerate(optree.tree_leaves(tree, is_leaf=is_on_engine)):
+            if is_on_engine(node):
+                self._names.setdefault(node, f"tree {n} of {name}")
+
+    def _told_of(self, tree: Any) -> dict[int, str]:
+        """The names of the sharded trees and states in a tree, by their numbers among its leaves.
+        One that the program has made by `tree_map` has those of its leaves."""
+        told = {}
+        for n, node in enumerate(optree.tree_leaves(tree, is_leaf=is_on_engine)):
+            if not is_on_engine(node):
+                continue
+            if node not in self._names:
+                # No read of the program's
+                with reading_leaves(None):
+                    leaves = optree.tree_leaves(node.tree)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                told[n] = f"[{', '.join(self._names.get(x, 'a leaf') for x in tensors)}]"
+            else:
+                told[n] = self._names[node]
+        return told
 
     def see_function(self, func: Any, x: Tensor) -> None:
         """Refuse to hand values to Python or numpy, and to tell a piece's own shape."""
-        if func not in HOST_READS and func not in _SHAPE_READS:
+        if func in HOST_READS and _is_users():
+            story, remedy = f"Tensor.{func.__name__} reads their values", _ASK
+        elif func in _SHAPE_READS and _is_called_by_user():
+            story, remedy = f"{_read_by(func)} is of this rank's part", _SHAPES
+        else:
             return
         self._note_alias(x)
-        if x not in self._extents:
-            return
-        if func in HOST_READS and _is_users():
-            self._refuse(f"Tensor.{func.__name__} reads their values", self._extents[x], _ASK)
-        if func in _SHAPE_READS and _is_called_by_user():
-            self._refuse(f"{_read_by(func)} is of this rank's part", self._extents[x], _SHAPES)
+        if x in self._extents:
+            self._refuse(story, self._extents[x], remedy)
 
     def _note_alias(self, x: Tensor) -> None:
         """Remember a tensor that is a piece under another name: torch makes some without an
@@ -188,14 +256,17 @@ class PieceWatch:
         for piece, extent in [*self._extents.items()]:
             if (storage_id(piece), piece.storage_offset()) == place:
                 self._extents[x] = extent
+                self._names[x] = self._names[piece]
                 return
 
-    def operations(self) -> list[str]:
-        """Those on pieces so far, in words that are the same on all ranks. Waits for numbers that
-        are on a device."""
+    def operations(self, value: Any) -> list[str]:
+        """Those on pieces so far, and the trees of the next value, in words that are the same on
+        all ranks. Waits for numbers that are on a device."""
         told = []
         for func, operands, line in self._operations:
             told.append(f"{func} of {', '.join(map(_told, operands))}{line}")
+        for n, name in self._told_of(value).items():
+            told.append(f"the return of {name} as tree {n} of the next value")
         return told
 
     def _noted(self, operand: Any) -> Any:
@@ -204,8 +275,10 @@ class PieceWatch:
             return [self._noted(x) for x in operand]
         if not isinstance(operand, Tensor):
             return operand
+        if operand in self._extents:
+            return _Piece(self._names[operand], self._extents[operand].shape)
         # What isn't a piece is a number, which the program may change
-        return self._extents[operand] if operand in self._extents else operand.detach().clone()
+        return operand.detach().clone()
 
     def _refuse(self, story: str, extent: Extent, remedy: str = "") -> NoReturn:
         raise StructureError(
@@ -269,8 +342,10 @@ def _told(noted: Any) -> str:
     """A noted operand in words that are the same on all ranks."""
     if isinstance(noted, list):
         return f"[{', '.join(map(_told, noted))}]"
-    if isinstance(noted, Extent):
-        return f"a part of {noted.shape}"
+    if isinstance(noted, _Piece):
+        return f"a part of {noted.shape}, {noted.name}"
+    if isinstance(noted, str):
+        return noted
     if isinstance(noted, torch.device):
         return noted.type
     return repr(noted.item() if isinstance(noted, Tensor) else noted)

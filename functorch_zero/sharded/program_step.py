@@ -214,7 +214,10 @@ class ShardedProgramStep:
             self.check_state(state)
             value = self._marked(state, state.value)
             watch = PieceWatch(axes.world.rank)
-            watched = watch.running() if is_looked_at(int(state.step)) else nullcontext()
+            is_watched = is_looked_at(int(state.step))
+            watched = watch.running() if is_watched else nullcontext()
+            if is_watched:
+                watch.name(value, "the value")
             with streams(state.seed, state.step, _device_of(value)) as running, watched:
                 result, num_gradients = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
@@ -277,7 +280,7 @@ class ShardedProgramStep:
             metrics,
             _digests(rest),
             labelled(self.options.axes.world, "step/agreement"),
-            operations=watch.operations(),
+            operations=watch.operations(value) if is_looked_at(number) else (),
             num_draws=num_draws,
             failed=self.background.failed(),
         )

@@ -158,11 +158,23 @@ def test_elementwise_functions_pass(name: str, level: int) -> None:
         assert_equal_values(expected, whole)
 
 
+def chosen(grads: Any, params: Any, x: Tensor) -> Any:
+    zeros = fz.zero_updates(params)
+    return zeros if x.mean() > 0 else grads
+
+
+def chosen_leaves(grads: Any, params: Any, x: Tensor) -> Any:
+    zeros = fz.zero_updates(params)
+    return tree_map(lambda g, zero: zero if x.mean() > 0 else g, grads, zeros)
+
+
 OWN: dict[str, Callable[[Any, Any, Tensor], Any]] = {
     "factor": lambda g, p, x: tree_map(lambda g: g * x.mean(), g),
     "read factor": lambda g, p, x: tree_map(lambda g: g * float(x.mean()), g),
     "filled": lambda g, p, x: tree_map(lambda g: torch.full_like(g, x.mean().item()), g),
     "branch": lambda g, p, x: tree_map(torch.neg, g) if x.mean() > 0 else g,
+    "choice": chosen,
+    "choice of leaves": chosen_leaves,
 }
 
 
@@ -175,7 +187,7 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
         value, grads = fz.value_and_grad(loss)(params, x)
         return fz.apply_updates(params, OWN[name](grads, params, x)), {"loss": value}
 
-    story = r"operation 1 on parts of leaves is .*Remedy: make of each rank's own batch only"
+    story = r"operation \d on parts of leaves is .*Remedy: make of each rank's own batch only"
     step = fz.program_step(program, init=lambda params: params)
     x = X - X[:4].mean() - 0.1  # of which the first rank's part has a negative mean, the other not
     x[4:] += 1 - x[4:].mean()
@@ -184,6 +196,31 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
         sharded = fz.shard(step, level=level, group=group)
         with pytest.raises(MismatchError, match=story):
             sharded(sharded.init(FIRST), part(x, group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_tree_that_one_rank_alone_returns_is_refused(level: int) -> None:
+    """A step is left out where a rank finds its own part of the batch bad."""
+
+    def skips(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        new = sgd.apply(grads, state, params)
+        return (new if x.mean() > 0 else value), {"loss": mean}
+
+    step = fz.program_step(skips, init=lambda params: (params, sgd.init(params)))
+    x = torch.cat([X[:4].abs(), -X[4:].abs()])
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(FIRST)
+        with pytest.raises(MismatchError, match=r"the return of .* as tree 0 of the next value"):
+            sharded(state, part(x, group))
+        # Where all ranks skip, all is well
+        state, _ = sharded(state, -X[:4].abs())
+        assert_equal_values(FIRST, sharded.unshard(state).value[0])
 
     run_ranks(run, 2)
 
