@@ -133,7 +133,7 @@ def measured_peak(level: int) -> int:
     for _ in range(2):
         state, _ = step(state, batch)
     before, peaks = held(state.value), []
-    for _ in range(2):  # gloo's threads may hold tensors a little longer than the step does
+    for _ in range(6):  # gloo's threads may hold tensors a little longer than the step does
         gc.collect()
         events: list[int] = []
         with allocations(events):
