@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import optree
@@ -22,7 +22,8 @@ from ..groups import as_group, labelled
 from ..groups.forwarding import era_of
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
-from ..layout.layout import Bucket, Layout, LeafSpec, Unit
+from ..layout.joined import Joined, join_layouts
+from ..layout.layout import Layout
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree, hold, pieces_of
 from ..model.untouched import is_looked_at
@@ -60,15 +61,6 @@ from .passes import Differentiated, run_passes
 from .piece_watch import noted, unwatched
 from .state import all_gather_state, lay_out_state
 from .update import PreparedUpdate
-
-
-class Joined(NamedTuple):
-    """The layouts of several trees as one, a tuple of them; the leaves, units and buckets of more
-    than one under the prefixes "0", "1", and so on."""
-
-    layout: Layout
-    first_buckets: list[int]  # per tree, the number of its first bucket
-    parts: tuple[Layout, ...]  # the trees' own
 
 
 class ShardedEngine:
@@ -494,40 +486,6 @@ class ShardedEngine:
                 "gradients that fz.value_and_grad gave of these params"
             )
         tree.check_leaves(some=some)
-
-
-def join_layouts(
-    layouts: Sequence[Layout], trained: Sequence[bool], prefixes: Sequence[Any] | None = None
-) -> Joined:
-    """One layout of several trees, frozen where they are not trained. Without prefixes for their
-    names, trees are numbered."""
-    prefixes = range(len(layouts)) if prefixes is None else prefixes
-    treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1 and trained[0]:  # under its own names, the user's, in errors and logs
-        return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
-    # Numbers of leaves and of buckets go on from tree to tree
-    leaves: list[LeafSpec] = []
-    units: list[Unit] = []
-    buckets: list[Bucket] = []
-    first_buckets = []
-    for i, layout, on in zip(prefixes, layouts, trained, strict=True):
-        first_leaf, first_bucket = len(leaves), len(buckets)
-        first_buckets.append(first_bucket)
-        for leaf in layout.leaves:
-            path = f"{i}.{leaf.path}"
-            leaves.append(replace(leaf, path=path, trainable=leaf.trainable and on))
-        # A name is unique in a layout only; it stands in logs and in labels of collectives
-        for bucket in layout.buckets:
-            numbers = tuple(n + first_leaf for n in bucket.leaves)
-            named = replace(bucket, name=f"{i}.{bucket.name}", leaves=numbers)
-            buckets.append(replace(named, trainable=bucket.trainable and on))
-        for unit in layout.units:
-            numbers = tuple(b + first_bucket for b in unit.buckets)
-            units.append(replace(unit, name=f"{i}.{unit.name}", buckets=numbers))
-    # Trees of one engine are cut over the same ranks
-    num_ranks = layouts[0].num_ranks
-    joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
-    return Joined(joined, first_buckets, tuple(layouts))
 
 
 def _no_updates(params: ShardedTree) -> ShardedTree:

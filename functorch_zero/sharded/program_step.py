@@ -22,6 +22,7 @@ from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.build import make_layout
+from ..layout.joined import join_layouts
 from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
@@ -52,7 +53,7 @@ from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
 from .deferred_values import DigestedFill
 from .donation import Donation
-from .engine import ShardedEngine, join_layouts, next_number
+from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
 from .piece_watch import PieceWatch, extents_of
