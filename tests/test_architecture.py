@@ -4,15 +4,17 @@ are used, and the cost of importing the package."""
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from functorch_zero.sharded.engine import ShardedEngine
 from tests.tiers import THOROUGH
 
 PACKAGE = "functorch_zero"
@@ -188,6 +190,38 @@ def runtime_imports(path: Path) -> set[str]:
 
 def is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+# The parts of a step. Groups and modes, which plans extend, are made to be extended.
+OF_A_STEP = ("step", "runtime", "sharded_optim", "sharded")
+
+
+def bases_of_a_step(classes: Iterable[type]) -> set[tuple[str, str]]:
+    """The classes that extend a part of a step: (class, base)."""
+    found = set()
+    for each in classes:
+        for base in each.__mro__[1:]:
+            if base.__module__.startswith(tuple(f"{PACKAGE}.{folder}." for folder in OF_A_STEP)):
+                found.add((each.__qualname__, base.__qualname__))
+    return found
+
+
+def test_plans_extend_no_part_of_a_step() -> None:
+    """A plan calls the functions of a step, and looks on. It knows none of their insides."""
+    classes: set[type] = set()
+    for path in sorted((ROOT / "planning").glob("*.py")):
+        module = importlib.import_module(f"{PACKAGE}.{module_name(path)}")
+        own = (x for x in vars(module).values() if isinstance(x, type))
+        classes |= {each for each in own if each.__module__ == module.__name__}
+    assert len(classes) > 10
+    assert not bases_of_a_step(classes)
+
+
+def test_the_check_of_base_classes_can_fail() -> None:
+    class Nosy(ShardedEngine):
+        pass
+
+    assert bases_of_a_step([Nosy]) == {(Nosy.__qualname__, "ShardedEngine")}
 
 
 def test_a_newcomer_sees_few_entries() -> None:

@@ -228,7 +228,7 @@ def _plan_of_program(
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
     state = imagined.run(*inputs)
     held, others = held_and_others(state.value)
-    group, samples = imagined.group, imagined.watch.samples
+    group, samples = options.group, imagined.watch.samples
     assert isinstance(group, Recorder) and state.sharding is not None
     leaves = state.sharding.layout.leaves
     num_bytes = {

@@ -111,8 +111,7 @@ class Recorder(LabelledGroup):
         where = self.label.partition("/")[0].partition("[")[0]
         call = self._counting.calls[-1]  # `RecordingGroup` has just put it there
         collective = Collective(
-            # By its label, whatever phase is announced
-            phase="optimizer" if where == "optimizer" else self.journal.phase,
+            phase=self._phase_of(where),
             kind=call.kind,
             unit="" if where in _OF_NO_UNIT else where,
             dtype=call.dtype,
@@ -123,6 +122,12 @@ class Recorder(LabelledGroup):
         self.journal.recorded.append(collective)
         self.journal.on_call(collective)
         return work
+
+    def _phase_of(self, where: str) -> str:
+        """The phase of a collective: by its label, where that names one, whatever is announced."""
+        if where == "optimizer":
+            return "optimizer"
+        return "publish" if self.label.endswith("/publish") else self.journal.phase
 
 
 def imagined_axes(

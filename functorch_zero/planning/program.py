@@ -1,41 +1,41 @@
 """A program's step on a rank that is not there: the program runs as it stands, without values and
 without ranks.
 
-Its trees lie on an engine that announces each call: gradients, updates, and params + updates. The
-step runs twice, since the first run finds out the order of units.
+Its trees lie on an engine that announces each call: gradients, updates, and params + updates. Its
+ranks agree with nobody. The step runs twice, since the first run finds out the order of units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import is_on_engine
-from ..sharded.average import Report
+from ..sharded.background import BackgroundTasks
+from ..sharded.donation import Donation
 from ..sharded.engine import ShardedEngine
+from ..sharded.gradient import agree_on, differentiate, finish
 from ..sharded.options import Options
-from ..sharded.piece_watch import PieceWatch
+from ..sharded.piece_watch import PieceWatch, unwatched
+from ..sharded.program_agreement import ProgramAgreement
 from ..sharded.program_step import ShardedProgramStep
-from ..step.loss import Metrics, Outcome, as_metric
+from ..step.loss import Metrics, as_metric
 from ..step.program import LossCall
-from ..step.program_step import ProgramStep, named_args
+from ..step.program_step import ProgramStep
 from ..step.state import State
-from ..tree import PyTree
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
-from .watch import Watch
+from .watch import Watch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
 
 
-class ImaginedProgram(ShardedProgramStep):
+class ImaginedProgram:
     """A program's step, sampled between the functions that it calls.
 
     Args:
@@ -45,13 +45,16 @@ class ImaginedProgram(ShardedProgramStep):
 
     Attributes:
         watch: the memory from moment to moment.
+        level: 0 to 3; None where there are levels by leaf.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
         self.watch = Watch(options.group.journal, fake)
-        self._announcing = _AnnouncingEngine(options, self.watch)
-        super().__init__(step, options, self._announcing)
+        self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
+        agreement = _ImaginedAgreement(options, self.watch)
+        self._step = ShardedProgramStep(step, options, self._engine, agreement)
+        self.level = self._step.level
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> State:
         """Run one step, but with the order of units known, as from the second one on. Returns the
@@ -62,32 +65,18 @@ class ImaginedProgram(ShardedProgramStep):
             args: those of the step after the state, a rank's own.
         """
         with self.watch.live, uncompiled():
-            state = self.init(*trees)
+            state = self._step.init(*trees)
             self._adopt_held((trees, args), state.value)
-            self(state, *args)  # which finds out the order
+            self._step(state, *args)  # which finds out the order
             self.watch.begin()
             self.watch.enter(BETWEEN)
-            self(state, *args)
+            self._step(state, *args)
         return state
 
     @property
     def reduced(self) -> int:
         """Bytes of the largest gradients that the program was given."""
-        return self._announcing.reduced
-
-    def init(self, *args: Any, seed: int | None = 0, values: Any = None) -> State:
-        """The first state. Nobody is there to agree with, and nothing has a value to compare."""
-        with torch.no_grad():
-            given = named_args(self.unsharded.first_value, args)
-            return self._first_state(given, self._layouts(given), seed, {})
-
-    def _agree(
-        self, number: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
-    ) -> None:
-        self.watch.enter("metrics")
-        # The same message about no results: a digest has the same length whatever it is of
-        with self.watch.live.paused():
-            super()._agree(number, (), {}, num_draws, PieceWatch(self.group.rank))
+        return self._engine.reduced
 
     def _adopt_held(self, given: Any, value: Any) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""
@@ -98,52 +87,70 @@ class ImaginedProgram(ShardedProgramStep):
         live.adopt(held, "params")
 
 
-class _AnnouncingEngine(ShardedEngine):
-    """Tells a watch the phase of each call, and asks nobody for values."""
+class _ImaginedAgreement:
+    """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
+    a step sends is sent."""
 
     def __init__(self, options: Options, watch: Watch):
-        super().__init__(options)
-        self._watch = watch
+        self._agreement = ProgramAgreement(options, BackgroundTasks())
+        self._rank, self._watch = options.group.rank, watch
+
+    def on_arguments(self, given: Any, layouts: Any, seed: int | None) -> None:
+        return None
+
+    def on_first_value(self, value: Any, fills: Any) -> None:
+        return None
+
+    def before_writing(self, step: int) -> None:
+        return None
+
+    def on_results(
+        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+    ) -> None:
+        self._watch.enter("metrics")
+        # The same message about no results: a digest has the same length whatever it is of
+        with self._watch.live.paused():
+            self._agreement.on_results(step, (), {}, num_draws, PieceWatch(self._rank))
+
+
+class _AnnouncedEngine:
+    """An engine that tells a watch the phase of each call, and asks nobody for values."""
+
+    def __init__(self, engine: ShardedEngine, watch: Watch):
+        self._engine, self._watch = engine, watch
+        self.rank, self.orders = engine.rank, engine.orders
+        self.donation: Donation | None = None  # a plan's programs don't donate
         self.reduced = 0
+        # The rest of an `Engine`, as it is
+        self.dot, self.zero_updates, self.unshard = engine.dot, engine.zero_updates, engine.unshard
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
-        return self.first_state(transform, params)
+        # Without the agreement of ranks, and the proof of the transform's claims
+        return self._engine.first_state(transform, params)
 
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss = self._watch.announced(call.loss)
-        value, grads = super().value_and_grad(call, tree)
+        with unwatched():
+            run = self._engine.open_gradient(call, tree)
+            local = differentiate(run)
+            self._watch.enter("metrics")
+            numbers = with_numbers(local.outcome, call.buffers, self._watch.live)
+            with self._watch.live.paused():
+                report = agree_on(run, local._replace(outcome=numbers))
+            # The program's own code may not read the means either
+            metrics = {"loss": local.outcome.loss.detach()}
+            for name, value in local.outcome.metrics.items():
+                metrics[name] = as_metric(value)
+            results, grads = finish(run, local, report._replace(metrics=metrics))
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
-        return value, grads
-
-    def changed_buffers(self, old: PyTree[Tensor], new: PyTree[Tensor]) -> Sequence[bool]:
-        if self.options.axes.data.size == 1:
-            return [False] * len(_tensors(old))
-        pairs = zip(_tensors(old), _tensors(new), strict=True)
-        # A copy that nobody wrote to is not synchronized on a real rank
-        return [not self._watch.live.is_untouched_copy(after, before) for before, after in pairs]
-
-    def average(
-        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool], size: int
-    ) -> Report:
-        self._watch.enter("metrics")
-        # Numbers that are packed and sent; their values decide nothing here
-        numbers = outcome._replace(
-            loss=torch.zeros((), device="cpu"), metrics=dict.fromkeys(outcome.metrics, 0.0)
-        )
-        with self._watch.live.paused():
-            report = super().average(numbers, log, changed, size)
-        # The program's own code may not read them either
-        metrics = {"loss": outcome.loss.detach()}
-        for name, value in outcome.metrics.items():
-            metrics[name] = as_metric(value)
-        return report._replace(metrics=metrics)
+        return results, grads
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, Any]:
         self._watch.enter("optimizer")
-        found, after = super().update(transform, updates, state, params)
+        found, after = self._engine.update(transform, updates, state, params)
         self._watch.live.adopt(_tensors(after), "state")
         self._watch.enter(BETWEEN)
         return found, after
@@ -152,7 +159,7 @@ class _AnnouncingEngine(ShardedEngine):
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, Any]:
         self._watch.enter("optimizer")
-        new, after = super().apply(transform, grads, state, params)
+        new, after = self._engine.apply(transform, grads, state, params)
         self._watch.live.adopt(new.flats(), "params")
         self._watch.live.adopt(_tensors(after), "state")
         self._watch.enter(BETWEEN)
@@ -160,7 +167,7 @@ class _AnnouncingEngine(ShardedEngine):
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
-        new = super().apply_updates(params, updates)
+        new = self._engine.apply_updates(params, updates)
         self._watch.live.adopt(new.flats(), "params")
         self._watch.enter(BETWEEN)
         return new

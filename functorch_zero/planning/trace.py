@@ -37,7 +37,7 @@ from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
-from .watch import Watch
+from .watch import Watch, with_numbers
 
 
 class ImaginedStep:
@@ -108,8 +108,9 @@ class ImaginedStep:
             # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self.watch.enter("metrics")
+            numbers = with_numbers(local.outcome, run.state.buffers, self.live)
             with self.live.paused():  # ranks agree on numbers, which have values
-                agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
+                agreed = agree_on(run, local._replace(outcome=numbers), BackgroundTasks())
             self.watch.enter("buffers")
             advance(run, local, agreed)
         # The order by names must be the one that the pass has gone through
@@ -174,23 +175,6 @@ class ImaginedStep:
         # With buckets alone nothing is made before and after the pass: so it alone is followed
         with self.live if self._only_buckets else nullcontext():
             return differentiate(run, order)
-
-    def _with_numbers(self, run: Run, local: Local) -> Local:
-        """Metrics that have values, for the all-reduce, and only those buffers that were written
-        to."""
-        before = optree.tree_leaves(run.state.buffers)
-        after, treedef = optree.tree_flatten(local.outcome.buffers)
-        buffers = []
-        for old, new in zip(before, after, strict=True):
-            # A copy that nobody wrote to is not synchronized on a real rank
-            buffers.append(old if self.live.is_untouched_copy(new, old) else new)
-        outcome = local.outcome._replace(
-            # Numbers that `agree_on` packs and sends; their values decide nothing here
-            loss=torch.zeros((), device="cpu"),
-            metrics=dict.fromkeys(local.outcome.metrics, 0.0),
-            buffers=treedef.unflatten(buffers),
-        )
-        return local._replace(outcome=outcome)
 
 
 class Elsewhere:

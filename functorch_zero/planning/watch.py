@@ -9,13 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import optree
+import torch
+from optree import PyTree
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..runtime.unshard import Gathering, UnitFlats
-from ..step.loss import Aux
+from ..step.loss import Aux, Outcome
 from .imagined_ranks import Journal
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
@@ -111,6 +113,28 @@ def _with_known_weight(result: Any) -> Any:
     loss, aux = result
     weight = None if aux.weight is None else 1.0
     return loss, replace(aux, weight=weight)
+
+
+def with_numbers(outcome: Outcome, buffers: PyTree[Tensor], live: LiveBytes) -> Outcome:
+    """A loss's outcome that ranks can agree on: with metrics that have values, and with new buffers
+    only where the old ones were written to.
+
+    Args:
+        outcome: without values.
+        buffers: that the loss was given.
+        live: knows which copies nobody has written to.
+    """
+    after, treedef = optree.tree_flatten(outcome.buffers)
+    changed = []
+    for old, new in zip(optree.tree_leaves(buffers), after, strict=True):
+        # A copy that nobody wrote to is not synchronized on a real rank
+        changed.append(old if live.is_untouched_copy(new, old) else new)
+    return outcome._replace(
+        # Numbers that are packed and sent; their values decide nothing here
+        loss=torch.zeros((), device="cpu"),
+        metrics=dict.fromkeys(outcome.metrics, 0.0),
+        buffers=treedef.unflatten(changed),
+    )
 
 
 class Noted:

@@ -36,28 +36,25 @@ from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Outcome, independent
+from ..step.loss import independent
 from ..step.program import LossCall, PerLoss
 from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
-from ..step.weight_reminder import WeightReminder, total_size
+from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from .agreement import agree
-from .average import Report, average
-from .buffers import changed_here, check_synchronizable, synchronize
 from .donation import Donation
 from .failures import sharing_failures
-from .grad_mean import to_means
+from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
 from .options import Options
 from .params import (
     all_gather_params,
     all_gather_pieces,
     copies_to_update,
-    grads_like,
     make_reduction,
     publish,
 )
-from .passes import Differentiated, run_passes
+from .passes import LossOnData
 from .piece_watch import noted, unwatched
 from .state import all_gather_state, lay_out_state
 from .update import PreparedUpdate
@@ -142,7 +139,7 @@ class ShardedEngine:
         made = transform.init_fn(view.tree, self._across_of(layout))
         plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-        return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
+        return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
 
     @noted
     def update(
@@ -242,7 +239,7 @@ class ShardedEngine:
         with sharing_failures(*self.options.axes.groups, call="zero_updates"):
             self._check_held(params)
             if params.is_read_only:
-                return _no_updates(params)
+                return no_updates(params)
             view = params.pieces()
             zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
             return ShardedTree.of_flats(zeros, view.holding)
@@ -263,157 +260,74 @@ class ShardedEngine:
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
-        # Sharded trees count as leaves here; whole ones fall into their tensors
-        nodes, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
-        # Those of `tree` come first
-        num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
-        numbers = [i for i, node in enumerate(nodes) if _is_sharded(node)]
-        trees: list[ShardedTree] = [nodes[i] for i in numbers]
-        # Per sharded tree: whether its gradients are asked for; those in `args` are read only
-        asked = [i < num_trained for i in numbers]
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
             stack.enter_context(unwatched())
-            call.check(self.rank)
-            if any(not _is_sharded(node) for node in nodes[:num_trained]):
-                raise StructureError(
-                    "a gradient was asked of sharded and of whole trees together. Remedy: shard "
-                    "them all with fz.shard_tree, or pass the whole ones as later arguments"
-                )
-            trained = [on and not t.is_read_only for on, t in zip(asked, trees, strict=True)]
-            # One pass over all trees: a unit is gathered where the loss uses it, in whatever tree
-            joined, order = self.join(trees, trained)
-            stack.enter_context(order.forgotten_on_failure())
-
-            def with_lazy(lazy_trees: Sequence[Any]) -> Any:
-                # A copy with lazy trees where the sharded ones were given
-                for_loss = list(nodes)
-                for i, lazy in zip(numbers, lazy_trees, strict=True):
-                    for_loss[i] = lazy
-                return treedef.unflatten(for_loss)
-
-            results, reduced = self._differentiate(call, with_lazy, trees, trained, joined, order)
+            stack.enter_context(self.orders.forgotten_on_failure())
+            run = self.open_gradient(call, tree)
+            local = differentiate(run)
+            report = agree_on(run, local)
+            results, grads = finish(run, local, report)
             if self.donation is not None:
                 self.donation.num_taken += 1
-            grads = []
-            for i, sharded in enumerate(trees):
-                if trained[i]:
-                    first = joined.first_buckets[i]
-                    grads.append(grads_like(sharded.pieces(), reduced, first))
-                elif asked[i]:  # as of a whole tree: None for leaves that are not trained
-                    grads.append(_no_updates(sharded))
-        return results, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
+        return results, grads
 
-    def _differentiate(
-        self,
-        call: LossCall,
-        with_lazy: Callable[[Sequence[Any]], Any],
-        trees: Sequence[ShardedTree],
-        trained: Sequence[bool],
-        joined: Joined,
-        order: PrefetchOrder,
-    ) -> tuple[Any, dict[int, Tensor]]:
-        """The passes over the joined trees, one per micro-batch.
+    def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
+        """Check a loss's arguments, and join the sharded trees among them: one pass runs over all,
+        so that a unit is gathered where the loss uses it, in whatever tree.
 
-        Args:
-            call: the user's loss, and this rank's arguments of it.
-            with_lazy: gives the tree and the arguments for the loss, of the trees as it may use
-                them, in their order.
-            trees: those that are joined.
-            trained: per tree, whether its gradients are taken.
-            joined: their layouts as one.
-            order: the units as the last such pass gathered them.
-
-        Returns: the loss, and its metrics and buffers if it has some, for all ranks; and the
-            reduced gradients by bucket of the joined layout.
+        Raises:
+            StructureError: an argument is not what it must be.
         """
-        axes, layout = self.options.axes, joined.layout
-        rank = axes.world.rank
+        call.check(self.rank)
+        given = LossTrees(tree, call.args)
+        joined, order = self.join(given.trees, given.trained)
+        # Ranks that take gradients of other things, or in another order, find out in `agree_on`
+        log = [self._next_name_of(call.loss, given)]
+        flats = given.flats
+        if not flats:
+            raise independent(self.rank)
+        # Trees that are only read as well: a unit of theirs can't be gathered without values
+        if any(flat.is_meta for flat in flats):
+            check_not_on_meta(given.trees, call.data)
+        # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
+        by = SUMMED if self.options.reduction.keeps else self.options.reduction
+        options = replace(self.options, reduction=by)
+        look = is_looked_at(next(self._call_numbers.of(call.counted)))
+        of_trees = call.loss_fn(look=look, rank=self.rank)
+
+        def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
+            return of_trees(given.with_lazy(lazy), buffers, batch)
+
+        # This rank's part of the batch is its own; ranks of the same data draw alike
+        streams = next_streams(options.axes.data.rank, flats[0].device)
+        return GradientRun(
+            call=call,
+            trees=given,
+            joined=joined,
+            flats=flats,
+            loss=LossOnData(loss_fn, call.buffers, call.data, call.count, streams, self._reminder),
+            reduction=make_reduction(joined.layout, options, log, {}),
+            order=order,
+            options=options,
+            log=log,
+            look=look,
+        )
+
+    def _next_name_of(self, loss: Callable[..., Any], given: LossTrees) -> str:
+        """The name of the next gradient, which the ranks compare: its number, its loss and its
+        trees."""
         # Counted from 0 in each era: ranks that come back after a failure may differ in it
-        era = era_of(axes.world)
+        era = era_of(self.options.axes.world)
         if era != self._era:
             self._era, self._num_gradients = era, 0
         self._num_gradients += 1
         # The trees' serial numbers, the same on all ranks
-        numbers = [sharded.holding.number for sharded in trees]
-        # Ranks that take gradients of other things, or in another order, find out in `average`
-        name = _name_of(call.loss)
-        read = [t.holding.number for t, on in zip(trees, trained, strict=True) if not on]
-        log = [f"gradient {self._num_gradients} of {name} at trees {numbers}, {read} read only"]
-        flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
-        for sharded in trees:
-            flats += sharded.flats()
-        if not flats:
-            raise independent(rank)
-        # Trees that are only read as well: a unit of theirs can't be gathered without values
-        if any(flat.is_meta for flat in flats):
-            check_not_on_meta(trees, call.data)
-        # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
-        by = SUMMED if self.options.reduction.keeps else self.options.reduction
-        options = replace(self.options, reduction=by)
-        reduction = make_reduction(layout, options, log, {})
-        look = is_looked_at(next(self._call_numbers.of(call.counted)))
-        of_trees = call.loss_fn(look=look, rank=rank)
-
-        def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
-            return of_trees(with_lazy(lazy), buffers, batch)
-
-        # This rank's part of the batch is its own; ranks of the same data draw alike
-        streams = next_streams(axes.data.rank, _device_of(trees))
-        given = Differentiated(
-            loss_fn, call.buffers, call.data, call.count, streams, self._reminder
-        )
-        outcome = run_passes(given, flats, layout, reduction, order, options, log, look=look)
-        reduced = reduction.finish()
-        old, new, rule = call.buffers, outcome.buffers, options.sync_buffers
-        check_synchronizable(old, new, rule, axes.data, rank)
-        # Logs are compared here, when all collectives of the passes have started
-        changed = self.changed_buffers(old, new)
-        report = self.average(outcome, log, changed, total_size(call.data))
-        self._reminder.compare_ranks(call.data, outcome.weight, report.sizes, rank)
-        with torch.no_grad():
-            # In place: the flats were made for this gradient
-            total = None if outcome.weight is None else report.weight
-            to_means(reduced, total, scale=None)
-            buffers = synchronize(
-                old,
-                new,
-                report.flags,
-                rule,
-                labelled(axes.data, "gradient/buffers"),
-                None if outcome.weight is None else report.num_weighty,
-                outcome.is_weighty,
-            )
-        mean = report.metrics.pop("loss")
-        return call.results(mean, report.metrics, buffers), reduced
-
-    def changed_buffers(self, old: PyTree[Tensor], new: PyTree[Tensor]) -> Sequence[bool]:
-        """Per buffer, whether this rank's loss has changed it."""
-        return changed_here(old, new, self.options.sync_buffers, self.options.axes.data)
-
-    def average(
-        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool], size: int
-    ) -> Report:
-        """The means of a loss and of its metrics over ranks. Two all-reduces.
-
-        Args:
-            outcome: this rank's.
-            log: of the passes.
-            changed: per buffer, whether this rank has changed it.
-            size: of this rank's batch.
-        """
-        axes = self.options.axes
-        return average(
-            {"loss": outcome.loss.detach(), **outcome.metrics},
-            outcome.weight,
-            labelled(axes.world, "gradient/metrics"),
-            log,
-            changed,
-            copy=axes.copy,
-            size=size,
-            device=outcome.loss.device,
-        )
+        numbers = [tree.holding.number for tree in given.trees]
+        read = [tree.holding.number for tree in given.read_only]
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        return f"gradient {self._num_gradients} of {name} at trees {numbers}, {read} read only"
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]
@@ -488,12 +402,6 @@ class ShardedEngine:
         tree.check_leaves(some=some)
 
 
-def _no_updates(params: ShardedTree) -> ShardedTree:
-    """A tree of updates whose leaves are None."""
-    none = [None] * len(params.sharding.layout.buckets)
-    return ShardedTree.of_flats(none, replace(params.holding, form="pieces", read_only=True))
-
-
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:
     """Whether an optimizer's state is cut as the params are."""
     of_state, of_params = state.holding.sharding, params.sharding
@@ -512,18 +420,8 @@ def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
     return layout.treedef.unflatten(leaves)
 
 
-def _device_of(trees: Sequence[ShardedTree]) -> torch.device:
-    """Of the first flat; the CPU, where trees have none."""
-    flats = trees[0].flats()
-    return flats[0].device if flats else torch.device("cpu")
-
-
 def _is_sharded(node: Any) -> bool:
     return isinstance(node, ShardedTree)
-
-
-def _name_of(loss: Callable[..., Any]) -> str:
-    return getattr(loss, "__qualname__", type(loss).__name__)
 
 
 # By group, while it lives: the numbers of the trees that are cut over it. Ranks cut trees in the

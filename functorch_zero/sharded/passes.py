@@ -115,7 +115,7 @@ def run_pass(
     return outcome
 
 
-class Differentiated(NamedTuple):
+class LossOnData(NamedTuple):
     """A loss, and this rank's data: for a step's gradient, or for one of a program."""
 
     loss_fn: LossFn
@@ -128,7 +128,7 @@ class Differentiated(NamedTuple):
 
 
 def run_passes(
-    given: Differentiated,
+    given: LossOnData,
     flats: Sequence[Tensor],
     layout: Layout,
     reduction: GradientReduction,

@@ -46,7 +46,7 @@ from .grad_mean import in_range, to_means
 from .options import Options
 from .params import grads_like, make_reduction, publish
 from .parts import ReductionParts
-from .passes import Differentiated, run_passes
+from .passes import LossOnData, run_passes
 
 
 class Updater(Protocol):
@@ -142,7 +142,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     def stream(micro: int) -> AbstractContextManager[None]:
         return replayed(state.seed, state.step, part, device, micro)
 
-    given = Differentiated(
+    given = LossOnData(
         step.loss_fn,
         state.buffers,
         run.batch,

@@ -7,11 +7,9 @@ that all ranks have done the same.
 
 from __future__ import annotations
 
-import math
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -30,7 +28,8 @@ from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
-from ..params import is_on_engine
+from ..params import Engine, is_on_engine
+from ..runtime.prefetch import PrefetchOrders
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
 from ..step.program_step import (
@@ -47,21 +46,26 @@ from ..step.program_step import (
 from ..step.rng import streams
 from ..step.state import State, Trained
 from ..step.state import check_state as check_is_state
-from ..tree import check_tensors, content_digests, paths, same_structure
-from ..version import __version__
-from .agreement import agree, agree_on_results
+from ..tree import check_tensors, paths, same_structure
 from .background import BackgroundTasks
 from .deferred_values import DigestedFill
 from .donation import Donation
 from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
-from .piece_watch import PieceWatch, extents_of
+from .piece_watch import PieceWatch
+from .program_agreement import Agreement, ProgramAgreement, rest_of
 from .refit import agree_on_refit, carried, check_same_ranks
 from .state import part_of_state
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
-_SMALL = 4096  # elements of a tensor that ranks compare in every step
+
+
+class ProgramEngine(Engine, Protocol):
+    """The engine of a program's trees, as far as the program's step knows it."""
+
+    orders: PrefetchOrders  # in which passes have gathered units
+    donation: Donation | None  # of the step that runs
 
 
 class ShardedProgramStep:
@@ -69,12 +73,25 @@ class ShardedProgramStep:
 
     Each rank passes its own part of the batch, and gets the result of the unsharded step on the
     whole.
+
+    Args:
+        step: for one process.
+        options: those of `shard`.
+        engine: of the sharded trees; None: that of this rank.
+        agreement: of the ranks; None: theirs. A plan, which has no ranks, gives both.
     """
 
-    def __init__(self, step: ProgramStep, options: Options, engine: ShardedEngine | None = None):
+    def __init__(
+        self,
+        step: ProgramStep,
+        options: Options,
+        engine: ProgramEngine | None = None,
+        agreement: Agreement | None = None,
+    ):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
+        self._agreement = agreement or ProgramAgreement(options, self.background)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._forms: list[_Form] = []
@@ -125,16 +142,9 @@ class ShardedProgramStep:
         fills = _fills(given, values)
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
-        group = labelled(self.options.axes.world, "init/agreement")
-        agree(group, self._facts(given, layouts, seed))
+        self._agreement.on_arguments(given, layouts, seed)
         state = self._first_state(given, layouts, seed, fills)
-        # The rest of the value lies on every rank, and nothing would show that it differs; values
-        # that are made on each rank could not be compared before
-        value = state.value
-        facts: dict[str, Any] = {"value": paths(value), "values": _digests(_rest(value))}
-        for name, fill in fills.items():
-            facts[f"deferred values of {name}"] = fill.digests
-        agree(group, facts)
+        self._agreement.on_first_value(state.value, fills)
         return state
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
@@ -179,7 +189,7 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
-            agree_on_refit(state, _rest(state.value), self.options)
+            agree_on_refit(state, rest_of(state.value), self.options)
             fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
             value = carried(fresh.value, state.value, group, "the value")
@@ -226,7 +236,8 @@ class ShardedProgramStep:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
-            self._agree(int(state.step), new, metrics, running.num_draws, watch)
+            number = int(state.step)
+            self._agreement.on_results(number, new, metrics, running.num_draws, watch)
             # Once no rank has failed, so that all ranks know the same number
             self._num_gradients = max(num_gradients, self._num_gradients or 0)
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
@@ -237,7 +248,9 @@ class ShardedProgramStep:
         if not self.options.donate:
             return self.unsharded.program(value, *args), 0
         number = int(state.step)
-        donation = Donation(value, self._num_gradients, lambda: self._agree_on_writing(number))
+        donation = Donation(
+            value, self._num_gradients, lambda: self._agreement.before_writing(number)
+        )
         self.engine.donation = donation
         try:
             with donation.running():
@@ -249,13 +262,6 @@ class ShardedProgramStep:
                 state.sharding.donations.take(state.step)
         return result, donation.num_taken
 
-    def _agree_on_writing(self, number: int) -> None:
-        """Raise, on every rank, unless all ranks are at step `number`, and none has failed."""
-        group = labelled(self.options.axes.world, "step/before writing")
-        failed = self.background.failed()
-        failed = agree_on_results(number, {}, {}, group, operations=(), num_draws=0, failed=failed)
-        self.background.raise_if(failed)
-
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
         places."""
@@ -264,28 +270,6 @@ class ShardedProgramStep:
         # Of another structure: as each tree was made
         noted = known[-1].nodes if known and known[-1].treedef == treedef else [None] * len(nodes)
         return treedef.unflatten(map(_marked_like, nodes, noted))
-
-    def _agree(
-        self, number: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
-    ) -> None:
-        """Raise, on every rank, unless all ranks have the same results of step `number`; or where
-        a background task has failed."""
-        # Small tensors in every step, large ones now and then: their digests take time
-        limit = math.inf if is_looked_at(number) else _SMALL
-        rest = {path: leaf for path, leaf in _rest(value).items() if _numel(leaf) <= limit}
-        # The library's functions leave whole params alike; those of a program's own may not
-        if watch.computes_with_whole:
-            rest |= _whole_leaves(value)
-        failed = agree_on_results(
-            number,
-            metrics,
-            _digests(rest),
-            labelled(self.options.axes.world, "step/agreement"),
-            operations=watch.operations(value) if is_looked_at(number) else (),
-            num_draws=num_draws,
-            failed=self.background.failed(),
-        )
-        self.background.raise_if(failed)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
@@ -362,26 +346,6 @@ class ShardedProgramStep:
         names = [*layouts]
         joined = join_layouts([*layouts.values()], [True] * len(names), names)
         return self.options.sharding(joined.layout)
-
-    def _facts(
-        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
-    ) -> dict[str, Any]:
-        """The facts that ranks must agree on, as plain data: causes before their effects."""
-        facts: dict[str, Any] = {
-            "functorch_zero": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "ranks": self.group.size,
-            "level": self.options.levels.describe(),
-            "options": self.options.describe(),
-            "seed": seed,
-        }
-        for name, layout in layouts.items():
-            facts[f"layout of {name}"] = layout.describe()
-            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
-        for name in layouts:
-            facts[f"values of {name}"] = content_digests(given[name])
-        return facts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
@@ -461,38 +425,6 @@ def _is_tree(arg: Any) -> bool:
     if isinstance(arg, Tensor) or is_on_engine(arg):
         return False
     return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(arg))
-
-
-def _rest(value: Any) -> dict[str, Any]:
-    """By path, the tensors and numbers of a value that every rank holds whole."""
-    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
-    rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
-
-
-def _whole_leaves(value: Any) -> dict[str, Tensor]:
-    """By path, the leaves of trees and states that every rank holds whole."""
-    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-    found = {}
-    for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
-        if not is_on_engine(node):
-            continue
-        rows = zip(paths(node.tree), optree.tree_leaves(node.tree), extents_of(node), strict=True)
-        for path, leaf, extent in rows:
-            if extent is None and isinstance(leaf, Tensor):
-                found[f"{prefix}.{path}".strip(".")] = leaf
-    return found
-
-
-def _numel(leaf: Any) -> int:
-    return leaf.numel() if isinstance(leaf, Tensor) else 1
-
-
-def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
-    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
-    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
-    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
-    return numbers | content_digests(tensors)
 
 
 def _whole(node: Any) -> Any:

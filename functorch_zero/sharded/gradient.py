@@ -1,0 +1,215 @@
+"""The phases of a gradient in a program: functions from one value to the next, as those of a
+training step in `phases`.
+
+    GradientRun ── differentiate ──> LocalGradient ── agree_on ──> Report ── finish ──> the results
+
+`ShardedEngine` runs them one after the other. A plan runs the same functions on tensors without
+values, and looks on between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import StructureError
+from ..groups import labelled
+from ..layout.joined import Joined
+from ..layout.sharded_tree import ShardedTree
+from ..runtime.prefetch import PrefetchOrder
+from ..runtime.reduce import GradientReduction
+from ..step.loss import Outcome
+from ..step.program import LossCall
+from ..step.weight_reminder import total_size
+from .average import Report, average
+from .buffers import changed_here, check_synchronizable, synchronize
+from .grad_mean import to_means
+from .options import Options
+from .params import grads_like
+from .passes import LossOnData, run_passes
+
+
+class _GivenTree(NamedTuple):
+    """A sharded tree that a loss is given."""
+
+    tree: ShardedTree
+    place: int  # among the leaves of `(tree, args)`
+    is_asked: bool  # for its gradients; trees in `args` are read only
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its gradients are taken."""
+        return self.is_asked and not self.tree.is_read_only
+
+
+class LossTrees:
+    """The sharded trees among the arguments of a loss.
+
+    Args:
+        tree: the gradients asked for are of its sharded trees.
+        args: the loss's other arguments, with sharded trees that it reads.
+
+    Attributes:
+        trees: the sharded ones, those of `tree` first.
+        trained: for each, whether its gradients are taken.
+
+    Raises:
+        StructureError: sharded and whole trees are differentiated together.
+    """
+
+    def __init__(self, tree: Any, args: tuple[Any, ...]):
+        # Sharded trees count as leaves here; whole ones fall into their tensors
+        self._leaves, self._treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
+        self._treedef_of_asked = optree.tree_structure(tree, is_leaf=_is_sharded)
+        num_asked = self._treedef_of_asked.num_leaves
+        if not all(map(_is_sharded, self._leaves[:num_asked])):
+            raise StructureError(
+                "a gradient was asked of sharded and of whole trees together. Remedy: shard "
+                "them all with fz.shard_tree, or pass the whole ones as later arguments"
+            )
+        self._given: list[_GivenTree] = []
+        for place, leaf in enumerate(self._leaves):
+            if _is_sharded(leaf):
+                self._given.append(_GivenTree(leaf, place, is_asked=place < num_asked))
+        self.trees = [given.tree for given in self._given]
+        self.trained = [given.is_trained for given in self._given]
+
+    @property
+    def read_only(self) -> list[ShardedTree]:
+        """Those of which no gradients are taken."""
+        return [given.tree for given in self._given if not given.is_trained]
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flats of all trees, one per bucket, as held between steps."""
+        return [flat for tree in self.trees for flat in tree.flats()]
+
+    def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
+        """The tree and the other arguments as the loss sees them, with lazy trees for the sharded
+        ones, in their order."""
+        leaves = list(self._leaves)
+        for given, lazy in zip(self._given, lazy_trees, strict=True):
+            leaves[given.place] = lazy
+        return self._treedef.unflatten(leaves)
+
+    def gradients(self, reduced: Mapping[int, Tensor], joined: Joined) -> Any:
+        """The gradients of `tree`, in the form of pieces.
+
+        Args:
+            reduced: by bucket of the joined layout, this rank's part (piece,) or (numel,).
+            joined: the layouts of all trees as one.
+        """
+        grads = []
+        for given, first_bucket in zip(self._given, joined.first_buckets, strict=True):
+            if given.is_trained:
+                grads.append(grads_like(given.tree.pieces(), reduced, first_bucket))
+            # As of a whole tree: None for leaves that are not trained
+            elif given.is_asked:
+                grads.append(no_updates(given.tree))
+        return self._treedef_of_asked.unflatten(grads)
+
+
+@dataclass(frozen=True)
+class GradientRun:
+    """One gradient on one rank: a loss, its trees, and the parts that follow from them."""
+
+    call: LossCall  # the user's loss, and this rank's arguments of it
+    trees: LossTrees
+    joined: Joined
+    flats: list[Tensor]  # of all trees, (numel,) or (piece,), in the order of the buckets
+    loss: LossOnData  # of lazy trees, and this rank's data
+    reduction: GradientReduction  # takes the gradients of all micro-batches
+    order: PrefetchOrder  # in which the last pass over these trees gathered units
+    options: Options
+    log: list[str]  # the gradient's number, and the collectives started since
+    look: bool  # whether the loss is looked at closely
+
+
+class LocalGradient(NamedTuple):
+    """The results of the loss on this rank's part of the batch."""
+
+    reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    outcome: Outcome  # of all micro-batches as one
+
+
+def differentiate(run: GradientRun) -> LocalGradient:
+    """Run the loss forward and backward, micro-batch by micro-batch.
+
+    Collectives: the units' gathers and reductions, as the levels' rows say.
+    """
+    outcome = run_passes(
+        run.loss,
+        run.flats,
+        run.joined.layout,
+        run.reduction,
+        run.order,
+        run.options,
+        run.log,
+        look=run.look,
+    )
+    return LocalGradient(run.reduction.finish(), outcome)
+
+
+def agree_on(run: GradientRun, local: LocalGradient) -> Report:
+    """Tell all ranks this one's findings, and learn theirs. Two all-reduces: values and words.
+
+    Raises:
+        StructureError: this rank's loss has changed a buffer's shape or dtype.
+        GroupError: ranks have taken gradients of other things, or have started other collectives.
+        MismatchError: ranks of the same data have found different losses or metrics.
+    """
+    outcome, axes, rule = local.outcome, run.options.axes, run.options.sync_buffers
+    old, new = run.call.buffers, outcome.buffers
+    check_synchronizable(old, new, rule, axes.data, axes.world.rank)
+    # Logs are compared here, when all collectives of the passes have started
+    return average(
+        {"loss": outcome.loss.detach(), **outcome.metrics},
+        outcome.weight,
+        labelled(axes.world, "gradient/metrics"),
+        run.log,
+        changed_here(old, new, rule, axes.data),
+        copy=axes.copy,
+        size=total_size(run.call.data),
+        device=outcome.loss.device,
+    )
+
+
+@torch.no_grad()
+def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any, Any]:
+    """The loss for all ranks, with its metrics and buffers if it has some; and the gradients.
+
+    Collectives: one per dtype of the buffers that changed.
+    """
+    outcome, axes = local.outcome, run.options.axes
+    sizes, rank = report.sizes, axes.world.rank
+    run.loss.reminder.compare_ranks(run.call.data, outcome.weight, sizes, rank)
+    has_weight = outcome.weight is not None
+    # In place: the flats were made for this gradient
+    to_means(local.reduced, report.weight if has_weight else None, scale=None)
+    buffers = synchronize(
+        run.call.buffers,
+        outcome.buffers,
+        report.flags,
+        run.options.sync_buffers,
+        labelled(axes.data, "gradient/buffers"),
+        report.num_weighty if has_weight else None,
+        outcome.is_weighty,
+    )
+    metrics = dict(report.metrics)
+    mean = metrics.pop("loss")
+    return run.call.results(mean, metrics, buffers), run.trees.gradients(local.reduced, run.joined)
+
+
+def no_updates(params: ShardedTree) -> ShardedTree:
+    """A tree of updates whose leaves are None."""
+    none = [None] * len(params.sharding.layout.buckets)
+    return ShardedTree.of_flats(none, replace(params.holding, form="pieces", read_only=True))
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, ShardedTree)

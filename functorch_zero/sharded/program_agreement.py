@@ -1,0 +1,176 @@
+"""The agreement of ranks on a program: on the arguments of its `init`, on its first value, and in
+each step on its results."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from ..groups import labelled
+from ..layout.layout import Layout
+from ..model.untouched import is_looked_at
+from ..params import is_on_engine
+from ..step.loss import Metrics
+from ..tree import content_digests, paths
+from ..version import __version__
+from .agreement import agree, agree_on_results
+from .background import BackgroundTasks
+from .deferred_values import DigestedFill
+from .options import Options
+from .piece_watch import PieceWatch, extents_of
+
+_SMALL = 4096  # elements of a tensor that ranks compare in every step
+
+
+class Agreement(Protocol):
+    """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
+
+    def on_arguments(
+        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+    ) -> None:
+        """Compare the arguments of `init`, by name.
+
+        Args:
+            given: all of them.
+            layouts: of the trees that are cut.
+            seed: of the first state.
+        """
+        ...
+
+    def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
+        """Compare what `init` has made.
+
+        Args:
+            value: as it returned it.
+            fills: of trees whose values each rank has made, and which could not be compared before.
+        """
+        ...
+
+    def before_writing(self, step: int) -> None:
+        """Make sure that all ranks are at this step, and that none has failed."""
+        ...
+
+    def on_results(
+        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+    ) -> None:
+        """Compare the results of a step.
+
+        Args:
+            step: its number.
+            value: the next one.
+            metrics: by name, 0-d.
+            num_draws: of `fz.random`.
+            watch: of the program; it has seen nothing where the step wasn't looked at.
+        """
+        ...
+
+
+class ProgramAgreement:
+    """The `Agreement` of ranks that are there. Each method is one exchange, or one all-reduce of
+    words.
+
+    Args:
+        options: those of `shard`.
+        background: the step's tasks, whose failures all ranks learn here.
+    """
+
+    def __init__(self, options: Options, background: BackgroundTasks):
+        self._options, self._background = options, background
+
+    def on_arguments(
+        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+    ) -> None:
+        options = self._options
+        # Plain data, and causes before their effects
+        facts: dict[str, Any] = {
+            "functorch_zero": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "ranks": options.group.size,
+            "level": options.levels.describe(),
+            "options": options.describe(),
+            "seed": seed,
+        }
+        for name, layout in layouts.items():
+            facts[f"layout of {name}"] = layout.describe()
+            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
+        for name in layouts:
+            facts[f"values of {name}"] = content_digests(given[name])
+        agree(labelled(options.group, "init/agreement"), facts)
+
+    def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
+        # Nothing else would show that the rest beside sharded trees differs
+        facts: dict[str, Any] = {"value": paths(value), "values": _digests(rest_of(value))}
+        for name, fill in fills.items():
+            facts[f"deferred values of {name}"] = fill.digests
+        agree(labelled(self._options.group, "init/agreement"), facts)
+
+    def before_writing(self, step: int) -> None:
+        failed = agree_on_results(
+            step,
+            {},
+            {},
+            labelled(self._options.group, "step/before writing"),
+            operations=(),
+            num_draws=0,
+            failed=self._background.failed(),
+        )
+        self._background.raise_if(failed)
+
+    def on_results(
+        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+    ) -> None:
+        # Small tensors in every step, large ones now and then: their digests take time
+        limit = math.inf if is_looked_at(step) else _SMALL
+        rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}
+        # The library's functions leave whole params alike; those of a program's own may not
+        if watch.computes_with_whole:
+            rest |= _whole_leaves(value)
+        failed = agree_on_results(
+            step,
+            metrics,
+            _digests(rest),
+            labelled(self._options.group, "step/agreement"),
+            operations=watch.operations(value) if is_looked_at(step) else (),
+            num_draws=num_draws,
+            failed=self._background.failed(),
+        )
+        self._background.raise_if(failed)
+
+
+def rest_of(value: Any) -> dict[str, Any]:
+    """By path, the tensors and numbers of a value that every rank holds whole."""
+    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
+    rows = zip(paths(value, is_on_engine), leaves, strict=True)
+    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+
+
+def _whole_leaves(value: Any) -> dict[str, Tensor]:
+    """By path, the leaves of trees and states that every rank holds whole."""
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    found = {}
+    for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        if not is_on_engine(node):
+            continue
+        rows = zip(paths(node.tree), optree.tree_leaves(node.tree), extents_of(node), strict=True)
+        for path, leaf, extent in rows:
+            if extent is None and isinstance(leaf, Tensor):
+                found[f"{prefix}.{path}".strip(".")] = leaf
+    return found
+
+
+def _numel(leaf: Any) -> int:
+    return leaf.numel() if isinstance(leaf, Tensor) else 1
+
+
+def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
+    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
+    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
+    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
+    return numbers | content_digests(tensors)
