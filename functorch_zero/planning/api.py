@@ -26,18 +26,12 @@ from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
 from ..runtime.unshard import Gather
-from ..sharded.buffers import check_sync_buffers
 from ..sharded.options import (
     Options,
     OverlapChoice,
     ReduceGradients,
     StateAxes,
-    check_gather,
     check_of_program,
-    check_overlap,
-    check_reduce_gradients,
-    check_reduction,
-    check_state_storage,
 )
 from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
@@ -146,21 +140,23 @@ def plan(
         rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
     )
     loss_scale = program is None and step.policy.scaling is not None
-    stored_elsewhere = check_state_storage(state_storage) is not None
-    options = Options(
-        levels=levels,
-        axes=axes,
+    options = Options.checked(
+        levels,
+        axes,
         donate=program is None,
-        sync_buffers=check_sync_buffers(sync_buffers),
+        sync_buffers=sync_buffers,
         reshard_after_forward=reshard_after_forward,
-        reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
+        reduce_gradients=reduce_gradients,
         # The stand-ins may lie on another device than the leaves
-        overlap=check_overlap(overlap) or Overlap.by_default(device),
-        reduction=check_reduction(reduction, loss_scale=loss_scale),
-        gather=check_gather(gather),
-        # A stand-in: the user's storage would be asked for real memory
-        state_storage=Elsewhere() if stored_elsewhere else None,
+        overlap=Overlap.by_default(device) if overlap is None else overlap,
+        reduction=reduction,
+        gather=gather,
+        state_storage=state_storage,
+        loss_scale=loss_scale,
     )
+    if options.state_storage is not None:
+        # A stand-in: the user's storage would be asked for real memory
+        options = replace(options, state_storage=Elsewhere())
     if program is not None:
         check_of_program(options)
         with _values_refused(journal):

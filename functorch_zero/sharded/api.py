@@ -12,20 +12,15 @@ from ..runtime.unshard import Gather
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
-from .buffers import SyncBuffers, check_sync_buffers
+from .buffers import SyncBuffers
 from .evaluate import ShardedEvalStep
 from .options import (
     Options,
     OverlapChoice,
     ReduceGradients,
     StateAxes,
-    check_gather,
     check_of_program,
-    check_overlap,
-    check_reduce_gradients,
-    check_reduction,
     check_state_axes,
-    check_state_storage,
 )
 from .program_step import ShardedProgramStep
 from .storage import StateStorage
@@ -131,22 +126,22 @@ def shard(
             "shard takes what train_step, eval_step or program_step made, got "
             f"{type(step).__name__}"
         )
-    # Each argument is checked on its own before ranks compare them, in `init`
     levels = Levels(level)
     # Checked before `axes_of`, which makes groups and may exchange ranks' numbers
     cuts_over_both = check_state_axes(state_axes) == "both"
     axes = axes_of(as_group(group), both=cuts_over_both)
-    options = Options(
-        levels=levels,
-        axes=axes,
+    options = Options.checked(
+        levels,
+        axes,
         donate=isinstance(step, TrainStep) if donate is None else donate,
-        sync_buffers=check_sync_buffers(sync_buffers),
+        sync_buffers=sync_buffers,
         reshard_after_forward=reshard_after_forward,
-        reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
-        overlap=check_overlap(overlap),
-        reduction=check_reduction(reduction, loss_scale=_scales(step)),
-        gather=check_gather(gather),
-        state_storage=check_state_storage(state_storage),
+        reduce_gradients=reduce_gradients,
+        overlap=overlap,
+        reduction=reduction,
+        gather=gather,
+        state_storage=state_storage,
+        loss_scale=_scales(step),
     )
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)

@@ -18,7 +18,7 @@ from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..runtime.unshard import UNENCODED, Gather
 from ..tree import PyTree
-from .buffers import SyncBuffers
+from .buffers import SyncBuffers, check_sync_buffers
 from .storage import StateStorage
 
 
@@ -53,6 +53,46 @@ class Options:
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        levels: Levels,
+        axes: Axes,
+        *,
+        donate: bool,
+        sync_buffers: Any = "mean",
+        reshard_after_forward: bool = True,
+        reduce_gradients: Any = None,
+        overlap: Any = None,
+        reduction: Any = None,
+        gather: Any = None,
+        state_storage: Any = None,
+        loss_scale: bool = False,
+    ) -> Options:
+        """The options that these arguments of `shard` stand for, each checked on its own before
+        ranks compare them, in `init`.
+
+        Args:
+            loss_scale: whether the step multiplies its loss by a scale, which changes between
+                steps.
+
+        Raises:
+            ValueError, TypeError: an argument is none of those that `shard` takes.
+            NotImplementedError: two of them don't go together.
+        """
+        return cls(
+            levels=levels,
+            axes=axes,
+            donate=donate,
+            sync_buffers=check_sync_buffers(sync_buffers),
+            reshard_after_forward=reshard_after_forward,
+            reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
+            overlap=check_overlap(overlap),
+            reduction=check_reduction(reduction, loss_scale=loss_scale),
+            gather=check_gather(gather),
+            state_storage=check_state_storage(state_storage),
+        )
 
     def describe(self) -> dict[str, Any]:
         """The options as plain data, for comparing ranks. The levels are not among them:
