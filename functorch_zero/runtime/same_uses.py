@@ -64,7 +64,8 @@ class SameUses:
         self.words: list[str] = []
         self.left = False
         self._group, self._last, self._flats = group, last, flats
-        self._in_band = last is None or not trusted
+        # Whether ranks compare each use by an exchange. They begin to where one has had to ask
+        self._compares = last is None or not trusted
         self._num_checked = 0  # words that all ranks are known to have said
         self._begin = time.monotonic()
 
@@ -79,17 +80,16 @@ class SameUses:
         Raises:
             GroupError: they don't, or PeerError where another rank found out first.
         """
-        begin, self._num_checked = self._num_checked, len(self.words)
+        begin, end = self._num_checked, len(self.words)
+        self._num_checked = end
         got = self.words[begin:]
-        if self._last is not None and not self.left:
-            expected = self._last[begin : self._num_checked]
-            self.left = got != expected
-            if self.left and not self._in_band:
-                self._ask(expected, got)
-                self._in_band = True
-                return
-        if self._in_band:
+        expected = got if self._last is None else self._last[begin:end]
+        self.left |= got != expected
+        if self._compares:
             _compare(self._group, got)
+        elif self.left:
+            self._ask(expected, got)
+            self._compares = True
 
     def _ask(self, expected: Sequence[str], got: Sequence[str]) -> None:
         """Return if all ranks leave the way of the last pass here, with these words."""

@@ -247,10 +247,7 @@ class PointwiseOnFlats:
         if not all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(of_one)):
             return None
         one = plan_of(of_one)
-        # Alike: each leaf has as many followers as the one, and counts are shared by all leaves
-        num_following, num_shared = _count_kinds(full)
-        num_slots, num_shared_of_one = _count_kinds(one)
-        if num_following != num_slots * len(self.numbers) or num_shared != num_shared_of_one:
+        if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
         return _Regrouping(full, one, self._groups, remember=self._donate)
 
@@ -263,7 +260,7 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> 
     for bucket in layout.buckets:
         chosen = tuple(number for number in bucket.leaves if number in positions)
         if len(chosen) == len(bucket.leaves):
-            own_positions = tuple(map(positions.__getitem__, chosen))
+            own_positions = tuple(positions[number] for number in chosen)
             groups.append(FlatGroup(chosen, own_positions, bucket, piece_number))
         else:
             # The flat of such a bucket would hold leaves that the update must not see
@@ -272,10 +269,17 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> 
     return groups
 
 
-def _count_kinds(plan: StatePlan) -> tuple[int, int]:
-    """The numbers of leaves that follow a param, and of those that don't."""
-    num_following = len(plan.slots())
-    return num_following, len(plan.leaves) - num_following
+def _treats_leaves_alike(full: StatePlan, one: StatePlan, num_params: int) -> bool:
+    """Whether each param has the followers that a single one has, and all share the other leaves.
+
+    Args:
+        full: of the state of all params.
+        one: of the state of one param alone.
+        num_params: the number of all params.
+    """
+    num_following, num_slots = len(full.slots()), len(one.slots())
+    num_shared, num_shared_of_one = len(full.leaves) - num_following, len(one.leaves) - num_slots
+    return num_following == num_slots * num_params and num_shared == num_shared_of_one
 
 
 class _Place(NamedTuple):
@@ -284,6 +288,23 @@ class _Place(NamedTuple):
     group: FlatGroup
     follows: bool  # whether it follows a param, and so is a flat
     positions: tuple[int, ...]  # of a flat, one per leaf of the group; else one
+
+
+def _places_of(group: FlatGroup, full: StatePlan, one: StatePlan) -> list[_Place]:
+    """Per leaf of the state of one flat, where a group's lies in the full state."""
+    # (slot, param) -> position in the full state
+    slots = full.slots()
+    # Positions of the leaves that follow no param: those of `one` have the same order
+    shared = iter([i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"])
+    places = []
+    for leaf in one.leaves:
+        if leaf.kind == "follows":
+            # One slot of a bucket's leaves is one flat
+            positions = tuple(slots[leaf.slot, number] for number in group.leaves)
+            places.append(_Place(group, True, positions))
+        else:
+            places.append(_Place(group, False, (next(shared),)))
+    return places
 
 
 class _Regrouping:
@@ -300,27 +321,10 @@ class _Regrouping:
         self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, remember: bool
     ):
         self.full, self.one = full.treedef, one.treedef
-        # (slot, param) -> position in the full state
-        slots = full.slots()
-        # Positions of the leaves that follow no param, which are shared by all groups
-        shared = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
-        self.places: list[list[_Place]] = []
-        self.following: list[_Place] = []
-        self._ordered: list[int] = []  # positions of all leaves that follow a param, flat by flat
-        for group in groups:
-            others = iter(shared)
-            own = []
-            for leaf in one.leaves:
-                if leaf.kind == "follows":
-                    # One slot of a bucket's leaves is one flat
-                    positions = tuple(slots[leaf.slot, number] for number in group.leaves)
-                    place = _Place(group, True, positions)
-                    self.following.append(place)
-                    self._ordered += positions
-                else:
-                    place = _Place(group, False, (next(others),))
-                own.append(place)
-            self.places.append(own)
+        self.places = [_places_of(group, full, one) for group in groups]
+        self.following = [place for own in self.places for place in own if place.follows]
+        # Positions of all leaves that follow a param, flat by flat
+        self._ordered = [position for place in self.following for position in place.positions]
         # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
         # A state that was not donated doesn't come back, so there is nothing to remember
         self._find = Recall(self._find_apart) if remember else self._find_ordered

@@ -82,11 +82,13 @@ def check_own_leaves(
     def made_of(params: PyTree[Tensor], chosen: Set[str]) -> set[str]:
         return _tensors_of_state(optimizer, params, chosen, rank)
 
-    # A leaf's own tensor is kept where the leaf was trained and still is. So a tensor that the
-    # others have, too, belongs to no leaf alone
-    shared = made_of(before, {*old} - {*new}) | made_of(after, {*new} - {*old})
-    # The same leaves in another order: no tensor is two leaves' own
-    if {*old} == {*new}:
+    gone, added = {*old} - {*new}, {*new} - {*old}
+    if gone or added:
+        # A leaf's own tensor is kept where the leaf was trained and still is. So a tensor that the
+        # other leaves have, too, belongs to no leaf alone
+        shared = made_of(before, gone) | made_of(after, added)
+    else:
+        # The same leaves in another order: no tensor is two leaves' own
         shared = made_of(before, {old[0]}) & made_of(before, {*old[1:]})
     kept_and_shared = shared & made_of(before, {*old}) & made_of(after, {*new})
     if kept_and_shared:
