@@ -40,11 +40,11 @@ class Untouched:
 
     def __init__(self, tensors: Sequence[Tensor], *, look: bool):
         self._tensors = tensors
-        self._before = [*map(_marks, tensors)]
+        self._before = [_marks(tensor) for tensor in tensors]
         # Of each tensor's values; empty: they aren't compared
         self._values: list[Tensor] = []
         if look and all(map(has_values, tensors)):
-            self._values = [*map(_marks_of_values, tensors)]
+            self._values = [_marks_of_values(tensor) for tensor in tensors]
 
     def check(self, where: str | PyTree[Tensor]) -> None:
         """Raise StructureError if one of them has changed.

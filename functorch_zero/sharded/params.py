@@ -133,7 +133,7 @@ def make_unit_flats(
     # Whole leaves in tree order; empty where `params` is None
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
-        own = [*map(flats.__getitem__, unit.buckets)]
+        own = [flats[b] for b in unit.buckets]
         in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
         # Gathered at level 3, cast where a leaf is used in another dtype; else the state's own
         if content.rounds or any(in_pieces):
@@ -142,7 +142,7 @@ def make_unit_flats(
                 GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name, gather)
             )
         else:
-            held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
+            held = [leaves[n] for n in content.leaves] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
     return made
 

@@ -154,7 +154,7 @@ class Exchange:
 
         for travelling in by_dtype.values():
             self._scatter(travelling, results, pieces[travelling[0]], owners, found)
-        return list(map(found.__getitem__, range(len(pieces))))
+        return [found[i] for i in range(len(pieces))]
 
     def _scatter(
         self,
@@ -230,9 +230,9 @@ def run_batch(
         return torch.stack(leaves)
 
     # (k, *shape) for k leaves, and so is each leaf of the states
-    stacked_updates = stack(*map(updates.__getitem__, batch))
+    stacked_updates = stack(*(updates[i] for i in batch))
     stacked_states = tree_map(stack, *[states[i].state for i in batch])
-    stacked_params = None if params is None else stack(*map(params.__getitem__, batch))
+    stacked_params = None if params is None else stack(*(params[i] for i in batch))
     new_updates, new_states = part.update(stacked_updates, stacked_states, stacked_params)
     updated = []
     for k, update in enumerate(new_updates.unbind()):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -102,8 +102,12 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
             new = kernel()(params, updates, state)
         return structure.unflatten(new)
 
-    # Flat by flat: one call writes to one bucket's piece
-    return lambda params, updates, states: [*map(update_one, params, updates, states)]
+    def update(params: Sequence[Tensor], updates: Sequence[Tensor], states: Sequence[Any]) -> Any:
+        # Flat by flat: one call writes to one bucket's piece
+        rows = zip(params, updates, states, strict=True)
+        return [update_one(*row) for row in rows]
+
+    return update
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -45,7 +45,8 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
     def ask(treedef: Any, leaves: tuple[tuple[Shape, torch.dtype], ...]) -> list[Any]:
         # No values: a label must not depend on them, or ranks would differ
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
-        return [*map(labels, paths(treedef.unflatten(metas)), metas)]
+        pairs = zip(paths(treedef.unflatten(metas)), metas, strict=True)
+        return [labels(path, meta) for path, meta in pairs]
 
     def label(params: Tree, across: Across) -> PyTree[Any]:
         leaves, treedef = optree.tree_flatten(params)
