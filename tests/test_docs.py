@@ -180,6 +180,34 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     assert not bare
 
 
+def long_lines(text: str) -> list[int]:
+    """The numbers of prose lines over 100 columns.
+
+    Code, tables and headings may be longer, and so may a line without a place to break it, such as
+    one link.
+    """
+    found, in_code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code and len(line) > 100 and not line.startswith(("|", "#")):
+            words = line.removeprefix("- ").split()
+            found += [number] if len(words) > 1 else []
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_prose_lines_have_100_columns(page: Path) -> None:
+    assert not long_lines(page.read_text()), f"wrap these lines of {page.name}"
+
+
+def test_a_long_line_is_found() -> None:
+    fits, link, long = "a" * 49 + " " + "b" * 50, "x" * 101, "a" * 50 + " " + "b" * 50
+    allowed = f"# {long}\n{fits}\n{link}\n- {link}\n| {long} |\n```sh\n{long}\n```\n"
+    assert not long_lines(allowed)
+    assert long_lines(f"{allowed}{long}\n\n- {fits}\n") == [9, 11]
+
+
 def test_links_between_pages_exist() -> None:
     broken = []
     for page in PAGES:
