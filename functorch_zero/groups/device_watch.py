@@ -191,11 +191,11 @@ def spoilt_key(key: str) -> str:
 
 
 def words_for_all(text: str, key: str, rank: int, ranks: Sequence[int], num_started: int) -> str:
-    """What this rank has seen of a loss, with the number of the rank that is lost or late. All
-    ranks get the words of the first.
+    """The words of the first rank that saw the loss, on all ranks: what it has seen, and which
+    rank is lost or late.
 
     Args:
-        text: what this rank has seen.
+        text: what this rank has seen of the loss.
         key: names the group and its era in torch's store.
         rank: this rank's number in the group.
         ranks: the group's ranks, numbered among all.
