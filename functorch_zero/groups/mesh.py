@@ -269,6 +269,15 @@ class Axes:
         axes = self.shard, self.replicate
         return [axis.name for axis in axes if not axis.holds_different_data]
 
+    @property
+    def mesh(self) -> str:
+        """The mesh in words; "" where there is one axis, and all its ranks' data differ."""
+        same = self.of_same_data
+        if self.replicate.size == 1 and not same:
+            return ""
+        sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
+        return f"{sizes}; same data along {', '.join(same)}" if same else sizes
+
     @cached_property
     def copy(self) -> Copy:
         """This rank among those of the same data."""

@@ -193,6 +193,7 @@ def plan(
         balance=balance_of(step.optimizer, layout),
         traced=batch is not None,
         assumed=imagined.live.assumed,
+        mesh=axes.mesh,
     )
 
 
@@ -244,6 +245,7 @@ def _plan_of_program(
         balance=None,
         traced=True,
         assumed=imagined.watch.live.assumed,
+        mesh=options.axes.mesh,
         **num_bytes,
     )
 

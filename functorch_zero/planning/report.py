@@ -195,6 +195,8 @@ class Plan:
         parts: bytes that parts of the step keep between steps, a rank's.
         stored: bytes of the state that lie elsewhere, with `state_storage`. The samples don't have
             them. The update fetches them as temporaries.
+        mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
+            for one axis.
     """
 
     level: int | None
@@ -213,6 +215,7 @@ class Plan:
     assumed: int = 0
     parts: int = 0
     stored: int = 0
+    mesh: str = ""
 
     @property
     def peak(self) -> Sample:
@@ -247,7 +250,8 @@ class Plan:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
         kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]  # seldom there
-        rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
+        rows = [["mesh", self.mesh]] if self.mesh else []
+        rows += [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
         rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
@@ -269,6 +273,7 @@ class Plan:
 
     def _as_dict(self) -> dict[str, Any]:
         made = {name: getattr(self, name) for name in _NUMBERS}
+        made["mesh"] = self.mesh
         # "bytes" is the sum; the kinds stand beside it
         made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
         made["samples"] = [sample._asdict() for sample in self.samples]

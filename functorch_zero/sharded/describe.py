@@ -55,6 +55,7 @@ class Description(NamedTuple):
     num_ranks: int
     optimizer: str  # as it prints
     seams: str = ""  # the objects that `shard` was given for seams, as they print
+    mesh: str = ""  # the sizes of its axes, and the one of the same data
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +71,8 @@ class Description(NamedTuple):
             holder = f"rank {self.rank} of {self.num_ranks}"
         with_seams = f"; {self.seams}" if self.seams else ""
         lines.append(f"{holder} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}")
+        if self.mesh:
+            lines.append(f"mesh: {self.mesh}")
         return "\n".join(lines)
 
 
@@ -171,6 +174,7 @@ def describe(step: AnyStep, state: State) -> Description:
         num_ranks=step.group.size,
         optimizer=repr(step.unsharded.optimizer),
         seams=", ".join(seams),
+        mesh=step.options.axes.mesh,
     )
 
 
@@ -213,6 +217,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
         num_ranks=step.group.size,
         optimizer=repr(step.unsharded),
         seams=", ".join(seams),
+        mesh=step.options.axes.mesh,
     )
 
 

@@ -1,5 +1,6 @@
 """Seams, each proved by a double that is given through a constructor: a reduction that keeps its
-rounding error, optimizer state elsewhere than its params, a gather in another representation."""
+rounding error, optimizer state elsewhere than its params, a gather in another representation, and a
+second axis whose ranks hold the same data."""
 
 from __future__ import annotations
 
@@ -719,6 +720,99 @@ def test_a_rough_gather_is_refused_along_both_axes() -> None:
     with pytest.raises(ValueError, match="Rough is not exact"):
         fz.plan(make_params(), make_step(), level=3, ranks=4, shard_size=2, **options)
     fz.plan(make_params(), make_step(), level=0, ranks=4, shard_size=2, **options)
+
+
+# A second axis whose ranks hold the same data
+
+SAME = [("replicate", 1), ("shard", 2)]  # the axis, and the ranks along the shard axis: 2 in all
+
+
+def line_of(same_data: str, shard_size: int) -> str:
+    """The mesh of two ranks, as it is shown."""
+    return f"replicate {2 // shard_size} x shard {shard_size}; same data along {same_data}"
+
+
+@pytest.mark.parametrize(("same_data", "shard_size"), SAME)
+def test_a_second_axis_of_the_same_data(same_data: Any, shard_size: int, tmp_path: Path) -> None:
+    """Three steps on two ranks of one part of the batch, saved, and loaded on three."""
+    batches = make_batches()
+    unsharded = adamw_step()
+    expected = unsharded.init(make_params())
+    for x in batches:
+        expected, _ = unsharded(expected, x)
+
+    def run(group: Any) -> Any:
+        mesh = HybridGroup(group, shard_size=shard_size, same_data=same_data)
+        assert (mesh.data.rank, mesh.data.size) == (0, 1)
+        step = fz.shard(adamw_step(), level=3, group=mesh)
+        state = train(step, step.init(make_params()), batches, mesh.data)
+        checkpoint.save(tmp_path, step, state)
+        assert f"mesh: {line_of(same_data, shard_size)}" in str(fz.describe(step, state))
+        return step.unshard(state)
+
+    def load(group: Any) -> None:
+        step = fz.shard(adamw_step(), level=3, group=group)
+        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
+        assert_equal_values(whole, step.unshard(state), grade=EXACT)
+
+    whole = run_ranks(run, 2)[0]
+    assert_equal_values(expected, whole, grade="reordered")
+    run_ranks(load, 3)
+    options: dict[str, Any] = {"ranks": 2, "shard_size": shard_size, "same_data": same_data}
+    for batch in (None, batches[0]):
+        planned = fz.plan(make_params(), adamw_step(), level=3, batch=batch, **options)
+        assert f"mesh         {line_of(same_data, shard_size)}" in str(planned)
+        assert json.loads(planned.to_json())["mesh"] == line_of(same_data, shard_size)
+
+
+@pytest.mark.parametrize(("same_data", "shard_size"), SAME)
+def test_a_programs_axis_of_the_same_data(same_data: Any, shard_size: int, tmp_path: Path) -> None:
+    """The same of a program."""
+    batches, optimizer = make_batches(), optim.adamw(0.1)
+
+    def init(params: Any) -> Any:
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def one_step(value: Any, x: Tensor) -> Any:
+        loss, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(value["params"], x)
+        params, opt = optimizer.apply(grads, value["opt"], value["params"])
+        return {"params": params, "opt": opt}, {"loss": loss}
+
+    program = fz.program_step(one_step, init=init)
+    expected = program.init(make_params())
+    for x in batches:
+        expected, _ = program(expected, x)
+
+    def run(group: Any) -> Any:
+        mesh = HybridGroup(group, shard_size=shard_size, same_data=same_data)
+        step = fz.shard(program, level=3, group=mesh)
+        state = train(step, step.init(make_params()), batches, mesh.data)
+        checkpoint.save(tmp_path, step, state)
+        assert f"mesh: {line_of(same_data, shard_size)}" in str(fz.describe(step, state))
+        return step.unshard(state)
+
+    def load(group: Any) -> None:
+        step = fz.shard(program, level=3, group=group)
+        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
+        assert_equal_values(whole, step.unshard(state), grade=EXACT)
+
+    whole = run_ranks(run, 2)[0]
+    assert_equal_values(expected, whole, grade="reordered")
+    run_ranks(load, 3)
+    options: dict[str, Any] = {"ranks": 2, "shard_size": shard_size, "same_data": same_data}
+    planned = fz.plan(make_params(), program, level=3, batch=batches[0], **options)
+    assert f"mesh         {line_of(same_data, shard_size)}" in str(planned)
+
+
+def test_a_mesh_is_shown_without_the_same_data_too() -> None:
+    def run(group: Any) -> str:
+        step = fz.shard(adamw_step(), level=3, group=HybridGroup(group, shard_size=1))
+        return str(fz.describe(step, step.init(make_params())))
+
+    assert run_ranks(run, 2)[0].splitlines()[-1] == "mesh: replicate 2 x shard 1"
+    for shard_size, shown in ((1, True), (2, False), (None, False)):
+        planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, shard_size=shard_size)
+        assert ("mesh" in str(planned)) == shown, "one axis, or a mesh of one replica, has no line"
 
 
 def test_all_three_together(tmp_path: Path) -> None:
