@@ -35,6 +35,23 @@ _RANGES = {
     **dict.fromkeys(["max_norm", "max_delta", "clipping"], _LIMIT),
     **dict.fromkeys(["learning_rate", "eps", "eps_root", "momentum", "weight_decay"], _POSITIVE),
 }
+# A class of torch.optim, in small letters -> our factory of that name. Texts, since the factories
+# import this file
+_LIKE_TORCHS = {
+    "adadelta": "optim.adadelta",
+    "adafactor": "optim.adafactor",
+    "adagrad": "optim.adagrad",
+    "adam": "optim.adam",
+    "adamax": "optim.adamax",
+    "adamw": "optim.adamw",
+    "lbfgs": "optim.lbfgs",
+    "muon": "optim.muon",
+    "nadam": "optim.nadam",
+    "radam": "optim.radam",
+    "rmsprop": "optim.rmsprop",
+    "rprop": "optim.contrib.rprop",
+    "sgd": "optim.sgd",
+}
 # Names of torch.optim -> ours
 _TORCH_NAMES = {"lr": "learning_rate", "betas": "b1 and b2", "rho": "decay", "alpha": "decay"}
 
@@ -187,16 +204,11 @@ def _remedy(value: Any) -> str:
 
 def _factory_like(torchs: type[torch.optim.Optimizer]) -> str:
     """The call that makes a transform of a class of torch's, or of a user's."""
-    from .. import optim  # not above: it imports this file
-
     known = getattr(torch.optim, torchs.__name__, None) is torchs
     there = "torch.optim" if known else torchs.__module__
     wrapped = f"optim.from_torch({there}.{torchs.__qualname__}, ...) if it is pointwise"
-    name = torchs.__name__.lower()
-    for folder, module in {"optim": optim, "optim.contrib": optim.contrib}.items():
-        if known and name in module.__all__:
-            return f"{folder}.{name}(...), or {wrapped}"
-    return wrapped
+    ours = _LIKE_TORCHS.get(torchs.__name__.lower()) if known else None
+    return f"{ours}(...), or {wrapped}" if ours else wrapped
 
 
 def check_takes(

@@ -20,6 +20,15 @@ class OfAUser(torch.optim.Adam):
 TORCHS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
 
 
+@pytest.mark.parametrize("kind", TORCHS)
+def test_an_error_names_our_transform_of_that_name(kind: type) -> None:
+    with pytest.raises(TypeError) as caught:
+        optim.chain(kind)  # type: ignore[arg-type]
+    name, remedy = kind.__name__.lower(), str(caught.value).partition("Remedy: ")[2]
+    assert remedy.startswith(f"optim.{name}(...)") == (name in optim.__all__)
+    assert remedy.startswith(f"optim.contrib.{name}(...)") == (name in optim.contrib.__all__)
+
+
 @pytest.mark.parametrize("kind", [*TORCHS, OfAUser])
 def test_an_error_names_only_transforms_that_exist(kind: type) -> None:
     with pytest.raises(TypeError) as caught:
