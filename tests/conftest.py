@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=uses_jax)
 
 
+@pytest.hookimpl(optionalhook=True)  # there is no such hook under `-p no:xdist`
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: a worker more than cores, since tests that wait for processes leave a core
     idle."""
