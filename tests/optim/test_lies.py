@@ -153,6 +153,12 @@ LIES: dict[str, Callable[[], Transform]] = {
     "numbers that are even": lambda: leaves(lambda u, p: u * (1 + u.numel() % 2)),
     # Of the memory
     "stride": lambda: leaves(lambda u, p: u * (1 + sum(u.stride()))),
+    "strides of a filter": lambda: leaves(
+        lambda u, p: u * 2 if u.ndim == 4 and not u.is_contiguous() else u
+    ),
+    "strides of five dims": lambda: leaves(
+        lambda u, p: u * 2 if u.ndim == 5 and not u.is_contiguous() else u
+    ),
     "storage": lambda: leaves(lambda u, p: u * u.untyped_storage().nbytes()),
     "storage offset": lambda: leaves(lambda u, p: u * (1 + p.storage_offset())),
     "contiguity": lambda: leaves(lambda u, p: u * (2 if p.is_contiguous() else 1)),
