@@ -60,9 +60,10 @@ class CanHear(Protocol):
         ...
 
 
-def current_stream() -> Any:
-    """The stream on which this thread's calls run now."""
-    return torch.accelerator.current_stream()
+def current_stream(device: torch.device) -> Any:
+    """The stream of this device on which this thread's calls run now."""
+    # A rank's tensors may lie on another device than its current one
+    return torch.accelerator.current_stream(device)
 
 
 def mark_on(stream: Any) -> Mark:
@@ -100,9 +101,9 @@ class DeviceWatch:
         # A daemon: it must not keep the process alive
         threading.Thread(target=self._run, name="watch device", daemon=True).start()
 
-    def launched(self) -> None:
-        """This thread has started a collective on its current stream."""
-        self._stream = current_stream()
+    def launched(self, device: torch.device) -> None:
+        """This thread has started a collective on its current stream of this device."""
+        self._stream = current_stream(device)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -139,6 +139,7 @@ class ProcessGroup:
         self._reducing_group: dist.ProcessGroup | None = None
         # While connected, with a device group; see `device_watch`
         self._watch: DeviceWatch | None = None
+        self._device: torch.device | None = None  # of the last collective on a device
         self._earlier: Mark | None = None  # behind the calls before the present one
         self._letting_go: LettingGo | None = None  # after this rank has left
         self._leaving = threading.RLock()  # the watch's thread may leave, too
@@ -322,7 +323,7 @@ class ProcessGroup:
             # Nothing has failed, as far as this rank knows
             if self._torch_group is not None or self._error is None:
                 if self._device_group is not None:
-                    self._earlier = mark_on(current_stream())
+                    self._earlier = self._mark()
                 return
         # A lost rank won't come back, and to wait for it would take the whole time limit
         if self._closed or isinstance(self._error, LostPeerError):
@@ -366,11 +367,16 @@ class ProcessGroup:
         """After a failure: wait until the device is idle, or say under that key that it isn't."""
         if self._letting_go is None:
             return
-        let_go = self._letting_go.wait(3 * SECONDS_TO_FINISH)
-        if not let_go or not is_reached(mark_on(current_stream()), SECONDS_TO_FINISH):
+        let_go, mark = self._letting_go.wait(3 * SECONDS_TO_FINISH), self._mark()
+        if not let_go or (mark is not None and not is_reached(mark, SECONDS_TO_FINISH)):
             torch_distributed.publish_failure(
                 spoilt, f"the device of rank {self.rank} still waits for collectives cut off"
             )
+
+    def _mark(self) -> Mark | None:
+        """A mark behind all that is queued now on the device of this group's collectives; None
+        where there was no such collective."""
+        return None if self._device is None else mark_on(current_stream(self._device))
 
     def _watch_device(self) -> None:
         """From now on, hear of failures while the device hangs."""
@@ -429,7 +435,7 @@ class ProcessGroup:
                 torch_distributed.publish_failure(torch_distributed.failure_key(next_era), text)
                 return
             if self._device_group is not None:
-                self._earlier = mark_on(current_stream())  # what is queued is still wanted
+                self._earlier = self._mark()  # what is queued is still wanted
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
 
@@ -568,14 +574,18 @@ class ProcessGroup:
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told
         otherwise."""
-        group = self._group_for(method, arguments)
+        first = arguments[0]  # a tensor, or a list of one
+        tensor = first if isinstance(first, Tensor) else first[0]
+        group = self._group_for(method, tensor)
         # The rank has left: it raises at once, and not when the others run into their time limit
         if group is None:
             raise self.why_left()
         self._num_started += 1
-        watch = self._watch  # its thread may leave at any time
-        if watch is not None:
-            watch.launched()
+        if self._device_type(tensor) in self._of_device:
+            self._device = tensor.device
+            watch = self._watch  # its thread may leave at any time
+            if watch is not None:
+                watch.launched(tensor.device)
         try:
             handle = getattr(group, method)(*arguments)
         except RuntimeError as error:
@@ -591,19 +601,14 @@ class ProcessGroup:
             work.abandon(self._times_rejoined)
         return work
 
-    def _group_for(self, method: str, arguments: Sequence[Any]) -> dist.ProcessGroup | None:
-        """The torch group that runs this collective; None where this rank has left."""
+    def _group_for(self, method: str, tensor: Tensor) -> dist.ProcessGroup | None:
+        """The torch group that runs this collective of a tensor; None where this rank has left."""
         group = self._torch_group
         if group is None:
             return None
         if method == torch_distributed.REDUCE_SCATTER and self._reducing_group is not None:
             return self._reducing_group
-        if self._of_device:
-            first = arguments[0]  # a tensor, or a list of one
-            tensor = first if isinstance(first, Tensor) else first[0]
-            if self._device_type(tensor) in self._of_device:
-                return self._device_group
-        return group
+        return self._device_group if self._device_type(tensor) in self._of_device else group
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         """An all-gather, by way of which small sums and exchanges go, too."""

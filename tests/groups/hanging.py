@@ -38,11 +38,17 @@ class Device:
         self.patience = float("inf")
         self.delay = 0.0  # seconds by which it is behind its host
         self.num_cut: list[int] = []  # by abort: the collectives that it cut off
+        self.streams: list[torch.device | None] = []  # whose current stream was asked for
 
     def mark(self) -> Callable[[], bool]:
         """Whether all that is queued now has ended."""
         queued = list(self.queue)
         return lambda: all(work.has_ended() for work in queued)
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        """The stand-in for `torch.accelerator.current_stream`."""
+        self.streams.append(device)
+        return "stream"
 
 
 DEVICE = Device()
@@ -157,9 +163,8 @@ def on_device(timeout: float = 20.0) -> OnDevice:
     # In a process of its own, which ends with the test
     torch_distributed.accelerator = lambda: "cuda"
     device_watch.mark_on = MarkOfDevice  # type: ignore[assignment]
-    device_watch.current_stream = lambda: "stream"
+    torch.accelerator.current_stream = DEVICE.current_stream
     process_module.mark_on = MarkOfDevice  # type: ignore[assignment]
-    process_module.current_stream = lambda: "stream"
     parent = dist.new_group(backend="cuda:hanging")
     assert isinstance(parent, dist.ProcessGroup)
     return OnDevice(parent, timeout=timeout)

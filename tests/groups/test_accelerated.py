@@ -45,7 +45,9 @@ def noting_groups(noted: list[tuple[str, str]]) -> Iterator[None]:
     launch_now = ProcessGroup._launch
 
     def noting(self: ProcessGroup, kind: str, method: str, *arguments: Any) -> Any:
-        apart = self._group_for(method, arguments) is not self._torch_group
+        first = arguments[0]  # a tensor, or a list of one
+        tensor = first if isinstance(first, torch.Tensor) else first[0]
+        apart = self._group_for(method, tensor) is not self._torch_group
         noted.append((kind, "apart" if apart else "common"))
         return launch_now(self, kind, method, *arguments)
 

@@ -159,6 +159,7 @@ def test_a_device_that_stays_busy_after_the_abort() -> None:
 
         process.SECONDS_TO_FINISH = 0.3
         group = on_device(timeout=2.0)
+        group.all_gather(torch.zeros(2), torch.ones(1)).wait()
         group.fail(ValueError("bad batch"))
 
         class Never:
@@ -174,6 +175,22 @@ def test_a_device_that_stays_busy_after_the_abort() -> None:
     for ended in on_ranks(fn, 2):
         assert ended.error == "LostPeerError"
         assert "still waits for collectives cut off" in ended.text
+
+
+def test_marks_lie_on_the_device_of_the_tensors() -> None:
+    """It need not be the rank's current device."""
+
+    def fn() -> Any:
+        group, x = on_device(), torch.zeros(2)
+        group.rejoin()  # the first call begins, and no collective has been there
+        group.all_gather(x, torch.ones(1)).wait()
+        group.rejoin()
+        group.fail(ValueError("bad batch"))
+        group.rejoin()
+        group.close()
+        return DEVICE.streams == [x.device] * 4
+
+    assert on_ranks(fn, 2) == [True] * 2
 
 
 def test_closing_waits_for_the_device() -> None:
@@ -333,9 +350,9 @@ def test_a_watch_of_a_broken_device_ends() -> None:
     group = Group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_watch, "mark_on", lambda stream: Broken())
-        patch.setattr(device_watch, "current_stream", lambda: "stream")
+        patch.setattr(device_watch, "current_stream", lambda device: "stream")
         watch = device_watch.DeviceWatch(group, 0, 20.0)
-        watch.launched()
+        watch.launched(torch.device("cuda"))
         give_up = time.monotonic() + SOON
         while any(thread.name == "watch device" for thread in threading.enumerate()):
             assert time.monotonic() < give_up
