@@ -2,7 +2,7 @@
 
 from .coming_back import check_same_call
 from .counting import Call, CountingGroup, RecordingGroup, counted
-from .forwarding import rejoin, sibling
+from .forwarding import rejoin, settle, sibling
 from .labels import CheckedGroup, LabelledGroup, labelled
 from .last_collectives import dump_on_signal
 from .launch import launch
@@ -36,5 +36,6 @@ __all__ = [
     "launch",
     "rejoin",
     "run_ranks",
+    "settle",
     "sibling",
 ]

@@ -82,6 +82,10 @@ class Forwarding:
         """Let reduce-scatters run beside other collectives: as the inner group does, if it can."""
         reduce_apart(self.inner)
 
+    def settle(self) -> None:
+        """Wait for the results of all collectives so far: as the inner group does, if it can."""
+        settle(self.inner)
+
     @property
     def all_say(self) -> AllSay | None:
         """The inner group's own, if it has one."""
@@ -115,6 +119,15 @@ def reduce_apart(group: Group) -> None:
     """Let a group's reduce-scatters run beside its other collectives, where its kind can; every
     rank calls this."""
     own = getattr(group, "reduce_apart", None)
+    if own is not None:
+        own()
+
+
+def settle(group: Group) -> None:
+    """Return when the results of a group's collectives so far are right on this rank, or raise;
+    every rank calls this. It does nothing where `wait` has raised already."""
+    # Single ranks, threads and users' own groups have no device that is behind its host
+    own = getattr(group, "settle", None)
     if own is not None:
         own()
 

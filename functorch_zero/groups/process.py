@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -372,6 +373,24 @@ class ProcessGroup:
             torch_distributed.publish_failure(
                 spoilt, f"the device of rank {self.rank} still waits for collectives cut off"
             )
+
+    def settle(self) -> None:
+        """Return when the results of all collectives so far are there on this rank, and right; else
+        raise. Every rank calls this. Over gloo alone it does nothing, as `wait` has raised.
+
+        Over NCCL the host waits for its device. Nothing else would say that a collective was cut
+        off, and what it left behind is garbage.
+        """
+        if self._alone or not self._of_device:
+            return
+        self.barrier()  # all ranks have started theirs; else it raises, long before the watch does
+        mark = self._mark()
+        # The watch's thread leaves when a rank is gone, or the time limit is over
+        while self._torch_group is not None and mark is not None and not mark.query():
+            time.sleep(0.005)  # seconds, between two looks
+        # torch may cut off what a dead rank doesn't end, before the watch hears of it. So all ranks
+        # say that they are still there.
+        self.barrier()
 
     def _mark(self) -> Mark | None:
         """A mark behind all that is queued now on the device of this group's collectives; None

@@ -38,7 +38,7 @@ from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state
 from ..step.loss import independent
 from ..step.program import LossCall, PerLoss
-from ..step.rng import next_streams
+from ..step.rng import in_a_step, next_streams
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree, check_tensors, content_digests, same_structure
@@ -111,7 +111,8 @@ class ShardedEngine:
             TransformError: a transform does what its `needs` says it does not.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="optimizer init"), torch.no_grad(), unwatched():
+        failures = sharing_failures(*axes.groups, call="optimizer init", settles=not in_a_step())
+        with failures, torch.no_grad(), unwatched():
             self._check_held(params)
             if params.is_read_only:
                 raise StructureError(
@@ -248,7 +249,9 @@ class ShardedEngine:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
         optimizer's state one collective per leaf that is not here whole."""
         axes = self.options.axes.at("unshard")
-        with sharing_failures(*self.options.axes.groups, call="unshard"), torch.no_grad():
+        # A step's ranks agree at its end, and its host need not wait
+        groups, settles = self.options.axes.groups, not in_a_step()
+        with sharing_failures(*groups, call="unshard", settles=settles), torch.no_grad():
             if isinstance(tree, ShardedOptState):
                 layout, plan = tree.holding.sharding.layout, tree.holding.plan
                 return all_gather_state(tree.tree, plan, layout, axes.optimizer)

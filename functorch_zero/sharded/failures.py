@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import GroupError, NonFiniteError
-from ..groups import check_same_call, rejoin
+from ..groups import check_same_call, rejoin, settle
 from ..groups.protocol import Group
 
 
 @contextmanager
-def sharing_failures(*groups: Group, call: str = "", state: Any = None) -> Iterator[None]:
+def sharing_failures(
+    *groups: Group, call: str = "", state: Any = None, settles: bool = False
+) -> Iterator[None]:
     """Tell the other ranks when this one fails, so that no rank waits for it.
 
     Groups that have failed before take part again: a caller may catch an error and go on.
@@ -22,6 +24,8 @@ def sharing_failures(*groups: Group, call: str = "", state: Any = None) -> Itera
         call: the call inside, in words. Ranks that come back to different calls raise. "": none,
             so that the next call with words is compared.
         state: the `State` that the call is given, whose step is compared, too.
+        settles: whether the call ends without a word of the other ranks, so that it must wait until
+            its results are right; see `settle`.
     """
     # Nothing happens where nothing has failed; else all ranks meet here
     for group in groups:
@@ -31,6 +35,9 @@ def sharing_failures(*groups: Group, call: str = "", state: Any = None) -> Itera
         if call and groups:
             check_same_call(groups[0], lambda: _in_words(call, state))
         yield
+        if settles:
+            for group in groups:
+                settle(group)
     except NonFiniteError:
         raise  # on every rank, after the call's last collective: no rank waits, so none is told
     # An interrupt, too: the others would wait for this rank until the group's time limit

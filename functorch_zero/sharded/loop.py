@@ -118,7 +118,7 @@ def broadcast(
     """
     group = as_group(group)
     check_source(group.size, source)
-    with sharing_failures(group, call="broadcast"), torch.no_grad():
+    with sharing_failures(group, call="broadcast", settles=True), torch.no_grad():
         # By path, as plain data
         shapes: dict[str, Any] = {}
         for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):

@@ -126,7 +126,8 @@ class ShardedProgramStep:
             StructureError: a tree holds anything but tensors, or the value does.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="init"), torch.no_grad():
+        # The optimizers' `init` may ask for collectives
+        with sharing_failures(*axes.groups, call="init", settles=True), torch.no_grad():
             state = self._agreed_first_state(args, seed, values)
             self._note_form(state)
             return state
@@ -185,7 +186,7 @@ class ShardedProgramStep:
             MismatchError: ranks refit other states.
         """
         axes = self.options.axes
-        failures = sharing_failures(*axes.groups, call="refit", state=state)
+        failures = sharing_failures(*axes.groups, call="refit", state=state, settles=True)
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
@@ -274,7 +275,8 @@ class ShardedProgramStep:
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="unshard", state=state), torch.no_grad():
+        failures = sharing_failures(*axes.groups, call="unshard", state=state, settles=True)
+        with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
             value = tree_map(_whole, marked, is_leaf=is_on_engine)

@@ -98,7 +98,9 @@ class ShardedTrainStep:
             TransformError: a transform does what its `needs` says it does not.
             StructureError: params are no tensors, or none is trained.
         """
-        with sharing_failures(*self.options.axes.groups, call="init"), torch.no_grad():
+        # The optimizer's `init` may ask for collectives
+        failures = sharing_failures(*self.options.axes.groups, call="init", settles=True)
+        with failures, torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             if buffers is None:
@@ -193,7 +195,8 @@ class ShardedTrainStep:
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. Leaves in pieces are all-gathered,
         those with an owner broadcast."""
-        failures = sharing_failures(*self.options.axes.groups, call="unshard", state=state)
+        groups = self.options.axes.groups
+        failures = sharing_failures(*groups, call="unshard", state=state, settles=True)
         with failures, torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
@@ -237,7 +240,8 @@ class ShardedTrainStep:
         Raises:
             NotImplementedError: a reduction keeps tensors between steps.
         """
-        failures = sharing_failures(*self.options.axes.groups, call="refit", state=state)
+        groups = self.options.axes.groups
+        failures = sharing_failures(*groups, call="refit", state=state, settles=True)
         with failures, torch.no_grad():
             before = sharding_of(state, self.options)
             past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)

@@ -128,6 +128,11 @@ def streams(seed: Tensor | None, step: Tensor, device: torch.device) -> Iterator
         _STREAMS.reset(token)
 
 
+def in_a_step() -> bool:
+    """Whether a program's step runs."""
+    return _STREAMS.get() is not None
+
+
 def next_streams(part: int, device: torch.device) -> MicroStreams:
     """The streams of the next gradient of the step that runs; outside of steps torch's own numbers,
     as they come."""

@@ -21,13 +21,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import (
     HybridGroup,
     ProcessGroup,
     device_watch,
+    labelled,
     launch,
+    settle,
     torch_distributed,
 )
 from functorch_zero.groups.device_watch import is_reached
@@ -476,6 +479,88 @@ def test_a_rank_raises_before_it_publishes_new_params() -> None:
     for ended in (*others[1:], *own):
         assert ended.error == "LostPeerError"
         assert "rank 0 could not finish the call before the one that failed" in ended.text
+
+
+def out_of_memory(*arguments: Any) -> None:
+    raise MemoryError("out of memory")
+
+
+CALLS = {"step.unshard": "all_gather", "fz.unshard": "all_gather", "broadcast": "broadcast"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_fails_before_it_takes_part_in_a_gather(call: str) -> None:
+    """The other host runs ahead of its device, and has no values to return."""
+
+    def fn() -> Any:
+        case = ZOO["gpt"]
+        loss_fn, params, buffers = case.build()
+        group = on_device()
+        step = shard(train_step(loss_fn, optim.adamw(0.01)), level=3, group=group)
+        state = step.init(params, buffers)
+
+        def gathered() -> list[Tensor]:
+            if call == "step.unshard":
+                return optree.tree_leaves(step.unshard(state).params)
+            if call == "fz.unshard":
+                return optree.tree_leaves(fz.unshard(state.params))
+            return [fz.broadcast(torch.full((3,), 1.0 + group.rank), group)]
+
+        expected = [leaf.clone() for leaf in gathered()]
+        DEVICE.patience = 0.0
+        if group.rank == 1:
+            setattr(group, CALLS[call], out_of_memory)
+        ended = outcome(gathered)
+        DEVICE.patience = float("inf")
+        if group.rank == 1:
+            delattr(group, CALLS[call])
+        return ended, all(map(torch.equal, expected, gathered()))
+
+    for rank, (ended, same) in enumerate(on_ranks(fn, 2)):
+        assert ended.error == ("MemoryError" if rank == 1 else "PeerError")
+        assert "out of memory" in ended.text and ended.seconds < SOON
+        assert same
+
+
+def test_settling_waits_for_the_device() -> None:
+    def fn() -> Any:
+        group, x = on_device(), torch.zeros(2)
+        DEVICE.patience, DEVICE.delay = 0.0, 0.5
+        group.settle()  # nothing was queued
+        group.all_gather(x, torch.ones(1)).wait()
+        settle(labelled(group, "unshard"))
+        return x.tolist()
+
+    assert on_ranks(fn, 2) == [[1.0] * 2] * 2
+
+
+def test_a_rank_is_killed_while_the_others_wait_for_a_gather(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All have started it. torch cuts it off before the watch hears of the death, and then the
+    device goes on with garbage."""
+    module = importlib.import_module("functorch_zero.groups.launch")  # the name is a function's
+    monkeypatch.setattr(module, "_SECONDS_AFTER_FAILURE", 20.0)  # to write the file
+
+    def fn(folder: str) -> None:
+        group = on_device()
+        DEVICE.patience = 0.0
+        # Its host has come to the end of the call, and its device has done nothing of it
+        if group.rank == 1:
+            group.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.all_gather(torch.zeros(2), torch.ones(1)).wait()
+        device_group = group._device_group
+        assert isinstance(device_group, HangingGroup)
+        threading.Timer(0.1, device_group.abort).start()
+        monkeypatch.setattr(device_watch, "_SECONDS_WHILE_IT_WAITS", 1000.0)
+        Path(folder, "0").write_text(json.dumps(outcome(group.settle)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress(GroupError):  # that rank 1 has died
+            on_ranks(fn, 2, folder)
+        error, _, seconds = json.loads(Path(folder, "0").read_text())
+    assert error == "LostPeerError" and seconds < SOON
 
 
 def test_a_step_of_replicas_is_tried_again() -> None:
