@@ -1,4 +1,4 @@
-"""Numbers on devices, of which the host need not wait.
+"""Numbers on devices, for which the host need not wait; and the current device of new threads.
 
 A copy from the host's memory to a device waits for all that the device has been given before. So
 does a read of a device's value. A fill takes its number along, as an argument of the kernel.
@@ -6,8 +6,13 @@ does a read of a device's value. A fill takes its number along, as an argument o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
 
 
 def number_on(
@@ -24,3 +29,31 @@ def number_on(
         return number.detach().to(device, dtype)
     value = number.item() if isinstance(number, Tensor) else number
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def on_this_device(fn: Callable[P, object]) -> Callable[P, None]:
+    """`fn` for a new thread, with the accelerator that is current here.
+
+    A new thread's own is the first one. On a machine with several, each rank would take memory of
+    that one for nothing, and put marks into a queue that is not its own.
+    """
+    index = _current_index()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        if index is not None:
+            torch.accelerator.set_device_index(index)
+        fn(*args, **kwargs)
+
+    return run
+
+
+def _current_index() -> int | None:
+    """The number of the current accelerator; None where this process has used none."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    # Only to ask for it would take memory of a GPU that nobody uses
+    is_initialized = getattr(torch.get_device_module(found), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return None
+    return torch.accelerator.current_device_index()

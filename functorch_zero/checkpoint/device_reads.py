@@ -30,6 +30,8 @@ class DeviceReads:
         def run() -> T:
             with ExitStack() as stack:
                 for device, event in self._written.items():
+                    # torch enters a stream by way of the current device
+                    stack.enter_context(torch.cuda.device(device))
                     stream = torch.cuda.Stream(device)
                     stream.wait_event(event)
                     stack.enter_context(torch.cuda.stream(stream))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..devices import on_this_device
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
@@ -117,7 +118,8 @@ class Saving:
         self._job: Callable[[], Path] | None = job  # None once it runs: it holds the snapshot
         self._folder: Path | None = None  # its result,
         self._error: BaseException | None = None  # or this
-        self._thread = threading.Thread(target=self._run, name="functorch_zero save", daemon=False)
+        run = on_this_device(self._run)
+        self._thread = threading.Thread(target=run, name="functorch_zero save", daemon=False)
 
     @property
     def failed(self) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..devices import on_this_device
 from ..errors import GroupError
 from . import torch_distributed
 
@@ -99,7 +100,8 @@ class DeviceWatch:
         self._stream: Any = None  # of the last collective
         self._stopped = threading.Event()
         # A daemon: it must not keep the process alive
-        threading.Thread(target=self._run, name="watch device", daemon=True).start()
+        run = on_this_device(self._run)
+        threading.Thread(target=run, name="watch device", daemon=True).start()
 
     def launched(self, device: torch.device) -> None:
         """This thread has started a collective on its current stream of this device."""
@@ -160,7 +162,8 @@ class LettingGo:
     ) -> None:
         self._groups, self._earlier = list(groups), earlier
         self._key, self._ranks, self._seconds = key, ranks, seconds
-        self._thread = threading.Thread(target=self._run, name="let go of device", daemon=True)
+        run = on_this_device(self._run)
+        self._thread = threading.Thread(target=run, name="let go of device", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..devices import on_this_device
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -258,8 +260,9 @@ def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
 def abort(holder: list[dist.ProcessGroup]) -> None:
     """End all that the groups in `holder` have under way on a device, and empty `holder`."""
     # At once: the queue of one communicator may wait for another's
+    run = on_this_device(_destroy_now)
     threads = [
-        threading.Thread(target=_destroy_now, args=([group],), name="abort group", daemon=True)
+        threading.Thread(target=run, args=([group],), name="abort group", daemon=True)
         for group in holder
     ]
     holder.clear()

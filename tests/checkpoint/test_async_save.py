@@ -266,6 +266,13 @@ class FakeGPU:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream())
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, "own"))
         monkeypatch.setattr(torch.cuda, "stream", self.use)
+        monkeypatch.setattr(torch.cuda, "device", self.enter)
+        # It is the second GPU that the rank uses, and a new thread's own is the first one
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        accelerator = torch.accelerator
+        monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(accelerator, "current_device_index", lambda: 1)
+        monkeypatch.setattr(accelerator, "set_device_index", lambda n: self.queue(f"use {n}"))
 
     def stream(self) -> FakeStream:
         return getattr(self._streams, "now", FakeStream(self, "default"))
@@ -275,6 +282,11 @@ class FakeGPU:
         before, self._streams.now = self.stream(), stream
         yield
         self._streams.now = before
+
+    @contextlib.contextmanager
+    def enter(self, device: torch.device) -> Iterator[None]:
+        self.queue(f"enter {device}")
+        yield
 
     def queue(self, what: str) -> None:
         self.done.append((threading.current_thread().name, self.stream().name, what))
@@ -298,7 +310,7 @@ def test_the_thread_of_a_save_reads_a_gpu_on_a_stream_of_its_own(
 ) -> None:
     """After what the step has queued; here on a stream of the user's."""
     gpu = FakeGPU(monkeypatch)
-    devices = {torch.device("cuda", 0)} if on_gpu else set()
+    devices = {torch.device("cuda", 1)} if on_gpu else set()
     # By name, since `checkpoint.save` is the function
     module = importlib.import_module("functorch_zero.checkpoint.save")
     monkeypatch.setattr(module, "devices_of", lambda snapshot: devices)
@@ -316,11 +328,13 @@ def test_the_thread_of_a_save_reads_a_gpu_on_a_stream_of_its_own(
     reads = [entry for entry in gpu.done if entry[2] == "read"]
     assert {*reads} == {(thread, "own" if on_gpu else "default", "read")}
     before = gpu.done[: -len(reads)]
+    own = [(thread, "default", "use 1")]
     if on_gpu:
-        waits = (thread, "default", "own waits for event on user's")
-        assert before == [("MainThread", "user's", "record"), waits]
+        own.append((thread, "default", "enter cuda:1"))
+        own.append((thread, "default", "own waits for event on user's"))
+        assert before == [("MainThread", "user's", "record"), *own]
     else:
-        assert not before
+        assert before == own
 
 
 def test_the_devices_of_a_snapshot() -> None:

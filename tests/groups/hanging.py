@@ -54,6 +54,25 @@ class Device:
 DEVICE = Device()
 
 
+class CurrentDevice:
+    """A stand-in for the part of torch.accelerator that says which one a thread uses."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()  # by thread, from 0
+        self.chosen: list[tuple[str, int]] = []  # by the name of a thread
+        torch.cuda.is_initialized = lambda: True
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+        torch.accelerator.current_device_index = self.index
+        torch.accelerator.set_device_index = self.choose
+
+    def index(self) -> int:
+        return getattr(self._own, "index", 0)
+
+    def choose(self, index: int) -> None:
+        self._own.index = index
+        self.chosen.append((threading.current_thread().name, index))
+
+
 class MarkOfDevice:
     """A stand-in for `torch.Event`."""
 

@@ -38,7 +38,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.collectives import check_all
 from tests.faults import Trigger
-from tests.groups.hanging import DEVICE, HangingGroup, on_device
+from tests.groups.hanging import DEVICE, CurrentDevice, HangingGroup, on_device
 from tests.models import ZOO, split
 from tests.tiers import tiers
 
@@ -194,6 +194,23 @@ def test_marks_lie_on_the_device_of_the_tensors() -> None:
         return DEVICE.streams == [x.device] * 4
 
     assert on_ranks(fn, 2) == [True] * 2
+
+
+def test_threads_use_the_device_of_their_rank() -> None:
+    """A new thread's own is the first one."""
+
+    def fn() -> Any:
+        group, device = on_device(), CurrentDevice()
+        device.choose(3)
+        for _ in range(2):
+            group.fail(ValueError("bad batch"))
+            group.rejoin()
+            group.all_gather(torch.zeros(2), torch.ones(1)).wait()
+        return set(device.chosen)
+
+    names = ("MainThread", "let go of device", "abort group", "watch device")
+    for chosen in on_ranks(fn, 2):
+        assert chosen == {(name, 3) for name in names}
 
 
 def test_closing_waits_for_the_device() -> None:
