@@ -77,12 +77,20 @@ def mark_on(stream: Any) -> Mark:
 def is_reached(mark: Mark, seconds: float) -> bool:
     """Whether the device comes to the mark within that time. One that is broken never does."""
     give_up = time.monotonic() + seconds
-    with suppress(RuntimeError):
-        while time.monotonic() < give_up:
+    while time.monotonic() < give_up:
+        try:
             if mark.query():
                 return True
-            time.sleep(0.005)
+        except RuntimeError as error:
+            if not _is_of_a_capture(error):
+                return False
+        time.sleep(0.005)
     return False
+
+
+def _is_of_a_capture(error: RuntimeError) -> bool:
+    """Whether CUDA refuses marks only while some thread captures a graph."""
+    return "captur" in str(error)  # of "capturing", or "during capture": torch has no type for it
 
 
 class DeviceWatch:
@@ -118,8 +126,11 @@ class DeviceWatch:
             try:
                 if self._stream is not None and (mark is None or mark.query()):
                     mark, put = mark_on(self._stream), now
-            except RuntimeError:  # of a device that is broken: its host will see it, too
-                return
+            except RuntimeError as error:
+                # Of a device that is broken its host will hear, too
+                if not _is_of_a_capture(error):
+                    return
+                mark = None
             waited = now - put if mark is not None else 0.0
             waits = waited > _SECONDS_WHILE_IT_WAITS
             if now - asked < (_SECONDS_WHILE_IT_WAITS if waits else _SECONDS_WHILE_IT_GOES_ON):

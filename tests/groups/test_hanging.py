@@ -379,6 +379,51 @@ def test_a_watch_of_a_broken_device_ends() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+        "CUDA error: operation not permitted on an event last recorded in a capturing stream",
+    ],
+)
+def test_a_watch_goes_on_after_a_capture(text: str) -> None:
+    """Another thread captures a graph, and marks are refused meanwhile."""
+
+    class Capturing:
+        num_left = 3
+
+        def query(self) -> bool:
+            Capturing.num_left -= 1
+            if Capturing.num_left >= 0:
+                raise RuntimeError(text)
+            return True
+
+    class Group:
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def news(self, waits: bool) -> str | None:
+            return None if Capturing.num_left >= 0 else "bad batch"
+
+        def lost(self, text: str, era: int | None = None) -> GroupError:
+            self.heard.append(text)
+            return GroupError(text)
+
+    assert is_reached(Capturing(), SOON)
+    Capturing.num_left = 3
+    group = Group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_watch, "mark_on", lambda stream: Capturing())
+        patch.setattr(device_watch, "current_stream", lambda device: "stream")
+        patch.setattr(device_watch, "_SECONDS_WHILE_IT_GOES_ON", 0.0)
+        device_watch.DeviceWatch(group, 0, 20.0).launched(torch.device("cuda"))
+        give_up = time.monotonic() + SOON
+        while not group.heard and time.monotonic() < give_up:
+            time.sleep(0.01)
+    assert group.heard == ["bad batch"]
+
+
 class Fault:
     """Happens on rank 1, in its loss or in its backward, once it is `armed`."""
 
