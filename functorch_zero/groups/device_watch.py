@@ -17,6 +17,7 @@ lost their results, and then no rank can come back.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1  # at the device
 _SECONDS_WHILE_IT_GOES_ON = 1.0
 _SECONDS_WHILE_IT_WAITS = 0.5
 _SECONDS_FOR_ROLL_CALL = 2.0  # for the ranks that live, after one was lost
+_SECONDS_AT_EXIT = 5.0  # for threads to come to an end
 # At most so long for a device to finish earlier calls, or to become idle
 SECONDS_TO_FINISH = 60.0
 
@@ -109,14 +111,21 @@ class DeviceWatch:
         self._stopped = threading.Event()
         # A daemon: it must not keep the process alive
         run = on_this_device(self._run)
-        threading.Thread(target=run, name="watch device", daemon=True).start()
+        self._thread = threading.Thread(target=run, name="watch device", daemon=True)
+        _RUNNING.add(self)
+        self._thread.start()
 
     def launched(self, device: torch.device) -> None:
         """This thread has started a collective on its current stream of this device."""
         self._stream = current_stream(device)
 
     def stop(self) -> None:
+        """Let the thread end at its next look."""
         self._stopped.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         mark: Mark | None = None  # one at a time, behind all that was queued when it was put there
@@ -150,6 +159,22 @@ class DeviceWatch:
                 group.lost(text, self._era)
                 return
             del group  # so that it can go between two looks
+
+
+# Weak: a thread holds its watch as long as it runs
+_RUNNING: weakref.WeakSet[DeviceWatch] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Python ends daemon threads by force. One inside of torch's store would take the process with
+    it, by `std::terminate`."""
+    running = list(_RUNNING)
+    for watch in running:
+        watch.stop()
+    give_up = time.monotonic() + _SECONDS_AT_EXIT
+    for watch in running:
+        watch.join(max(give_up - time.monotonic(), 0.0))
 
 
 class LettingGo:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -350,6 +351,36 @@ def test_the_watch_ends_with_its_group() -> None:
         return [*found, watches()]
 
     assert on_ranks(fn, 2) == [[1, 1, 0, 1, 0]] * 2
+
+
+LEAVING = """
+import atexit, threading, time
+
+@atexit.register
+def last():
+    print([thread.name for thread in threading.enumerate()])
+
+from functorch_zero.groups import device_watch
+
+asked = threading.Event()
+
+class Group:
+    def news(self, waits):
+        asked.set()
+        time.sleep(0.5)  # inside of torch's store
+
+device_watch._SECONDS_WHILE_IT_GOES_ON = 0.0
+group = Group()
+watch = device_watch.DeviceWatch(group, 0, 20.0)
+asked.wait()
+"""
+
+
+def test_no_watch_runs_when_the_process_ends() -> None:
+    """Python would end its thread by force, wherever it is."""
+    command = [sys.executable, "-W", "error", "-c", LEAVING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
 
 
 def test_a_watch_of_a_broken_device_ends() -> None:
