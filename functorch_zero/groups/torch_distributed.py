@@ -39,6 +39,8 @@ _SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on b
 
 # torch reads it when it makes a group over NCCL
 _ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_SETTING = threading.Lock()  # for that variable, and for this number:
+_num_making = 0  # threads that make a group and need it
 
 _TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
 
@@ -219,14 +221,21 @@ def _process_outlives_errors() -> Iterator[None]:
     After an error or its time limit the watchdog then aborts the communicator (2), and no more. The
     user's own setting stays.
     """
-    if _ON_NCCL_ERROR in os.environ:
-        yield
-        return
-    os.environ[_ON_NCCL_ERROR] = "2"
+    global _num_making
+    # No lock is held meanwhile: other ranks may make their groups in another order of threads
+    with _SETTING:
+        is_ours = _num_making > 0 or _ON_NCCL_ERROR not in os.environ
+        if is_ours:
+            os.environ[_ON_NCCL_ERROR] = "2"
+            _num_making += 1
     try:
         yield
     finally:
-        del os.environ[_ON_NCCL_ERROR]
+        with _SETTING:
+            if is_ours:
+                _num_making -= 1
+                if not _num_making:
+                    del os.environ[_ON_NCCL_ERROR]
 
 
 def destroy(holder: list[dist.ProcessGroup]) -> None:

@@ -331,6 +331,23 @@ def test_torchs_watchdog_spares_the_process() -> None:
     assert on_ranks(fn, 2) == [[("2", 74.0, None)] * 2 + [("1", 74.0, "1")] * 2] * 2
 
 
+def test_the_setting_for_the_watchdog_lasts_while_any_thread_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save's thread connects again while training does."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    first, second = (torch_distributed._process_outlives_errors() for _ in range(2))
+    found = []
+    for change in (first.__enter__, second.__enter__):
+        change()
+        found.append(os.environ.get(name))
+    for made in (first, second):
+        made.__exit__(None, None, None)
+        found.append(os.environ.get(name))
+    assert found == ["2", "2", "2", None]
+
+
 def test_the_watch_ends_with_its_group() -> None:
     def fn() -> Any:
         def watches() -> int:
