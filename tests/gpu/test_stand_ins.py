@@ -17,7 +17,9 @@ from optree import tree_map, tree_structure
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import functorch_zero as fz
 from functorch_zero import _torch_private, optim
 from functorch_zero.checkpoint import block_io
 from functorch_zero.checkpoint.block_io import BLOCK, Wanted, chunks_of
@@ -29,7 +31,7 @@ from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.pointwise import IN_CACHE, _Operand, _run_in_chunks
 from functorch_zero.step.weights import unless_weightless
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -215,3 +217,78 @@ def test_a_devices_generator_takes_a_whole_seed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "Generator", Generator)
     _torch_private.generator_of(2**62 + 1, CUDA)
     assert seeds == [CUDA, 2**62 + 1]
+
+
+# ---- Metrics for the host ----
+
+
+class PinnedRoom(TorchDispatchMode):
+    """The memory that copies from GPUs arrive in: their numbers are there once an event behind them
+    has come.
+
+    Attributes:
+        queued: what was given to the GPUs, in order.
+    """
+
+    def __init__(self, num_copies: int, length: int) -> None:
+        super().__init__()
+        self.queued: list[str] = []
+        self.rooms = [torch.zeros(length, dtype=torch.float64) for _ in range(num_copies)]
+        self.num_taken = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._to_copy.default or kwargs.get("device") != CPU:
+            return func(*args, **kwargs)
+        (source,) = args
+        # Else torch waits for the copy, and with it for all before it
+        assert source.device.type == "cuda" and kwargs["non_blocking"]
+        self.queued.append(f"copy {len(source)} from {source.device}")
+        self.num_taken += 1
+        return self.rooms[self.num_taken - 1]
+
+    def event(self, device: torch.device) -> PlayedEvent:
+        return PlayedEvent(self, device)
+
+
+class PlayedEvent:
+    """Stands for a `torch.Event` of a GPU."""
+
+    def __init__(self, pinned: PinnedRoom, device: torch.device) -> None:
+        self._pinned, self._device = pinned, device
+        self._behind = 0  # copies
+        self._has_come = False
+
+    def record(self) -> None:
+        self._pinned.queued.append(f"event on {self._device}")
+        self._behind = self._pinned.num_taken
+
+    def query(self) -> bool:
+        return self._has_come
+
+    def synchronize(self) -> None:
+        self._has_come = True
+        for number, room in enumerate(self._pinned.rooms[: self._behind], start=1):
+            room.fill_(number)
+
+
+def test_metrics_come_to_the_host_by_one_copy_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event stands behind each copy, on the same device."""
+    pinned = PinnedRoom(num_copies=2, length=2)
+    monkeypatch.setattr(torch, "Event", pinned.event)
+    with FakeTensorMode(), pinned:
+        metrics = {
+            "loss": torch.empty((), device="cuda:1"),
+            "other": torch.empty((), device=CUDA),
+            "grad_norm": torch.empty((), dtype=torch.bfloat16, device="cuda:1"),
+        }
+        got = fz.host(metrics)
+    assert pinned.queued == [
+        "copy 2 from cuda:1",
+        "event on cuda:1",
+        "copy 1 from cuda:0",
+        "event on cuda:0",
+    ]
+    assert not got.is_here
+    assert (got["loss"], got["grad_norm"], got.is_here) == (1.0, 1.0, False)
+    assert (got["other"], got.is_here) == (2.0, True)
