@@ -13,14 +13,16 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, SingleRank
 from functorch_zero.testing import SimulatedGroup, Wire
+from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import cuda_calls, noting_waits, profiled, synchronize, warm_up
-from tests.gpu.model import BF16, Run, our_step
+from tests.gpu.model import BF16, Run, our_step, start_one_rank
 from tests.gpu.report import CUDA, DEVICE, Report
 
 LEVELS = (0, 1, 2, 3)
@@ -211,8 +213,13 @@ def syncs(report: Report) -> None:
         "level 3, clipping": lambda: step_of_rows(clipped),
         "level 3, weights on the device": lambda: step_of_rows(weighted=True),
         "level 3, accumulation": lambda: step_of_rows(accumulate=2),
+        "level 3, buffers": lambda: step_of_rows(model=WithBuffers),
+        "level 3, not donated": lambda: step_of_rows(donate=False),
+        "level 3, metrics to the host": step_with_metrics_for_the_host,
+        "level 3, one rank that sends to itself": lambda: step_of_rows(group=SentToItself()),
         "evaluation": evaluation_of_rows,
     }
+    start_one_rank()
     for name, make in runs.items():
         run = make()
         warm_up(run)
@@ -221,6 +228,34 @@ def syncs(report: Report) -> None:
             run()
         report.check_on_cuda(f"{name}: waits of the host, by line", dict(found), not found, "none")
         report.measured(f"{name}: calls of CUDA", cuda_calls(profiled(run)))
+    numbers_on_the_host(report)
+    dist.destroy_process_group()
+
+
+def numbers_on_the_host(report: Report) -> None:
+    metrics = step_of_rows()()
+    found, read = fz.host(metrics), {name: float(metric) for name, metric in metrics.items()}
+    ok = dict(found) == read
+    report.check_result("metrics on the host", dict(found), ok, f"as read from the device: {read}")
+
+
+def step_with_metrics_for_the_host() -> Run:
+    """A step whose metrics are on their way to the host when it returns."""
+    run = step_of_rows()
+    return lambda: fz.host(run())
+
+
+class WithBuffers(nn.Module):
+    """Units with running statistics, and a table that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residual, self.norm = Residual(), nn.BatchNorm1d(16)
+        self.register_buffer("table", torch.linspace(-1, 1, 16).cos())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.residual(self.norm(x * self.table))
+        return y
 
 
 def step_of_rows(
@@ -229,42 +264,49 @@ def step_of_rows(
     level: int = 3,
     weighted: bool = False,
     accumulate: int = 1,
+    model: Callable[[], nn.Module] = Residual,
+    group: Any = None,
     **options: Any,
-) -> Run:
-    """A step of one of two ranks, with a metric. `options`: of `shard`."""
-    apply, params, x = rows()
+) -> Callable[[], Any]:
+    """A step of one of two ranks, or of the group's, with a metric. It returns its metrics.
+
+    `options`: of `shard`.
+    """
+    apply, params, buffers, x = rows(model)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
-        loss = apply(params, buffers, x)[0].square().mean()
+        y, new = apply(params, buffers, x)
+        loss = y.square().mean()
         weight = (x > 0).sum() if weighted else None
-        return loss, fz.Aux(weight=weight, metrics={"double": 2 * loss.detach()})
+        return loss, fz.Aux(buffers=new, weight=weight, metrics={"double": 2 * loss.detach()})
 
     step = fz.train_step(loss_fn, optimizer or optim.adamw(1e-3), accumulate=accumulate)
-    sharded = fz.shard(step, level=level, group=CountingGroup(2), **options)
-    held = [sharded.init(params)]
+    sharded = fz.shard(step, level=level, group=group or CountingGroup(2), **options)
+    held = [sharded.init(params, buffers)]
 
-    def run() -> None:
-        held[0], _ = sharded(held[0], x)
+    def run() -> Any:
+        held[0], metrics = sharded(held[0], x)
+        return metrics
 
     return run
 
 
 def evaluation_of_rows() -> Run:
     """An evaluation step on the state of such a training step."""
-    apply, params, x = rows()
+    apply, params, buffers, x = rows()
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
     step = fz.shard(fz.train_step(loss_fn, optim.adamw(1e-3)), level=3, group=CountingGroup(2))
-    state = step.init(params)
+    state = step.init(params, buffers)
     evaluate = fz.eval_step(lambda p, b, x: {"loss": loss_fn(p, b, x)})
     sharded = fz.shard(evaluate, level=3, group=CountingGroup(2))
     return lambda: sharded(state, x)
 
 
-def rows() -> tuple[Any, Any, Tensor]:
-    """`apply`, params and a batch."""
+def rows(model: Callable[[], nn.Module] = Residual) -> tuple[Any, Any, Any, Tensor]:
+    """`apply`, params, buffers and a batch."""
     torch.manual_seed(0)
-    apply, params, _ = fz.functionalize(Residual().to(DEVICE), units=nn.Sequential)
-    return apply, params, torch.randn(4, 16, device=DEVICE)
+    apply, params, buffers = fz.functionalize(model().to(DEVICE), units=nn.Sequential)
+    return apply, params, buffers, torch.randn(4, 16, device=DEVICE)
 
 
 # ---- Races ----

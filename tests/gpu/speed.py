@@ -10,9 +10,11 @@ import torch.distributed as dist
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.testing import SimulatedGroup, Wire
+from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import (
     cuda_calls,
     forget_peaks,
+    noting_waits,
     of_update,
     profiled,
     rounded,
@@ -132,7 +134,8 @@ def added_by_wire(
 
 
 def bench(report: Report) -> None:
-    """One rank over NCCL beside plain torch and `fully_shard`: eager and compiled, in bfloat16."""
+    """One rank beside plain torch and `fully_shard`: eager and compiled, in bfloat16. Its
+    collectives are copies, or go to itself over NCCL."""
     start_one_rank()
     for size in ("tiny",) if report.tiny else ("small", "large"):
         for compiled in (False, True) if CUDA else (False,):
@@ -147,8 +150,12 @@ def bench_one(report: Report, size: str, how: str, *, compiled: bool) -> None:
     makers: dict[str, Callable[[], Run]] = {
         "plain": lambda: plain(size, autocast=True, compiled=compiled),
         "level 0": lambda: ours(size, level=0, group=group, autocast=True, compiled=compiled),
+        "level 1": lambda: ours(size, level=1, group=group, autocast=True, compiled=compiled),
         "level 2": lambda: ours(size, level=2, group=group, autocast=True, compiled=compiled),
         "level 3": lambda: ours(size, level=3, group=group, precision=BF16, compiled=compiled),
+        "level 3, sent to itself": lambda: ours(
+            size, level=3, group=SentToItself(), precision=BF16, compiled=compiled
+        ),
         "fully_shard": lambda: fully_sharded(size, ranks=1, compiled=compiled),
     }
     found: dict[str, Found] = {}
@@ -173,6 +180,7 @@ def beside_peers(report: Report, how: str, found: dict[str, Found]) -> None:
     """The bounds that the library sets itself for one rank."""
     for kind, peer, what, bound in (
         ("level 0", "plain", "step ms", 1.02),
+        ("level 1", "plain", "step ms", 1.02),
         ("level 2", "plain", "step ms", 1.02),
         ("level 3", "fully_shard", "step ms", 1.03),
         ("level 3", "fully_shard", "host ms", 0.5),
@@ -201,8 +209,9 @@ def optimizers(report: Report) -> None:
     found: dict[str, Found] = {}
     for name, make in makers.items():
         with report.failing(name):
-            found[name] = update_of(make(), size_of(tiny=report.tiny))
+            found[name], waits = update_of(make(), size_of(tiny=report.tiny))
             report.measured(name, rounded(found[name]))
+            report.check_on_cuda(f"{name}: waits of the host, by line", waits, not waits, "none")
     with report.failing("clipping beside adamw"):
         clipping, alone = measured_of("clipping, adamw", found), measured_of("adamw", found)
         for what in ("device ms", "host ms"):
@@ -211,8 +220,12 @@ def optimizers(report: Report) -> None:
             report.check_on_cuda(f"clipping, {what}", round(ratio, 2), ratio <= 1.2, wanted)
 
 
-def update_of(optimizer: optim.Transform, size: str) -> Found:
+def update_of(optimizer: optim.Transform, size: str) -> tuple[Found, dict[str, int]]:
+    """The numbers of an update, and the waits of its step by line."""
     forget_peaks()
     run = ours(size, level=3, group=SimulatedGroup(RANKS), optimizer=optimizer, precision=BF16)
     warm_up(run)
-    return of_update(profiled(run))
+    run()  # step 4, which is looked at, and may wait
+    with noting_waits() as waits:
+        run()
+    return of_update(profiled(run)), dict(waits)
