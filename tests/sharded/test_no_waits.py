@@ -27,7 +27,8 @@ from functorch_zero.optim.kernels import fused_adamw
 from functorch_zero.sharded import train
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
-from tests.tiers import crossed, thinned
+from tests.conformance.table import TABLE
+from tests.tiers import THOROUGH, crossed, thinned
 
 aten = torch.ops.aten
 LEVELS = (0, 1, 2, 3)
@@ -189,6 +190,19 @@ OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS))
 def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not waits(Case(OPTIMIZERS[name]), 3, monkeypatch)["step"]
+
+
+# The host counts the steps that are taken, once in each
+WAIT_ONCE = {"apply_if_finite", "apply_if_finite, whole leaf"}
+
+
+@THOROUGH
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = waits(Case(TABLE[name].make), 3, monkeypatch)["step"]
+    where = [line.partition(":")[0] for line in found]
+    assert where == (["optim/wrappers/wrappers.py"] if name in WAIT_ONCE else [])
+    assert set(found.values()) <= {LAST - FIRST + 1}
 
 
 @pytest.mark.parametrize(
