@@ -156,11 +156,12 @@ class Options:
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=self.cut_of,
         )
-        self._check_gather(layout)
+        self.check_published(layout)
         return layout
 
-    def _check_gather(self, layout: Layout) -> None:
-        """Raise unless pieces that are rounded on their way are never held afterwards."""
+    def check_published(self, layout: Layout) -> None:
+        """Raise ValueError unless pieces that are rounded on their way are never held
+        afterwards."""
         # Whole params that arrive to the bit may be held
         if self.gather.exact:
             return

@@ -316,19 +316,25 @@ class ShardedProgramStep:
         )
 
     def _layout_of(self, name: str, tree: Any) -> Layout:
-        """The layout of an argument of `init`; the rule of levels sees its name before paths."""
+        """The layout of an argument of `init`; the rule of levels sees its name before paths.
+
+        Raises:
+            ValueError: as `Options.layout_of`.
+        """
         check_tensors(tree, name)
         check_apart(tree)
 
         def cut(path: str, leaf: Tensor) -> Cut:
             return self.options.cut_of(f"{name}.{path}", leaf)
 
-        return make_layout(
+        layout = make_layout(
             tree,
             self.options.axes.optimizer.size,
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=cut,
         )
+        self.options.check_published(layout)
+        return layout
 
     def _cut(self, tree: Any, layout: Layout, fill: DigestedFill | None) -> ShardedTree:
         """This rank's part of a whole tree: copies."""

@@ -715,6 +715,23 @@ def test_a_rough_gather_is_refused_where_nothing_else_is_left(level: Any) -> Non
         fz.plan(make_params(), make_step(), level=level, ranks=2, gather=Rough())
 
 
+def descent(params: Any, x: Tensor) -> Any:
+    """A program that makes one step."""
+    value, grads = fz.value_and_grad(lambda params, x: linear_loss(params, {}, x))(params, x)
+    return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
+
+
+@pytest.mark.parametrize("level", [1, 2, {"": 3, "params.b": 1}])
+def test_a_rough_gather_is_refused_in_programs_too(level: Any) -> None:
+    step, batch = fz.program_step(descent, init=lambda params: params), make_batches()[0]
+    sharded = fz.shard(step, level=level, group=CountingGroup(2), gather=Rough())
+    with pytest.raises(ValueError, match=r"Rough is not exact.*level [12].*Remedy"):
+        sharded.init(make_params())
+    with pytest.raises(ValueError, match="Rough is not exact"):
+        fz.plan(make_params(), step, level=level, ranks=2, batch=batch, gather=Rough())
+    fz.plan(make_params(), step, level=3, ranks=2, batch=batch, gather=Rough())
+
+
 def test_a_rough_gather_is_refused_along_both_axes() -> None:
     options: dict[str, Any] = {"gather": Rough(), "state_axes": "both"}
     with pytest.raises(ValueError, match="Rough is not exact"):
