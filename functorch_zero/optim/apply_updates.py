@@ -11,6 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..in_a_loss import refuse_update
 from ..params import engine_of
 from ..tree import PyTree, paths, same_structure
 
@@ -23,11 +24,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
     `state_axes="both"` there is one more along the replicate axis, at level 3 too.
 
     Raises:
-        StructureError: the updates are another tree's; or one is complex, and its leaf is real.
+        StructureError: the updates are another tree's; or one is complex, and its leaf is real. The
+            call is inside of a loss.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
     {'w': tensor([1.5000, 2.0000])}
     """
+    refuse_update("fz.apply_updates was called")
     engine = engine_of(params, updates)
     if engine is not None:
         return engine.apply_updates(params, updates)

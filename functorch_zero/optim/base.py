@@ -20,6 +20,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import TransformError, explain
+from ..in_a_loss import refuse_update
 from ..params import engine_of
 from ..tree import PyTree, copied_if_in, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
@@ -97,6 +98,7 @@ class Transform(Named):
         """
         if across is not None:
             return self.init_fn(params, across)
+        refuse_update("an optimizer's init was called")
         # A sharded tree brings its engine, which calls `init_fn` with this rank's pieces
         engine = engine_of(params)
         if engine is not None:
@@ -118,6 +120,7 @@ class Transform(Named):
         """
         if across is not None:
             return self.update_fn(updates, state, params, across)
+        refuse_update("an optimizer's update was called")
         # As in `init`: pieces on a rank, whole leaves in one process
         engine = engine_of(updates, params)
         if engine is not None:
@@ -212,6 +215,7 @@ class Transform(Named):
         >>> params["w"]
         tensor([0.5000, 0.5000], requires_grad=True)
         """
+        refuse_update("an optimizer's apply was called")
         engine = engine_of(grads, params)
         if engine is not None:
             return engine.apply(self, grads, state, params)

@@ -20,6 +20,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..in_a_loss import refuse_gradient
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
@@ -61,6 +62,7 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     """
 
     def run(params: Any, vector: Any, *args: Any, **named: Any) -> tuple[Any, Any, Any]:
+        refuse_gradient("fz.hvp was called")
         engine = engine_of(params, vector)
         rank = None if engine is None else engine.rank
         has_aux = False  # known once the loss has returned: whether the caller wants metrics

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
+from ..in_a_loss import running_a_loss
 from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
@@ -78,7 +79,7 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    with naming_batch(batch), noting_kept() as kept:
+    with naming_batch(batch), noting_kept() as kept, running_a_loss(rank):
         result = loss_fn(params, own, batch)
     loss, given = check_loss(result, rank)
     aux = given or Aux()

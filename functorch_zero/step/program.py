@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._torch_private import transforms_active
 from ..errors import StructureError, explain
+from ..in_a_loss import refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
@@ -140,7 +141,7 @@ def value_and_grad(
 
     Raises:
         StructureError: the loss uses no trained leaf, or is no scalar; it writes to `args`, or
-            returns buffers without having been given any.
+            returns buffers without having been given any. The call is inside of another loss.
         TypeError: micro-batches were asked for, and no `batch=` was given.
         GroupError: ranks have called different things.
 
@@ -160,6 +161,7 @@ def value_and_grad(
 
 def differentiate(call: LossCall, tree: Any) -> tuple[Any, Any]:
     """The results of a loss, and its gradients; see `value_and_grad`."""
+    refuse_gradient("fz.value_and_grad was called")  # before any collective
     # Sharded trees among tree or args decide for all: one engine answers
     engine = engine_of(tree, call.args)
     if engine is not None:
@@ -337,11 +339,12 @@ def _device_of(tree: Any) -> torch.device:
 def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     call.check()
     leaves = optree.tree_leaves(tree)
-    # Such a leaf has no storage to be a leaf of a graph
+    # An evaluation's. Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):
         raise StructureError(
-            "a gradient inside of a sharded loss was asked for params that are not here yet. "
-            "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
+            "a gradient inside of a sharded evaluation was asked for params that are not here "
+            "yet. Remedy: make them whole first, `whole = fz.unshard(params)`, and use "
+            "torch.func.grad"
         )
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf

@@ -279,6 +279,17 @@ def transformed(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(out(apply, params, x)) + slopes["first.weight"].sum()
 
 
+def nested(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    whole = fz.unshard(params)
+    _, slopes = fz.value_and_grad(lambda p: mean_square(out(apply, p, x)))(whole)
+    return mean_square(out(apply, whole, x)) + slopes["first.weight"].sum()
+
+
+def updated(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    moved = fz.apply_updates(params, tree_map(lambda p: 0.1 * p, params))
+    return mean_square(out(apply, params, x)) + mean_square(out(apply, moved, x))
+
+
 def unread(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(Unread.apply(x, params["first.weight"]))
 
@@ -335,6 +346,8 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
     '`params["w"].grad`': (doing(lambda weight, x: weight.grad), None, "sharded"),
     "`torch.autograd.grad` by a param": (by_a_param, None, "sharded"),
     "a transform of torch.func with params as its argument": (transformed, None, "sharded"),
+    "`fz.value_and_grad`, `fz.hvp` or a training step": (nested, None, EVERYWHERE),
+    "`fz.apply_updates`, or an optimizer": (updated, None, EVERYWHERE),
     '`nn.Parameter(params["w"])`': (doing(lambda weight, x: nn.Parameter(weight)), None, "sharded"),
     "a function of torch.jit with a param as its argument": (
         doing(lambda weight, x: scripted(weight)),

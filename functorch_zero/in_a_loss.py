@@ -1,0 +1,84 @@
+"""Whether a loss runs whose gradient is taken: some functions would be wrong inside of it, and
+nothing would tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from .errors import StructureError, explain
+
+
+class _Loss(NamedTuple):
+    """The loss that runs."""
+
+    rank: int | None  # on which it is sharded; None: it isn't
+
+
+# A context variable, so that thread ranks each have their own. Threads that a loss starts have none
+_RUNNING: ContextVar[_Loss | None] = ContextVar("_RUNNING", default=None)
+
+
+@contextmanager
+def running_a_loss(rank: int | None) -> Iterator[None]:
+    """Around a call of a loss whose gradient is taken.
+
+    Args:
+        rank: for errors, if one is given.
+
+    Raises:
+        StructureError: another such loss runs.
+    """
+    # The other functions that take gradients ask before they begin
+    refuse_gradient("a training step was called")
+    token = _RUNNING.set(_Loss(rank))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def refuse_gradient(what: str) -> None:
+    """Raise if a loss runs: its own gradient would not go through one that is taken here.
+
+    Args:
+        what: asked for it, as a clause.
+    """
+    refuse(what, _BY_TORCH)
+
+
+def refuse_update(what: str) -> None:
+    """The same, of an optimizer or of updates that are added."""
+    refuse(what, _AS_EXPRESSION)
+
+
+def refuse(what: str, remedy: str) -> None:
+    """Raise if a loss runs.
+
+    Args:
+        what: was done, as a clause.
+        remedy: as in `explain`.
+    """
+    running = _RUNNING.get()
+    if running is not None:
+        raise StructureError(
+            explain(
+                f"{what} inside of a loss whose own gradient is taken, and would be no part of it: "
+                "the results have no graph",
+                rank=running.rank,
+                remedy=remedy,
+            )
+        )
+
+
+_BY_TORCH = (
+    "take the inner gradient by torch: whole = fz.unshard(params), and then "
+    "torch.func.grad(inner_loss)(whole, ...), or torch.autograd.grad(..., create_graph=True) by "
+    "its leaves; or take it before the loss, and pass the loss what comes of it"
+)
+_AS_EXPRESSION = (
+    "call it after fz.value_and_grad, outside of the loss; in the loss write the update as an "
+    "expression, tree_map(lambda p, u: p + u, params, updates)"
+)
