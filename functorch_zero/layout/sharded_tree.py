@@ -239,7 +239,8 @@ class ShardedTree(OnEngine):
         """This rank's part: a tree of the original structure.
 
         Raises:
-            StructureError: it is read inside of a loss that it was not given to.
+            StructureError: it is read inside of a loss that it was not given to, or inside of a
+                transform of torch.func.
             DonatedError: a step has taken its storage.
         """
         # Inside of a loss leaves would be pieces, and the loss silently another one
@@ -248,6 +249,18 @@ class ShardedTree(OnEngine):
                 "a sharded tree was read inside of a loss that it is no argument of: its leaves "
                 "are one rank's pieces there. Remedy: pass it to value_and_grad(loss)(params, "
                 "tree), or, for a training step, with the batch as fz.unshard(tree)"
+            )
+        # Its gradient by the leaves would be that of this rank's batch
+        if transforms_active():
+            raise StructureError(
+                explain(
+                    "a sharded tree was given to a transform of torch.func, or was read inside of "
+                    "one, which knows nothing of other ranks",
+                    got=self,
+                    rank=self.sharding.rank,
+                    remedy="fz.value_and_grad(loss)(params, ...) takes gradients of sharded trees; "
+                    "put the transform inside of its loss, by whole = fz.unshard(params)",
+                )
             )
         self._check_not_used_up()
         # Made from flats: the leaves are cut when somebody first reads them
@@ -271,11 +284,6 @@ class ShardedTree(OnEngine):
         views = self.holding.views(flat, bucket)
         if self.holding.form != "held" or self.holding.read_only or not bucket.trainable:
             return views
-        if transforms_active():
-            raise StructureError(
-                "leaves of a sharded tree can't be made inside of torch.func. Remedy: read them "
-                "before, `leaves = params.tree`"
-            )
         return [view.requires_grad_() for view in views]
 
     @torch.no_grad()

@@ -20,13 +20,12 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..in_a_loss import refuse_gradient
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
 from .backward import dense, nodes_behind, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
-from .program import LossCall, differentiate, unshard
+from .program import LossCall, check_callable_here, differentiate, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
 _LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
@@ -62,7 +61,7 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     """
 
     def run(params: Any, vector: Any, *args: Any, **named: Any) -> tuple[Any, Any, Any]:
-        refuse_gradient("fz.hvp was called")
+        check_callable_here("fz.hvp", params, vector)
         engine = engine_of(params, vector)
         rank = None if engine is None else engine.rank
         has_aux = False  # known once the loss has returned: whether the caller wants metrics

@@ -141,7 +141,8 @@ def value_and_grad(
 
     Raises:
         StructureError: the loss uses no trained leaf, or is no scalar; it writes to `args`, or
-            returns buffers without having been given any. The call is inside of another loss.
+            returns buffers without having been given any. The call is inside of another loss, or
+            of a transform of torch.func.
         TypeError: micro-batches were asked for, and no `batch=` was given.
         GroupError: ranks have called different things.
 
@@ -161,12 +162,33 @@ def value_and_grad(
 
 def differentiate(call: LossCall, tree: Any) -> tuple[Any, Any]:
     """The results of a loss, and its gradients; see `value_and_grad`."""
-    refuse_gradient("fz.value_and_grad was called")  # before any collective
+    check_callable_here("fz.value_and_grad", tree, call.args)
     # Sharded trees among tree or args decide for all: one engine answers
     engine = engine_of(tree, call.args)
     if engine is not None:
         return engine.value_and_grad(call, tree)
     return _value_and_grad(call, tree)
+
+
+def check_callable_here(name: str, *trees: Any) -> None:
+    """Raise where a gradient can't be taken: inside of a loss, or of a transform of torch.func.
+
+    Args:
+        name: of the function that was called.
+        trees: its arguments.
+    """
+    refuse_gradient(f"{name} was called")
+    if transforms_active():
+        engine = engine_of(trees)
+        raise StructureError(
+            explain(
+                f"{name} was called inside of a transform of torch.func, such as vmap or grad, and "
+                "can't be a part of it",
+                rank=None if engine is None else engine.rank,
+                remedy="put the transform inside of the loss: vmap over examples, or "
+                "torch.func.grad by fz.unshard(params); fz.hvp for second derivatives",
+            )
+        )
 
 
 class LossCall:
