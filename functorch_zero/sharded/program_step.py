@@ -230,7 +230,8 @@ class ShardedProgramStep:
             watched = watch.running() if is_watched else nullcontext()
             if is_watched:
                 watch.name(value, "the value")
-            with streams(state.seed, state.step, _device_of(value)) as running, watched:
+            rank, device = axes.world.rank, _device_of(value)
+            with streams(state.seed, state.step, device, rank) as running, watched:
                 result, num_gradients = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
             if self.options.donate:

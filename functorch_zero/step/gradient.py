@@ -11,6 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..errors import StructureError, explain
 from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import CastParams
 from ..model.untouched import Untouched
@@ -18,7 +19,7 @@ from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
 from .loss import LossFn, Outcome, as_metric, call_loss, independent
 from .micro_batches import joined, micro_batches, weighted_mean
-from .rng import MicroStreams
+from .rng import MicroStreams, rank_of_step
 from .weight_reminder import WeightReminder
 from .weights import check_weight_value, unless_weightless
 
@@ -49,7 +50,11 @@ def mean_gradients(
         look: whether slow questions about the loss are asked; see `is_looked_at`.
         reminder: warns of micro-batches of unequal sizes.
         scale: of the loss; None: it isn't scaled.
+
+    Raises:
+        StructureError: the step of a sharded program runs.
     """
+    _refuse_in_a_sharded_step()
     # One for each micro-batch, all at a time: the oracle is simple, not thrifty
     grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
     outcomes: list[Outcome] = []
@@ -67,6 +72,24 @@ def mean_gradients(
     reminder.compare_parts(parts, outcomes[0].weight)
     mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
     return mean_grads, joined(outcomes)
+
+
+def _refuse_in_a_sharded_step() -> None:
+    """Raise where other ranks' parts of the batch would be missing."""
+    rank = rank_of_step()
+    if rank is not None:
+        raise StructureError(
+            explain(
+                "a gradient was asked of a tree that is not sharded, or of a single leaf, in a "
+                "sharded step: it would be that of this rank's batch alone",
+                expected="sharded trees",
+                rank=rank,
+                remedy="pass the tree to the program's init, which cuts it, or cut it with "
+                "fz.shard_tree; differentiate by the whole tree, value_and_grad(loss)(params, "
+                "...). By tensors that are the same on every rank, of a loss of such tensors, "
+                "torch.func.grad is one process's gradient",
+            )
+        )
 
 
 def _gradients(

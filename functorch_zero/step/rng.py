@@ -68,10 +68,11 @@ class Streams:
 
     Args:
         seed, step: as of `replayed`.
+        rank: on which the step is sharded; None: it isn't.
     """
 
-    def __init__(self, seed: Tensor | None, step: Tensor):
-        self._seed, self._step = seed, step
+    def __init__(self, seed: Tensor | None, step: Tensor, rank: int | None = None):
+        self._seed, self._step, self.rank = seed, step, rank
         self._gradients = count()
         self._in_a_loss = False
         self.num_draws = 0
@@ -117,9 +118,12 @@ _STREAMS: ContextVar[Streams | None] = ContextVar("_STREAMS", default=None)
 
 
 @contextmanager
-def streams(seed: Tensor | None, step: Tensor, device: torch.device) -> Iterator[Streams]:
-    """Around a program: its random numbers, and those of the gradients that it takes."""
-    own = Streams(seed, step)
+def streams(
+    seed: Tensor | None, step: Tensor, device: torch.device, rank: int | None = None
+) -> Iterator[Streams]:
+    """Around a program: its random numbers, and those of the gradients that it takes. `rank`: as of
+    `Streams`."""
+    own = Streams(seed, step, rank)
     token = _STREAMS.set(own)
     try:
         with own.of_program(device):
@@ -140,6 +144,12 @@ def next_streams(part: int, device: torch.device) -> MicroStreams:
     if running is None:
         return lambda micro: nullcontext()
     return running.of_next_gradient(part, device)
+
+
+def rank_of_step() -> int | None:
+    """The rank of the sharded program whose step runs; None: none does."""
+    running = _STREAMS.get()
+    return None if running is None else running.rank
 
 
 def next_key() -> int:
