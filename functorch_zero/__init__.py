@@ -20,7 +20,7 @@ from .step.host import host
 from .step.hvp import hvp
 from .step.loss import Aux
 from .step.nonfinite import LossScale
-from .step.program import dot, unshard, value_and_grad, zero_updates
+from .step.program import dot, pieces, unshard, value_and_grad, zero_updates
 from .step.program_step import program_step
 from .step.state import State
 from .step.train import train_step
@@ -57,6 +57,7 @@ __all__ = [
     "launch",
     "named_leaves",
     "optim",
+    "pieces",
     "plan",
     "program_step",
     "propagate_failures",

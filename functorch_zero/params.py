@@ -56,6 +56,10 @@ class Engine(Protocol):
         """Updates in pieces that change nothing."""
         ...
 
+    def pieces(self, params: Any) -> Any:
+        """Copies of params in pieces."""
+        ...
+
     def unshard(self, tree: Any) -> Any:
         """The whole tree, on every rank."""
         ...

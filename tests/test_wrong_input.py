@@ -292,7 +292,8 @@ CALLS = {
     "trees: params and gradients": Call(  # optree's error
         lambda: tree_map(lambda p, g: p - 0.1 * g, PIECES, GRADS),
         ValueError,
-        r"as params are held, level 3.*as gradients are \(fz.apply_updates adds them to params\)",
+        r"as params are held \(fz.pieces.params. gives them in pieces\), level 3.*"
+        r"as gradients are \(fz.apply_updates adds them to params\)",
     ),
     "trees: a state of adamax, with the same leaves": Call(
         lambda: optim.adam(0.1).update(PARAMS, optim.adamax(0.1).init(PARAMS), PARAMS),
@@ -360,6 +361,7 @@ def test_calls(name: str) -> None:
 MIXED: list[tuple[Any, Any, Callable[[], tuple[Any, Any]]]] = [
     (PARAMS, PLAIN, lambda: (PARAMS, fz.Params(PLAIN, PARAMS.units))),
     (PLAIN, PARAMS, lambda: (fz.Params(PLAIN, PARAMS.units), PARAMS)),
+    (PIECES, GRADS, lambda: (fz.pieces(PIECES), GRADS)),
     (PIECES, PARAMS, lambda: (PIECES, fz.shard_tree(PARAMS, layout_like=PIECES))),
     (PARAMS, PIECES, lambda: (PARAMS, fz.unshard(PIECES))),
 ]

@@ -37,6 +37,7 @@ from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
+_FORMS: dict[Form, str] = {"held": "as params are held", "pieces": "in pieces, as gradients are"}
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 # A context variable, so that thread ranks and async code each have their own
@@ -139,9 +140,11 @@ class Holding:
 
     def __repr__(self) -> str:
         # optree prints this where trees of both forms are given to one `tree_map`
-        pieces = "in pieces, as gradients are (fz.apply_updates adds them to params)"
-        form = {"held": "as params are held", "pieces": pieces}[self.form]
-        return f"{form}, {self.sharding}"
+        remedy = {
+            "held": "fz.pieces(params) gives them in pieces",
+            "pieces": "fz.apply_updates adds them to params",
+        }
+        return f"{_FORMS[self.form]} ({remedy[self.form]}), {self.sharding}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
         """The bucket's leaves as views of its flat.
@@ -523,7 +526,8 @@ class ShardedTree(OnEngine):
         """The whole leaves' shapes, without values: inside of a loss there are none to read."""
         if self.is_used_up:
             return f"ShardedTree(donated to a step, {self.holding!r})"
-        return f"ShardedTree({{{_shapes_of(self.sharding.layout)}}}, {self.holding!r})"
+        form = _FORMS[self.holding.form]
+        return f"ShardedTree({{{_shapes_of(self.sharding.layout)}}}, {form}, {self.sharding})"
 
 
 def _shapes_of(layout: Layout, most: int = 4) -> str:

@@ -122,7 +122,8 @@ class _AnnouncedEngine:
         self.donation: Donation | None = None  # a plan's programs don't donate
         self.reduced = 0
         # The rest of an `Engine`, as it is
-        self.dot, self.zero_updates, self.unshard = engine.dot, engine.zero_updates, engine.unshard
+        self.dot, self.unshard = engine.dot, engine.unshard
+        self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims

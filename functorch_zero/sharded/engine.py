@@ -245,6 +245,22 @@ class ShardedEngine:
             zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
             return ShardedTree.of_flats(zeros, view.holding)
 
+    @noted
+    def pieces(self, params: ShardedTree) -> ShardedTree:
+        """Copies of the trained leaves, in pieces; None elsewhere. No communication.
+
+        Raises:
+            StructureError: some of the leaves require grad, and others don't.
+        """
+        with sharing_failures(*self.options.axes.groups, call="pieces"), torch.no_grad():
+            self._check_held(params)
+            if params.is_read_only:
+                return no_updates(params)
+            view = params.pieces()
+            # Views would be written over where the params are donated
+            copies = [None if flat is None else flat.detach().clone() for flat in view.flats()]
+            return ShardedTree.of_flats(copies, view.holding)
+
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
         optimizer's state one collective per leaf that is not here whole."""
@@ -400,7 +416,8 @@ class ShardedEngine:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(
                 f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
-                "gradients that fz.value_and_grad gave of these params"
+                "gradients that fz.value_and_grad gave of these params; params themselves as "
+                "fz.pieces(params)"
             )
         tree.check_leaves(some=some)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._torch_private import transforms_active
 from ..errors import StructureError, explain
-from ..in_a_loss import refuse_gradient
+from ..in_a_loss import refuse, refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
@@ -396,7 +396,7 @@ def dot(a: Any, b: Any) -> Tensor:
 
     It is taken, and answered, in at least float32. Sharded, it is that of the whole trees, the same
     on every rank; every rank calls it. One all-reduce. Both trees are in pieces then, as gradients
-    and updates are. Params, which are held, are refused.
+    and updates are. Params, which are held, are refused: pass `fz.pieces(params)`.
 
     >>> grads = {"w": torch.tensor([3.0, 4.0]), "frozen": None}
     >>> dot(grads, grads).sqrt()
@@ -424,6 +424,36 @@ def zero_updates(params: Any) -> Any:
     if engine is None:
         return tree_map(lambda p: torch.zeros_like(p) if p.requires_grad else None, params)
     return tree_map(engine.zero_updates, params, is_leaf=is_on_engine)
+
+
+def pieces(params: Any) -> Any:
+    """Params in the form of gradients and updates: None where a leaf isn't trained and, sharded, in
+    pieces.
+
+    So `tree_map` combines them with gradients, for a weight decay of your own or a pull towards
+    earlier params, and `fz.dot` takes them. They are copies, without gradients: nothing that
+    happens to them happens to the params. No communication.
+
+    Raises:
+        StructureError: in a loss or a sharded evaluation, where leaves are whole.
+
+    >>> frozen = torch.ones(3)
+    >>> pieces({"w": torch.ones(2, requires_grad=True), "frozen": frozen})
+    {'w': tensor([1., 1.]), 'frozen': None}
+    """
+    refuse("fz.pieces was called", _AS_THEY_ARE)
+    engine = engine_of(params)
+    if engine is not None:
+        return tree_map(engine.pieces, params, is_leaf=is_on_engine)
+    # Of an evaluation's leaves none says whether it is trained
+    if any(type(leaf) is LazyParam for leaf in optree.tree_leaves(params)):
+        raise StructureError(
+            explain("fz.pieces was called inside of a sharded evaluation", remedy=_AS_THEY_ARE)
+        )
+    return tree_map(lambda p: p.detach().clone() if p.requires_grad else None, params)
+
+
+_AS_THEY_ARE = "use the params as they are: their leaves are whole here"
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:
