@@ -55,7 +55,7 @@ from .params import (
     publish,
 )
 from .passes import LossOnData
-from .piece_watch import noted, unwatched
+from .piece_watch import check_leaves_of_loss, noted, unwatched
 from .state import all_gather_state, lay_out_state
 from .update import PreparedUpdate
 
@@ -282,6 +282,7 @@ class ShardedEngine:
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
+            check_leaves_of_loss(call)
             stack.enter_context(unwatched())
             stack.enter_context(self.orders.forgotten_on_failure())
             run = self.open_gradient(call, tree)

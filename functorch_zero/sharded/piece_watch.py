@@ -37,6 +37,7 @@ from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watchin
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.program import LossCall
+from .reach import reachable_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -108,6 +109,13 @@ def noted(function: Function) -> Function:
         return made
 
     return run  # type: ignore[return-value]
+
+
+def check_leaves_of_loss(call: LossCall) -> None:
+    """Raise if a loss can reach a leaf that is a piece, where the watch knows of it."""
+    watch = _RUNNING.get()
+    if watch is not None:
+        watch.check_loss(call)
 
 
 class _Piece(NamedTuple):
@@ -259,6 +267,31 @@ class PieceWatch:
                 self._names[x] = self._names[piece]
                 return
 
+    def check_loss(self, call: LossCall) -> None:
+        """Refuse a loss that can reach a piece: it would compute with this rank's part. Operators
+        inside of a loss aren't watched, since its units may be compiled."""
+        places = {_place(piece): extent for piece, extent in self._extents.items()}
+        given = {"args": call.args, "batch": call.batch, "buffers": call.buffers}
+        for label, x, _ in reachable_tensors(call.loss, given):
+            if x in self._whole:
+                continue
+            # Also under another name; all empty tensors lie in one place
+            extent = self._extents.get(x, places.get(_place(x)) if x.numel() else None)
+            if extent is not None:
+                name = getattr(call.loss, "__qualname__", type(call.loss).__name__)
+                raise StructureError(
+                    explain(
+                        f"the loss {name} uses a single leaf of a sharded tree, or what was made "
+                        "of one, which is this rank's part there",
+                        path=label,
+                        expected="trees",
+                        got=f"elements {extent.start} to {extent.stop} of a leaf of shape "
+                        f"{extent.shape}",
+                        rank=self.rank,
+                        remedy=_PASS_TREES,
+                    )
+                )
+
     def operations(self, value: Any) -> list[str]:
         """Those on pieces so far, and the trees of the next value, in words that are the same on
         all ranks. Waits for numbers that are on a device."""
@@ -292,6 +325,10 @@ class PieceWatch:
         )
 
 
+_PASS_TREES = (
+    "pass the tree of params, value_and_grad(loss)(params, tree), and read the leaf of it in the "
+    "loss; of gradients, updates and results of tree_map pass the whole tree, fz.unshard(tree)"
+)
 _ASK = (
     "fz.dot(a, b) for sums over a tree; a loss of fz.value_and_grad, or a transform that says what "
     "it needs, for all else; whole = fz.unshard(tree) makes whole leaves"
@@ -319,6 +356,14 @@ def extents_of(node: ShardedTree | ShardedOptState) -> Sequence[Extent | None]:
     for (b, _), extent in zip(layout.places, node.holding.extents(), strict=True):
         found.append(extent if level_of(layout.buckets[b]).cuts_params else None)
     return found
+
+
+def _place(x: Tensor) -> Any:
+    """The place of a strided tensor's elements, which another tensor object may share; of others
+    None."""
+    if x.layout != torch.strided:
+        return None
+    return storage_id(x), x.storage_offset(), x.shape
 
 
 def _users_frame() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -15,7 +16,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.testing import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.tiers import thinned
 
 torch.manual_seed(0)
@@ -338,3 +339,166 @@ def test_held_leaves_that_are_whole_may_be_used_at_will() -> None:
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+class Holder:
+    """An object that a loss reads a leaf of."""
+
+    def __init__(self, leaf: Tensor):
+        self.leaf, self.other = leaf, 2.0
+
+    def scaled(self, params: Any, x: Tensor) -> Tensor:
+        return loss(params, x) * self.leaf.square().sum()
+
+    def __call__(self, params: Any, x: Tensor) -> Tensor:
+        return self.scaled(params, x)
+
+    def harmless(self, params: Any, x: Tensor) -> Tensor:
+        return loss(params, x) * self.other
+
+
+HELD_GLOBALLY: dict[str, Tensor] = {}
+
+
+def by_global(params: Any, x: Tensor) -> Tensor:
+    return loss(params, x) * HELD_GLOBALLY["leaf"].square().sum()
+
+
+def scaled(params: Any, x: Tensor, leaf: Tensor, **more: Tensor) -> Tensor:
+    return loss(params, x) * leaf.square().sum()
+
+
+def nested(leaf: Tensor) -> Callable[..., Tensor]:
+    def norm() -> Tensor:
+        return leaf.square().sum()
+
+    return lambda params, x: loss(params, x) * norm()
+
+
+def by_default(leaf: Tensor) -> Callable[..., Tensor]:
+    def with_default(params: Any, x: Tensor, leaf: Tensor = leaf) -> Tensor:
+        return scaled(params, x, leaf)
+
+    return with_default
+
+
+def globally(leaf: Tensor) -> Callable[..., Tensor]:
+    HELD_GLOBALLY["leaf"] = leaf
+    return by_global
+
+
+def in_batch(params: Any, x: Tensor, *, batch: Tensor) -> Tensor:
+    return loss(params, x) * batch.square().sum()
+
+
+def with_buffers(params: Any, x: Tensor, *, buffers: Any) -> Tensor:
+    return loss(params, x) * buffers["leaf"].square().sum()
+
+
+# By the path that the error names: the gradient of a loss that uses a leaf
+Take = Callable[[Any, Tensor, Tensor], Any]
+USING_A_LEAF: dict[str, Take] = {
+    r"args\[1\]": lambda p, x, leaf: fz.value_and_grad(scaled)(p, x, leaf),
+    r"args\[1\]\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(
+        lambda p, x, kept: scaled(p, x, kept["leaf"])
+    )(p, x, {"leaf": leaf}),
+    "batch": lambda p, x, leaf: fz.value_and_grad(in_batch)(p, x, batch=leaf),
+    r"buffers\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(with_buffers)(
+        p, x, buffers={"leaf": leaf}
+    ),
+    "leaf": lambda p, x, leaf: fz.value_and_grad(lambda p, x: scaled(p, x, leaf))(p, x),
+    "leaf,": lambda p, x, leaf: fz.value_and_grad(nested(leaf))(p, x),
+    "leaf, expected": lambda p, x, leaf: fz.hvp(lambda p, x: scaled(p, x, leaf))(
+        p, fz.zero_updates(p), x
+    ),
+    "twice": lambda p, x, leaf: twice_of(p, x, leaf),
+    "own": lambda p, x, leaf: parameter_of(p, x, leaf),
+    "partial's arguments": lambda p, x, leaf: fz.value_and_grad(partial(scaled, leaf=leaf))(p, x),
+    r"defaults\[0\]": lambda p, x, leaf: fz.value_and_grad(by_default(leaf))(p, x),
+    r"HELD_GLOBALLY\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(globally(leaf))(p, x),
+    r"self\.leaf": lambda p, x, leaf: fz.value_and_grad(Holder(leaf).scaled)(p, x),
+    r"held\.leaf": lambda p, x, leaf: read_of_holder(p, x, Holder(leaf)),
+    r"\S*\.leaf": lambda p, x, leaf: fz.value_and_grad(Holder(leaf))(p, x),
+}
+
+
+def twice_of(params: Any, x: Tensor, leaf: Tensor) -> Any:
+    twice = 2 * leaf
+    return fz.value_and_grad(lambda p, x: scaled(p, x, twice))(params, x)
+
+
+def parameter_of(params: Any, x: Tensor, leaf: Tensor) -> Any:
+    own = torch.nn.Parameter(leaf)  # made without an operator
+    return fz.value_and_grad(lambda p, x: scaled(p, x, own))(params, x)
+
+
+def read_of_holder(params: Any, x: Tensor, held: Holder) -> Any:
+    return fz.value_and_grad(lambda p, x: scaled(p, x, held.leaf))(params, x)
+
+
+def step_using(take: Take, leaf_of: Callable[[Any, Any], Tensor]) -> Any:
+    def program(value: Any, x: Tensor) -> Any:
+        params, other = value
+        grads = fz.value_and_grad(loss)(params, x)[1]
+        found = take(params, x, leaf_of(other, grads))[1]
+        return (fz.apply_updates(params, tree_map(lambda g: -0.1 * g, found)), other), {}
+
+    return fz.program_step(program, init=lambda params, other: (params, other))
+
+
+OTHER = {"v": torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)}
+
+
+@pytest.mark.parametrize("path", USING_A_LEAF)
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+def test_a_loss_that_uses_a_single_leaf_is_refused(path: str, level: int) -> None:
+    """A leaf of the gradients at every level; one of params where it is a part."""
+    leaves: list[Callable[[Any, Any], Tensor]] = [lambda other, grads: grads["a"]]
+    if level == 3:
+        leaves.append(lambda other, grads: other["v"])
+    for leaf_of in leaves:
+        step = step_using(USING_A_LEAF[path], leaf_of)
+        step(step.init(FIRST, OTHER), X)  # right on whole leaves
+
+        def run(group: Any, step: Any = step) -> None:
+            sharded = fz.shard(step, level=level, group=group)
+            sharded(sharded.init(FIRST, OTHER), part(X, group))
+
+        story = rf"uses a single leaf.* path {path}.* on rank \d.*Remedy: pass the tree"
+        with pytest.raises(StructureError, match=story):
+            run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+def test_a_loss_may_use_what_is_whole(level: int) -> None:
+    """Whole trees, single leaves where ranks hold them whole, tensors that are the same on all
+    ranks; and objects with a piece that the loss doesn't name."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, other, heat = value
+        whole, twice = fz.unshard(other), 2 * heat
+        leaf = whole["v"] if level == 3 else other["v"]
+        grads = fz.value_and_grad(loss)(params, x)[1]
+        holder = Holder(grads["a"])
+        for take in (
+            lambda p, x: scaled(p, x, whole["v"]) + twice,
+            lambda p, x: scaled(p, x, leaf.detach()),
+            holder.harmless,
+            lambda p, x: loss(p, x) * holder.other,
+        ):
+            found = fz.value_and_grad(take)(params, x)[1]
+            params = fz.apply_updates(params, tree_map(lambda g: -0.01 * g, found))
+        found = fz.value_and_grad(scaled)(params, x, fz.unshard(grads)["a"])[1]
+        return (fz.apply_updates(params, tree_map(lambda g: -0.01 * g, found)), other, heat), {}
+
+    step = fz.program_step(program, init=lambda params, other, heat: (params, other, heat))
+    assert_sharded_equals_unsharded(
+        step,
+        FIRST,
+        OTHER,
+        torch.ones(()).double(),
+        [X, X],
+        levels=[level],
+        ranks=[2],
+        unused=["1.v"],
+    )
