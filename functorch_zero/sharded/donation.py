@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,16 +67,29 @@ class Donation:
         is_given = sum(given is node for given in self._nodes) == 1
         if not is_given or id(node) in self._read:
             return False
+        # One that an update has used up before has no storage any more
+        others = [x for x in self._nodes if x is not node and not _is_used_up(x)]
         # An average that began as a copy of the tree, say, or an older state
         with reading_leaves(None):
-            holders: Counter[int] = Counter()
-            for other in self._nodes:
-                holders.update(_storages_of(other))
-            return all(holders[storage] == 1 for storage in _storages_of(node))
+            written = _written_of(node)
+            return all(written.isdisjoint(_storages_of(other)) for other in others)
+
+
+def _is_used_up(node: Any) -> bool:
+    return is_on_engine(node) and node.is_used_up
+
+
+def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
+    """The storages of a node that an update would write to."""
+    if isinstance(node, ShardedTree):
+        return _storages_of(node)
+    # An update makes a new count and a new rate. States of one optimizer may share the old ones.
+    rows = zip(optree.tree_leaves(node.tree), node.holding.plan.leaves, strict=True)
+    return storages([leaf for leaf, planned in rows if planned.kind == "follows"])
 
 
 def _storages_of(node: Any) -> set[int]:
-    """The storages of a node, or of a leaf, that an update would write to."""
+    """The storages of a node, or of a leaf."""
     if not isinstance(node, ShardedTree):
         return storages(node)
     # Frozen flats go from tree to tree

@@ -3,6 +3,7 @@ where a used-up tree is needed."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import optree
@@ -325,4 +326,41 @@ def test_a_state_with_gradients_is_made_whole() -> None:
         return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
 
     for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_one_gradient_of_two_trees_donates_both() -> None:
+    """The first tree is used up when the second one's update asks which storage is free; and the
+    states of one optimizer share their rate."""
+
+    def joint_loss(trees: Any, x: Tensor) -> Tensor:
+        return loss(trees[0], x) * loss(trees[1], x)
+
+    def joint(value: Any, x: Tensor, optimizers: Any) -> Any:
+        trees, states = value
+        mean, grads = fz.value_and_grad(joint_loss)(trees, x)
+        rows = zip(optimizers, grads, states, trees, strict=True)
+        new = [optimizer.apply(*row) for optimizer, *row in rows]
+        return tuple(zip(*new, strict=True)), {"loss": mean}
+
+    def run(group: Any) -> Any:
+        found = []
+        for optimizers in ([adamw, adamw], [OPTIMIZERS["lamb"], OPTIMIZERS["momentum"]]):
+
+            def first(params: Any, own: Any = optimizers) -> Any:
+                half = tree_map(lambda p: (p / 2).detach().requires_grad_(p.requires_grad), params)
+                trees = params, half
+                rows = zip(own, trees, strict=True)
+                return trees, tuple(optimizer.init(tree) for optimizer, tree in rows)
+
+            step = fz.program_step(
+                lambda value, x, own=optimizers: joint(value, x, own), init=first
+            )
+            kept, _ = trained_by(step, group, 1, donate=False)
+            donated, used_up = trained_by(step, group, 1, donate=True)
+            assert used_up == [False] + [True] * (len(BATCHES) - 1)
+            found.append((kept, donated))
+        return found
+
+    for kept, donated in chain(*run_ranks(run, 2)):
         assert_equal_values(kept, donated, grade="bitwise")
