@@ -83,6 +83,29 @@ def reading_leaves(reader: Reader | None) -> Iterator[None]:
         _READER.reset(token)
 
 
+# Told of the sharded trees and optimizers' states that are used in this thread: whose leaves are
+# read, or that are given to a function
+_USER: ContextVar[Callable[[Any], None] | None] = ContextVar("_USER", default=None)
+
+
+@contextmanager
+def telling_uses(user: Callable[[Any], None]) -> Iterator[None]:
+    """Tell the user of each use of a tree or state inside: one for which a tree that is used up
+    would raise `DonatedError`."""
+    token = _USER.set(user)
+    try:
+        yield
+    finally:
+        _USER.reset(token)
+
+
+def tell_use(node: Any) -> None:
+    """Tell of a use of a tree or state, if somebody asks."""
+    user = _USER.get()
+    if user is not None:
+        user(node)
+
+
 def tell_reader(node: Any, leaves: Callable[[], Sequence[Any]]) -> None:
     """Tell the reader, if there is one, that the leaves of a tree or state are read."""
     reader = _READER.get()
@@ -475,6 +498,7 @@ class ShardedTree(OnEngine):
         return made
 
     def _check_not_used_up(self) -> None:
+        tell_use(self)
         # A step has taken flats of a tree that this one was made of: few trees come here
         if self.is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
             raise _donated()

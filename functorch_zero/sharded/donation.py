@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import optree
 
-from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..tree import storages
@@ -19,36 +19,64 @@ class Donation:
     place.
 
     They are those that the value holds once, and whose leaves the program hasn't read: it may hold
-    one that it has, and would see it change. Nothing is written to before the program has taken
-    as many gradients as it ever has, and all ranks agree: see Note [before the first write] in
-    `phases`.
+    one that it has, and would see it change. Nor has it needed them after their update in an
+    earlier step. Ranks may decide differently: collectives are the same either way.
+
+    Nothing is written to before the program has taken as many gradients as it ever has, and all
+    ranks agree: see Note [before the first write] in `phases`.
 
     Args:
         value: as the program is given it.
         num_gradients: the most that a call of the program has taken; None: there was none yet.
+        needed: by their places in the value, the nodes that a call has used after their update.
         agree: tell all ranks that this one is about to write. It raises where another has failed.
 
     Attributes:
         num_taken: the number of gradients so far.
         has_written: whether the value was used up, or a part of it.
+        needed: as given, and those of this call.
     """
 
-    def __init__(self, value: Any, num_gradients: int | None, agree: Callable[[], None]):
+    def __init__(
+        self,
+        value: Any,
+        num_gradients: int | None,
+        needed: Set[int],
+        agree: Callable[[], None],
+    ):
         self._nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
         self._num_gradients, self._agree = num_gradients, agree
+        self.needed = set(needed)
         self._read: set[int] = set()  # ids of nodes
+        self._updated: set[int] = set()  # the same, of those that an update has left as they were
         self._agreed = False
         self.num_taken = 0
         self.has_written = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note the leaves that the program reads inside."""
-        with reading_leaves(self._note):
+        """Note the leaves that the program reads inside, and the nodes that it uses."""
+        with reading_leaves(self._note_read), telling_uses(self._note_use):
             yield
 
-    def _note(self, node: Any, leaves: Sequence[Any]) -> None:
+    def _note_read(self, node: Any, leaves: Sequence[Any]) -> None:
         self._read.add(id(node))
+
+    def _note_use(self, node: Any) -> None:
+        if id(node) in self._updated:
+            self.needed.update(self._places_of(node))
+
+    def note_result(self, result: Any) -> None:
+        """Note the nodes that the program returns: the next step needs them."""
+        for node in optree.tree_leaves(result, is_leaf=is_on_engine):
+            self._note_use(node)
+
+    def note_update(self, params: ShardedTree, state: ShardedOptState) -> None:
+        """Note that an update of both has ended, which has not written over them."""
+        self._updated |= {id(params), id(state)}
+
+    def _places_of(self, node: Any) -> list[int]:
+        return [n for n, given in enumerate(self._nodes) if given is node]
 
     def takes(self, params: ShardedTree, state: ShardedOptState) -> bool:
         """Whether both may be written over. Every rank asks at the same places: the first answer
@@ -64,8 +92,8 @@ class Donation:
         return True
 
     def _is_free(self, node: Any) -> bool:
-        is_given = sum(given is node for given in self._nodes) == 1
-        if not is_given or id(node) in self._read:
+        places = self._places_of(node)
+        if len(places) != 1 or id(node) in self._read or not self.needed.isdisjoint(places):
             return False
         # One that an update has used up before has no storage any more
         others = [x for x in self._nodes if x is not node and not _is_used_up(x)]

@@ -178,18 +178,33 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad(), unwatched():
             prepared = self._prepared(transform, grads, state, params)
-            if self.donation is not None and self.donation.takes(params, state):
+            if self.donation is None:
+                return self._apply_to_copies(prepared, grads, state, params)
+            if self.donation.takes(params, state):
                 return self._apply_in_place(prepared, grads, state, params)
-            if not prepared.fuses(params.pieces()):
-                updates, after = self.update(transform, grads, state, params)
-                return self.apply_updates(params, updates), after
-            # The kernel writes to these, and no argument is written to
-            flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
-            pieces = pieces_of(flats, params.holding)
-            _, tree = prepared.update(grads, state.tree, pieces, donate=False)
-            new = publish(params, flats, None, axes, self.options.gather, donate=True)
-            new = new.as_read_only(params.is_read_only)
-            return new, ShardedOptState(tree, state.holding)
+            result = self._apply_to_copies(prepared, grads, state, params)
+            self.donation.note_update(params, state)
+            return result
+
+    def _apply_to_copies(
+        self,
+        prepared: PreparedUpdate,
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+    ) -> tuple[ShardedTree, Any]:
+        """The next params and state; those given stay as they are."""
+        if not prepared.fuses(params.pieces()):
+            updates, after = self.update(prepared.optimizer, grads, state, params)
+            return self.apply_updates(params, updates), after
+        axes = self.options.axes
+        # The kernel writes to these, and no argument is written to
+        flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
+        pieces = pieces_of(flats, params.holding)
+        _, tree = prepared.update(grads, state.tree, pieces, donate=False)
+        new = publish(params, flats, None, axes, self.options.gather, donate=True)
+        new = new.as_read_only(params.is_read_only)
+        return new, ShardedOptState(tree, state.holding)
 
     def _apply_in_place(
         self,

@@ -95,7 +95,10 @@ class ShardedProgramStep:
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._forms: list[_Form] = []
-        self._num_gradients: int | None = None  # the most that a call has taken
+        # What donations go by: the most gradients that a call has taken, and the nodes that a call
+        # has used after their update, by their places in the value
+        self._num_gradients: int | None = None
+        self._needed: set[int] = set()
 
     @property
     def group(self) -> Group:
@@ -232,7 +235,7 @@ class ShardedProgramStep:
                 watch.name(value, "the value")
             rank, device = axes.world.rank, _device_of(value)
             with streams(state.seed, state.step, device, rank) as running, watched:
-                result, num_gradients = self._run(state, value, args)
+                result, donation = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
@@ -241,28 +244,34 @@ class ShardedProgramStep:
             number = int(state.step)
             self._agreement.on_results(number, new, metrics, running.num_draws, watch)
             # Once no rank has failed, so that all ranks know the same number
-            self._num_gradients = max(num_gradients, self._num_gradients or 0)
+            if donation is not None:
+                self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
+                self._needed |= donation.needed
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
 
-    def _run(self, state: State, value: Any, args: Sequence[Any]) -> tuple[Any, int]:
-        """The program's result, and its number of gradients, which is counted when donating. Then
-        the value is updated in place where it may be."""
+    def _run(self, state: State, value: Any, args: Sequence[Any]) -> tuple[Any, Donation | None]:
+        """The program's result, and when donating, what the step has written over. Then the value
+        is updated in place where it may be."""
         if not self.options.donate:
-            return self.unsharded.program(value, *args), 0
+            return self.unsharded.program(value, *args), None
         number = int(state.step)
         donation = Donation(
-            value, self._num_gradients, lambda: self._agreement.before_writing(number)
+            value,
+            self._num_gradients,
+            self._needed,
+            agree=lambda: self._agreement.before_writing(number),
         )
         self.engine.donation = donation
         try:
             with donation.running():
                 result = self.unsharded.program(value, *args)
+                donation.note_result(result)
         finally:
             self.engine.donation = None
             if donation.has_written:
                 assert state.sharding is not None
                 state.sharding.donations.take(state.step)
-        return result, donation.num_taken
+        return result, donation
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their

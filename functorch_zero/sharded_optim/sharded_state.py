@@ -13,7 +13,7 @@ import optree
 from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError
 from ..layout.extent import Extent
-from ..layout.sharded_tree import is_in_a_loss, tell_reader
+from ..layout.sharded_tree import is_in_a_loss, tell_reader, tell_use
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
 from ..tree import outline
@@ -87,6 +87,7 @@ class ShardedOptState(OnEngine):
                 "are one rank's pieces there. Remedy: pass the loss fz.unshard(state), or the "
                 "number that it needs"
             )
+        tell_use(self)
         if self.is_used_up:
             raise DonatedError(
                 "an optimizer's state was donated to a step, and its storage holds the next one "

@@ -125,26 +125,117 @@ def test_a_read_leaf_keeps_its_values() -> None:
                 assert_equal_values(kept, donated, grade="bitwise")
 
 
-def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
-    """The old params beside the new ones: a program that keeps them can't donate them."""
+def averages(old: Any, new: Any) -> Any:
+    """The mean of old and new params, which reads the old ones."""
+    mean = tree_map(lambda a, b: (a + b) / 2, old, new)
+    return tree_map(lambda m, b: m.detach().requires_grad_(b.requires_grad), mean, new)
 
-    def keeps_old(value: Any, x: Tensor) -> Any:
-        params, state, _ = value
-        (new, state), metrics = simple((params, state), x)
-        return (new, state, params), metrics
 
+# Uses of the old params after their update: by the old and the new ones the next params
+USES = {
+    "tree_map": averages,
+    "unshard": lambda old, new: fz.unshard(old) and new,
+    "apply_updates": lambda old, new: fz.apply_updates(old, fz.zero_updates(new)),
+    "apply": lambda old, new: adamw.apply(fz.zero_updates(old), adamw.init(new), old)[0],
+}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("name", USES)
+def test_old_params_that_a_program_uses_are_kept(name: str, level: int) -> None:
+    """The first step, which doesn't donate, finds out."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        (new, state), metrics = simple(value, x)
+        return (USES[name](value[0], new), state), metrics
+
+    step = fz.program_step(program, init=init)
+
+    def run(group: Any) -> Any:
+        kept, _ = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert not any(used_up)
+        return kept, donated
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_an_old_state_that_a_program_uses_is_kept() -> None:
+    def twice(value: Any, x: Tensor) -> Any:
+        (new, _), metrics = simple(value, x)
+        return adamw.apply(fz.zero_updates(new), value[1], new), metrics
+
+    step = fz.program_step(twice, init=init)
+
+    def run(group: Any) -> Any:
+        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def keeps_old(value: Any, x: Tensor) -> Any:
+    """The old params beside the new ones."""
+    params, state, _ = value
+    (new, state), metrics = simple((params, state), x)
+    return (new, state, params), metrics
+
+
+def test_old_params_may_stay_in_the_value() -> None:
     step = fz.program_step(keeps_old, init=lambda params: (*init(params), params))
+
+    def run(group: Any) -> Any:
+        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_ranks_may_use_old_params_alone() -> None:
+    """The rank that reads them keeps them, and the others donate."""
+
+    def run(group: Any) -> Any:
+        def reports(value: Any, x: Tensor) -> Any:
+            result = simple(value, x)
+            if group.rank == 0:
+                optree.tree_leaves(value[0])
+            return result
+
+        step = fz.program_step(reports, init=init)
+        kept, _ = trained_by(step, group, 1, donate=False)
+        sharded = fz.shard(step, level=1, group=group, donate=True)
+        state = sharded.init(FIRST)
+        for n, x in enumerate(BATCHES):
+            before = state
+            state, _ = sharded(state, part(x, group))
+            if n > 0 and group.rank != 0:
+                with pytest.raises(DonatedError):
+                    sharded.check_state(before)
+            else:
+                sharded.check_state(before)
+        return kept, sharded.unshard(state).value
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
+    """A program that needs old params in a later step alone."""
+
+    def program(value: Any, x: Tensor, keeps: bool) -> Any:
+        (new, state), metrics = simple(value, x)
+        return (averages(value[0], new) if keeps else new, state), metrics
+
+    step = fz.program_step(program, init=init)
 
     def run(group: Any) -> None:
         sharded = fz.shard(step, level=3, group=group, donate=True)
-        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
+        state = sharded.init(FIRST)
+        for x in BATCHES[:3]:
+            state, _ = sharded(state, part(x, group), False)
         with pytest.raises(DonatedError, match="donate=False"):
-            for x in BATCHES:
-                state, _ = sharded(state, part(x, group))
-        kept = fz.shard(step, level=3, group=group)
-        state = kept.init(FIRST)
-        for x in BATCHES:
-            state, _ = kept(state, part(x, group))
+            sharded(state, part(BATCHES[3], group), True)
 
     run_ranks(run, 2)
 
