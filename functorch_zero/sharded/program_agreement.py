@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree
 from ..model.untouched import is_looked_at
 from ..params import is_on_engine
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import Metrics
 from ..tree import content_digests, paths
 from ..version import __version__
@@ -129,9 +131,12 @@ class ProgramAgreement:
         # Small tensors in every step, large ones now and then: their digests take time
         limit = math.inf if is_looked_at(step) else _SMALL
         rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}
+        # A program may have put a count or a rate of its own into an optimizer's state
+        if is_looked_at(step):
+            rest |= _whole_leaves(value, ShardedOptState)
         # The library's functions leave whole params alike; those of a program's own may not
         if watch.computes_with_whole:
-            rest |= _whole_leaves(value)
+            rest |= _whole_leaves(value, ShardedTree)
         failed = agree_on_results(
             step,
             metrics,
@@ -151,16 +156,16 @@ def rest_of(value: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
 
 
-def _whole_leaves(value: Any) -> dict[str, Tensor]:
-    """By path, the leaves of trees and states that every rank holds whole."""
+def _whole_leaves(value: Any, kind: type[ShardedTree] | type[ShardedOptState]) -> dict[str, Any]:
+    """By path, the tensors and numbers that every rank holds whole: in trees, or in states."""
     nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
     found = {}
     for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
-        if not is_on_engine(node):
+        if not isinstance(node, kind):
             continue
         rows = zip(paths(node.tree), optree.tree_leaves(node.tree), extents_of(node), strict=True)
         for path, leaf, extent in rows:
-            if extent is None and isinstance(leaf, Tensor):
+            if extent is None and isinstance(leaf, Tensor | int | float | complex):
                 found[f"{prefix}.{path}".strip(".")] = leaf
     return found
 

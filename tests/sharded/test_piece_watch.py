@@ -241,9 +241,43 @@ def test_whole_params_that_differ_between_ranks_are_refused() -> None:
     run_ranks(run, 2)
 
 
-def test_pieces_in_an_optimizers_state_are_watched() -> None:
-    adam = optim.scale_by_adam()
+adam = optim.scale_by_adam()
+injected = optim.inject_hyperparams(optim.sgd)(learning_rate=0.1)
+STATES: dict[str, tuple[Any, Callable[[Any, Tensor], Any]]] = {
+    "count": (adam, lambda state, x: state._replace(count=torch.tensor(int(x.mean() > 0)))),
+    "rate": (
+        injected,
+        lambda state, x: optim.with_hyperparams(state, learning_rate=x.mean().item()),
+    ),
+    "observed": (optim.reduce_on_plateau(), lambda state, x: optim.observe(state, x.mean())),
+}
 
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", STATES)
+def test_numbers_in_a_state_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
+    """No operator of the program touches a leaf of the state."""
+    optimizer, change = STATES[name]
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        params, state = optimizer.apply(grads, state, params)
+        return (params, change(state, x)), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+    x = torch.cat([X[:4].abs(), -X[4:].abs()])
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        with pytest.raises(MismatchError, match=r"differ between ranks: leaf '1\."):
+            sharded(sharded.init(FIRST), part(x, group))
+        sharded(sharded.init(FIRST), X)  # the same on all ranks
+
+    run_ranks(run, 2)
+
+
+def test_pieces_in_an_optimizers_state_are_watched() -> None:
     def program(value: Any, x: Tensor) -> Any:
         params, state = value
         loss_value, grads = fz.value_and_grad(loss)(params, x)
@@ -265,7 +299,6 @@ def test_pieces_in_an_optimizers_state_are_watched() -> None:
 
 def test_an_optimizers_state_may_be_changed_elementwise() -> None:
     """A restart of momentum, with the count of steps, which every rank has."""
-    adam = optim.scale_by_adam()
 
     def program(value: Any, x: Tensor) -> Any:
         params, state = value
