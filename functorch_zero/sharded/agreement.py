@@ -91,7 +91,7 @@ def agree_on_results(
     rest: Mapping[str, str],
     group: Group,
     *,
-    operations: Sequence[str],
+    operations: Sequence[Any],
     num_draws: int,
     failed: bool,
 ) -> bool:
@@ -103,7 +103,7 @@ def agree_on_results(
         step: its number.
         metrics: by name, 0-d.
         rest: by path, digests of the leaves of the value that every rank holds whole.
-        operations: of the program on parts of leaves, where it was watched.
+        operations: of the program on parts of leaves, where it was watched: plain data.
         num_draws: of `fz.random`.
         failed: whether a background task of this rank has.
     """

@@ -81,6 +81,8 @@ class ShardedEngine:
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
         # Of each transform, by the id of a layout, which the value keeps alive
         self._updates: WeakKeyDictionary[Transform, dict[int, PreparedUpdate]] = WeakKeyDictionary()
+        # Of those that ranks have compared
+        self._descriptions: WeakKeyDictionary[Transform, Any] = WeakKeyDictionary()
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh.
@@ -128,7 +130,9 @@ class ShardedEngine:
             layout = params.sharding.layout
             # First: other transforms ask other questions, whose collectives would not meet
             group = labelled(axes.world, "optimizer/agreement")
-            agree(group, {"optimizer": described(transform)})
+            description = described(transform)
+            agree(group, {"optimizer": description})
+            self._descriptions[transform] = description
             check_claims(transform, _trained_on_meta(layout))
             return self.first_state(transform, params)
 
@@ -225,6 +229,12 @@ class ShardedEngine:
         axes, gather = self.options.axes, self.options.gather
         new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
         return new.as_read_only(read_only), after
+
+    def description_of(self, transform: Transform) -> Any:
+        """A transform as ranks compare it. Of one that they have compared it stays what it was: a
+        function of the user's may refer to things that change, a log say."""
+        known = self._descriptions.get(transform)
+        return described(transform) if known is None else known
 
     @noted
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:

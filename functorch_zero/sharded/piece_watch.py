@@ -7,19 +7,21 @@ leaves. All others, such as a sum, are of this rank's part alone, and nothing wo
 Note [operations]: an elementwise function may still be this rank's own: by a factor that it has
 made of its part of the batch, or in a branch that it alone takes. So the watch writes down each
 operation on a piece, with its numbers, and ranks compare them as they compare the step's results.
-A branch may also do no more than choose a tree: the old params, where a batch looks bad. So pieces
-and trees have names, by the operation or the library's call that has made them, and the watch
-writes down the trees that each call is given, and those of the next value.
+A number reaches calls of the library in other ways, too: as an optimizer's rate, as a seed, in
+buffers. So all is written down of a call that ranks must have alike. A branch may also do no more
+than choose a tree: the old params, where a batch looks bad. So pieces and trees have names, by the
+operation or the library's call that has made them, and the watch writes down the trees that each
+call is given, and those of the next value.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import optree
@@ -32,11 +34,14 @@ from ..errors import StructureError, explain
 from ..layout.extent import Extent
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..optim.base import Transform
 from ..optim.claims import operators
 from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.program import LossCall
+from ..step.rng import telling_draws
+from ..tree import content_digests, has_values, paths
 from .reach import reachable_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -102,8 +107,7 @@ def noted(function: Function) -> Function:
         watch = _RUNNING.get()
         if watch is None:
             return function(engine, *args, **kwargs)
-        given = [arg.args if isinstance(arg, LossCall) else arg for arg in args]
-        call = watch.note_call(function.__name__, given)
+        call = watch.note_call(function.__name__, args, engine.description_of)
         made = function(engine, *args, **kwargs)
         watch.name(made, call)
         return made
@@ -116,6 +120,24 @@ def check_leaves_of_loss(call: LossCall) -> None:
     watch = _RUNNING.get()
     if watch is not None:
         watch.check_loss(call)
+
+
+class _Operation(NamedTuple):
+    """An operator on pieces, or a call of the library. See Note [operations]."""
+
+    func: Any
+    operands: list[Any]
+    line: str = ""
+    # Of a call what it was given beside trees, by name: plain data, or a function that makes it
+    given: Mapping[str, Any] = {}
+
+    def told(self) -> Any:
+        """Plain data, the same on all ranks. Waits for numbers that are on a device."""
+        operands = ", ".join(map(_told, self.operands))
+        if not self.given:
+            return f"{self.func} of {operands}{self.line}"
+        given = {key: it() if callable(it) else it for key, it in self.given.items()}
+        return {str(self.func): {"trees": operands, **given}}
 
 
 class _Piece(NamedTuple):
@@ -135,8 +157,7 @@ class PieceWatch:
     def __init__(self, rank: int):
         self.rank = rank
         self.computes_with_whole = False
-        # See Note [operations]: of each the operator, its operands and the line
-        self._operations: list[tuple[Any, list[Any], str]] = []
+        self._operations: list[_Operation] = []
         # Leaves that are pieces, and what elementwise operators have made of them
         self._extents = WeakIdKeyDictionary()
         self._whole = WeakIdKeyDictionary()  # a set of leaves that every rank holds
@@ -158,6 +179,7 @@ class PieceWatch:
         token = _RUNNING.set(self)
         self._stack.callback(_RUNNING.reset, token)
         self._stack.enter_context(reading_leaves(self.note))
+        self._stack.enter_context(telling_draws(self.note_draw))
         self._stack.enter_context(watching(self))
 
     def stop(self) -> None:
@@ -205,7 +227,7 @@ class PieceWatch:
             if other not in (None, extent):
                 self._refuse(f"{func} combines them with pieces of another leaf", extent)
         operands = [self._noted(x) for x in (*args, *kwargs.values())]
-        self._operations.append((func, operands, _users_line()))
+        self._operations.append(_Operation(func, operands, _users_line()))
         shape = pieces[0].shape
         made = func(*args, **kwargs)
         for x in tensors_among(made):
@@ -215,10 +237,26 @@ class PieceWatch:
             self._names[x] = f"the result of operation {len(self._operations)}"
         return made
 
-    def note_call(self, name: str, given: Any) -> str:
-        """Write down a call of the library, with the trees that it is given. Returns its name."""
-        self._operations.append((name, [*self._told_of(given).values()], ""))
+    def note_call(
+        self, name: str, args: Sequence[Any], description_of: Callable[[Transform], Any]
+    ) -> str:
+        """Write down a call of the library, with what it is given. Returns its name."""
+        operands: list[Any] = []
+        given: dict[str, Any] = {}
+        for arg in args:
+            if isinstance(arg, Transform):
+                given["optimizer"] = partial(description_of, arg)
+            elif isinstance(arg, LossCall):
+                operands += self._told_of(arg.args).values()
+                given |= _digests_of("buffers", arg.buffers)
+            else:
+                operands += self._told_of(arg).values()
+        self._operations.append(_Operation(name, operands, given=given))
         return f"{name}, operation {len(self._operations)}"
+
+    def note_draw(self, kind: str, seed: int, step: int) -> None:
+        """Write down a draw of random numbers by a seed of the program's own."""
+        self._operations.append(_Operation(f"fz.random.{kind}", [f"seed {seed}", f"step {step}"]))
 
     def name(self, tree: Any, name: str) -> None:
         """Name the sharded trees and states in a tree, which all ranks have made alike."""
@@ -292,12 +330,10 @@ class PieceWatch:
                     )
                 )
 
-    def operations(self, value: Any) -> list[str]:
-        """Those on pieces so far, and the trees of the next value, in words that are the same on
-        all ranks. Waits for numbers that are on a device."""
-        told = []
-        for func, operands, line in self._operations:
-            told.append(f"{func} of {', '.join(map(_told, operands))}{line}")
+    def operations(self, value: Any) -> list[Any]:
+        """Those on pieces so far, and the trees of the next value: plain data, the same on all
+        ranks. Waits for numbers that are on a device."""
+        told = [operation.told() for operation in self._operations]
         for n, name in self._told_of(value).items():
             told.append(f"the return of {name} as tree {n} of the next value")
         return told
@@ -394,6 +430,13 @@ def _told(noted: Any) -> str:
     if isinstance(noted, torch.device):
         return noted.type
     return repr(noted.item() if isinstance(noted, Tensor) else noted)
+
+
+def _digests_of(name: str, tree: Any) -> dict[str, dict[str, str]]:
+    """Digests of the tensors in a tree, by path, under this name; nothing where there are none."""
+    rows = zip(paths(tree), optree.tree_leaves(tree), strict=True)
+    tensors = {path: x for path, x in rows if isinstance(x, Tensor) and has_values(x)}
+    return {name: content_digests(tensors)} if tensors else {}
 
 
 def _is_called_by_user() -> bool:

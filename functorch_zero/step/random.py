@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import optree
@@ -10,7 +11,7 @@ import optree
 from ..optim.random_numbers import Kind, Number, draw_leaf, key_of
 from ..params import is_on_engine
 from ..tree import paths
-from .rng import next_key
+from .rng import next_key, tell_draw
 
 __all__ = ["normal", "rademacher", "uniform"]
 
@@ -57,5 +58,8 @@ def _draw(kind: Kind, like: Any, seed: Number | None, step: Number) -> Any:
     for node in optree.tree_leaves(like, is_leaf=is_on_engine):
         extents += node.extents() if is_on_engine(node) else [None]
     key = next_key() if seed is None else key_of(seed, step)
+    # The number of draws without a seed is compared in every step
+    if seed is not None and any(extents):
+        tell_draw(kind, index(seed), index(step))
     rows = zip(paths(like), leaves, extents, strict=True)
     return treedef.unflatten([draw_leaf(kind, key, *row) for row in rows])

@@ -160,6 +160,27 @@ def next_key() -> int:
     return running.next_key()
 
 
+# Told of the draws of `random` by a seed, like sharded trees, in this thread: kind, seed and step
+_TOLD: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("_TOLD", default=None)
+
+
+@contextmanager
+def telling_draws(told: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Tell of the draws inside: ranks that draw by other seeds hold parts of other trees."""
+    token = _TOLD.set(told)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
+def tell_draw(kind: str, seed: int, step: int) -> None:
+    """Tell of a draw, if somebody asks."""
+    told = _TOLD.get()
+    if told is not None:
+        told(kind, seed, step)
+
+
 def _no_stream(why: str) -> StructureError:
     return StructureError(
         explain(

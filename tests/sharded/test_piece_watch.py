@@ -16,6 +16,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import run_ranks
+from functorch_zero.optim.base import init_empty
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.tiers import thinned
 
@@ -64,6 +65,27 @@ def by_parameter(g: Tensor) -> Tensor:
     return (own / own.norm()).detach()
 
 
+unscaled, halved = optim.scale(1), optim.scale(0.5)
+
+
+def updated(grads: Any, params: Any, optimizer: Any) -> Any:
+    """By an optimizer that may be made in the step. Its state has no leaves."""
+    return optimizer.update(grads, unscaled.init(params), params)[0]
+
+
+def by_author(factor: float) -> Any:
+    """A transform without a name."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: factor * u, updates), state
+
+    return optim.pointwise(init_empty, update)
+
+
+def noise(grads: Any, **numbers: int) -> Any:
+    return tree_map(torch.add, grads, fz.random.normal(grads, **numbers))
+
+
 WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "norm": (norm_by_hand, "aten.sum.* is not elementwise"),
     "max": (lambda g, p: tree_map(lambda g: g / g.abs().max(), g), "not elementwise"),
@@ -103,6 +125,8 @@ RIGHT: dict[str, Callable[[Any, Any], Any]] = {
     "random": lambda g, p: tree_map(lambda g, n: g + 0.1 * n, g, fz.random.normal(g)),
     "cast": lambda g, p: tree_map(lambda g: g.float().double(), g),
     "optimizer": lambda g, p: sgd.update(g, sgd.init(p), p)[0],
+    "seed": lambda g, p: noise(g, seed=3, step=1),
+    "optimizers": lambda g, p: updated(updated(g, p, by_author(0.5)), p, optim.scale(2)),
     "clipped": lambda g, p: optim.clip_by_global_norm(0.1).update(
         g, optim.clip_by_global_norm(0.1).init(p), p
     )[0],
@@ -176,6 +200,11 @@ OWN: dict[str, Callable[[Any, Any, Tensor], Any]] = {
     "branch": lambda g, p, x: tree_map(torch.neg, g) if x.mean() > 0 else g,
     "choice": chosen,
     "choice of leaves": chosen_leaves,
+    "optimizer": lambda g, p, x: updated(g, p, optim.scale(x.mean().item())),
+    "author's": lambda g, p, x: updated(g, p, by_author(x.mean().item())),
+    "choice of optimizers": lambda g, p, x: updated(g, p, unscaled if x.mean() > 0 else halved),
+    "seed": lambda g, p, x: noise(g, seed=int(1e6 * x.mean())),
+    "step": lambda g, p, x: noise(g, seed=0, step=int(1e6 * x.mean())),
 }
 
 
@@ -188,7 +217,7 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
         value, grads = fz.value_and_grad(loss)(params, x)
         return fz.apply_updates(params, OWN[name](grads, params, x)), {"loss": value}
 
-    story = r"operation \d on parts of leaves is .*Remedy: make of each rank's own batch only"
+    story = r"operation \d on parts of leaves(\.update\.optimizer.*)? is .*Remedy: make of each"
     step = fz.program_step(program, init=lambda params: params)
     x = X - X[:4].mean() - 0.1  # of which the first rank's part has a negative mean, the other not
     x[4:] += 1 - x[4:].mean()
@@ -197,6 +226,59 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
         sharded = fz.shard(step, level=level, group=group)
         with pytest.raises(MismatchError, match=story):
             sharded(sharded.init(FIRST), part(x, group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_buffers_that_differ_between_ranks_are_refused(level: int) -> None:
+    def scaled_loss(params: Any, *, buffers: Any, batch: Tensor) -> Tensor:
+        return buffers["scale"] * loss(params, batch)
+
+    def program(params: Any, x: Tensor, scale: Tensor) -> Any:
+        buffers = {"scale": scale}
+        (mean, _, _), grads = fz.value_and_grad(scaled_loss)(params, buffers=buffers, batch=x)
+        return fz.apply_updates(params, tree_map(torch.neg, grads)), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: params)
+
+    def run(group: Any) -> None:
+        sharded, x = fz.shard(step, level=level, group=group), part(X, group)
+        with pytest.raises(
+            MismatchError,
+            match=r"operation 1 on parts of leaves\.value_and_grad\.buffers\.scale is",
+        ):
+            sharded(sharded.init(FIRST), x, x.mean())
+        sharded(sharded.init(FIRST), x, X.mean())
+
+    run_ranks(run, 2)
+
+
+def test_an_optimizer_is_compared_as_it_was_at_its_init() -> None:
+    """Its function refers to a log, which one rank alone keeps."""
+
+    def run(group: Any) -> None:
+        log: list[int] = []
+
+        def update(updates: Any, state: Any, params: Any) -> Any:
+            assert len(log) < 10
+            return updates, state
+
+        logging = optim.pointwise(init_empty, update)
+
+        def program(value: Any, x: Tensor) -> Any:
+            params, state = value
+            mean, grads = fz.value_and_grad(loss)(params, x)
+            if group.rank == 0:
+                log.append(len(log))
+            return logging.apply(grads, state, params), {"loss": mean}
+
+        step = fz.program_step(program, init=lambda params: (params, logging.init(params)))
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(FIRST)
+        for _ in range(3):
+            state, _ = sharded(state, part(X, group))
+        assert bool(log) == (group.rank == 0)
 
     run_ranks(run, 2)
 
