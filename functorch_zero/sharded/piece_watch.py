@@ -8,8 +8,9 @@ Note [operations]: an elementwise function may still be this rank's own: by a fa
 made of its part of the batch, or in a branch that it alone takes. So the watch writes down each
 operation on a piece, with its numbers, and ranks compare them as they compare the step's results.
 A number reaches calls of the library in other ways, too: as an optimizer's rate, as a seed, in
-buffers. So all is written down of a call that ranks must have alike. A branch may also do no more
-than choose a tree: the old params, where a batch looks bad. So pieces and trees have names, by the
+buffers, in leaves that every rank holds whole. So all is written down of a call that ranks must
+have alike: digests of leaves that the program has made, say. A branch may also do no more than
+choose a tree: the old params, where a batch looks bad. So pieces and trees have names, by the
 operation or the library's call that has made them, and the watch writes down the trees that each
 call is given, and those of the next value.
 """
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import PYTREE_FILE, storage_id
+from .._torch_private import PYTREE_FILE, storage_id, version_of
 from ..errors import StructureError, explain
 from ..layout.extent import Extent
 from ..layout.levels import level_of
@@ -161,6 +162,9 @@ class PieceWatch:
         # Leaves that are pieces, and what elementwise operators have made of them
         self._extents = WeakIdKeyDictionary()
         self._whole = WeakIdKeyDictionary()  # a set of leaves that every rank holds
+        # The versions of those that ranks have alike: by the library, or by a comparison
+        self._alike = WeakIdKeyDictionary()
+        self._read = WeakIdKeyDictionary()  # a set of the trees and states that somebody has read
         # Of trees and states that the library has made; of leaves, and of what was made of them
         self._names = WeakIdKeyDictionary()
         self._stack = ExitStack()
@@ -189,14 +193,19 @@ class PieceWatch:
     def note(self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]) -> None:
         """Remember the extents of the leaves of a tree, or of a state, which somebody reads."""
         name = self._names.get(node, "a tree")
+        # Later the program may have put in leaves of its own
+        is_librarys = node in self._names and node not in self._read
+        self._read[node] = True
         for n, (leaf, extent) in enumerate(zip(leaves, extents_of(node), strict=True)):
             if not isinstance(leaf, Tensor):
                 continue
             self._names.setdefault(leaf, f"leaf {n} of {name}")
-            if extent is None:
-                self._whole[leaf] = True
-            else:
+            if extent is not None:
                 self._extents[leaf] = extent
+                continue
+            self._whole[leaf] = True
+            if is_librarys:
+                self._alike.setdefault(leaf, _version(leaf))
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or refuse it."""
@@ -243,14 +252,18 @@ class PieceWatch:
         """Write down a call of the library, with what it is given. Returns its name."""
         operands: list[Any] = []
         given: dict[str, Any] = {}
+        trees: list[Any] = []
         for arg in args:
             if isinstance(arg, Transform):
                 given["optimizer"] = partial(description_of, arg)
             elif isinstance(arg, LossCall):
                 operands += self._told_of(arg.args).values()
-                given |= _digests_of("buffers", arg.buffers)
+                trees.append(arg.args)
+                given |= _named("buffers", _digests_of(arg.buffers))
             else:
                 operands += self._told_of(arg).values()
+                trees.append(arg)
+        given |= _named("whole leaves", self._own_of(trees))
         self._operations.append(_Operation(name, operands, given=given))
         return f"{name}, operation {len(self._operations)}"
 
@@ -280,6 +293,19 @@ class PieceWatch:
             else:
                 told[n] = self._names[node]
         return told
+
+    def _own_of(self, trees: Any) -> dict[str, str]:
+        """Of trees and states that a call is given, digests of the leaves that every rank holds
+        whole and that the program has made, or written to. They may be this rank's own."""
+        own: dict[str, Any] = {}
+        for n, node in enumerate(optree.tree_leaves(trees, is_leaf=is_on_engine)):
+            if not is_on_engine(node) or (node in self._names and node not in self._read):
+                continue
+            for path, leaf in whole_leaves(node).items():
+                if isinstance(leaf, Tensor) and self._alike.get(leaf, -1) != _version(leaf):
+                    own[f"{path} of tree {n}"] = leaf
+                    self._alike[leaf] = _version(leaf)
+        return _digests_of(own)
 
     def see_function(self, func: Any, x: Tensor) -> None:
         """Refuse to hand values to Python or numpy, and to tell a piece's own shape."""
@@ -402,6 +428,19 @@ def _place(x: Tensor) -> Any:
     return storage_id(x), x.storage_offset(), x.shape
 
 
+def whole_leaves(node: ShardedTree | ShardedOptState) -> dict[str, Any]:
+    """By path, the leaves of a tree or state that every rank holds whole."""
+    # No read of the program's
+    with reading_leaves(None):
+        tree = node.tree
+    extents = extents_of(node)
+    if all(extents):
+        return {}
+    # Where they are not as many, the call that is given the node refuses it
+    rows = zip(paths(tree), optree.tree_leaves(tree), extents, strict=False)
+    return {path: leaf for path, leaf, extent in rows if extent is None}
+
+
 def _users_frame() -> Any:
     """The innermost frame outside of torch and optree, from the operator outwards."""
     frame: Any = sys._getframe(2)
@@ -432,11 +471,19 @@ def _told(noted: Any) -> str:
     return repr(noted.item() if isinstance(noted, Tensor) else noted)
 
 
-def _digests_of(name: str, tree: Any) -> dict[str, dict[str, str]]:
-    """Digests of the tensors in a tree, by path, under this name; nothing where there are none."""
+def _digests_of(tree: Any) -> dict[str, str]:
+    """Digests of the tensors in a tree, by path."""
     rows = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    tensors = {path: x for path, x in rows if isinstance(x, Tensor) and has_values(x)}
-    return {name: content_digests(tensors)} if tensors else {}
+    return content_digests({path: x for path, x in rows if isinstance(x, Tensor) and has_values(x)})
+
+
+def _named(name: str, digests: dict[str, str]) -> dict[str, dict[str, str]]:
+    return {name: digests} if digests else {}
+
+
+def _version(leaf: Tensor) -> int | None:
+    """It changes with each write in place; tensors of inference mode have none."""
+    return None if leaf.is_inference() else version_of(leaf)
 
 
 def _is_called_by_user() -> bool:

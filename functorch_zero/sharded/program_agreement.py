@@ -25,7 +25,7 @@ from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
 from .deferred_values import DigestedFill
 from .options import Options
-from .piece_watch import PieceWatch, extents_of
+from .piece_watch import PieceWatch, whole_leaves
 
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
@@ -163,9 +163,8 @@ def _whole_leaves(value: Any, kind: type[ShardedTree] | type[ShardedOptState]) -
     for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
         if not isinstance(node, kind):
             continue
-        rows = zip(paths(node.tree), optree.tree_leaves(node.tree), extents_of(node), strict=True)
-        for path, leaf, extent in rows:
-            if extent is None and isinstance(leaf, Tensor | int | float | complex):
+        for path, leaf in whole_leaves(node).items():
+            if isinstance(leaf, Tensor | int | float | complex):
                 found[f"{prefix}.{path}".strip(".")] = leaf
     return found
 

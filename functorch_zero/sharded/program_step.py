@@ -170,7 +170,9 @@ class ShardedProgramStep:
             cut[name] = self._cut(given[name], layout, fills.get(name))
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
-        with PieceWatch(self.group.rank).running():
+        watch = PieceWatch(self.group.rank)
+        watch.name(own, "the arguments")
+        with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
         value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)

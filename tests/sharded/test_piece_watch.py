@@ -10,7 +10,7 @@ import optree
 import pytest
 import torch
 from optree import tree_map
-from torch import Tensor
+from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
@@ -306,6 +306,75 @@ def test_a_tree_that_one_rank_alone_returns_is_refused(level: int) -> None:
         assert_equal_values(FIRST, sharded.unshard(state).value[0])
 
     run_ranks(run, 2)
+
+
+def assigned(params: Any, k: Any) -> Any:
+    params.tree["a"] = (params["a"] * k).requires_grad_()
+    return tree_map(lambda p: p, params)
+
+
+def written(params: Any, k: Any) -> Any:
+    optree.tree_leaves(params)[0].mul_(k)
+    return params
+
+
+# Params displaced by a number
+DISPLACED: dict[str, Callable[[Any, Any], Any]] = {
+    "made": lambda params, k: tree_map(lambda p: (p * k).requires_grad_(), params),
+    "made twice": lambda params, k: tree_map(
+        lambda p: p, tree_map(lambda p: (p * k).requires_grad_(), params)
+    ),
+    "data": lambda params, k: tree_map(lambda p: nn.Parameter(p.data * k), params),
+    "assigned": assigned,
+    "written": written,
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("name", DISPLACED)
+def test_displaced_params_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
+    """They never reach the next value: gradients at them are means over ranks."""
+
+    def program(value: Any, x: Tensor, k: Any) -> Any:
+        params, trained = value
+        mean, grads = fz.value_and_grad(loss)(DISPLACED[name](params, k), x)
+        new = fz.apply_updates(trained, tree_map(lambda g: -0.1 * g, grads))
+        return (trained, new), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda p: (p, tree_map(lambda x: x * 1, p)))
+
+    def run(group: Any) -> None:
+        sharded, x = fz.shard(step, level=level, group=group), part(X, group)
+        with pytest.raises(MismatchError, match=r"leaves\.value_and_grad\.whole leaves\.a of tree"):
+            sharded(sharded.init(FIRST), x, x.mean())
+        sharded(sharded.init(FIRST), x, X.mean())
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_displaced_tree_that_is_only_read_is_compared(level: int) -> None:
+    def near(params: Any, centre: Any, x: Tensor) -> Tensor:
+        params, centre = fz.unshard((params, centre))
+        return loss(params, x) + (params["a"] - centre["a"]).square().sum()
+
+    def program(params: Any, x: Tensor, k: Any) -> Any:
+        centre = tree_map(lambda p: p.detach() * k, params)
+        mean, grads = fz.value_and_grad(near)(params, centre, x)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: params)
+    expected, _ = step(step.init(FIRST), X, X.mean())
+
+    def run(group: Any) -> Any:
+        sharded, x = fz.shard(step, level=level, group=group), part(X, group)
+        with pytest.raises(MismatchError, match=r"leaves\.value_and_grad\.whole leaves\.a of tree"):
+            sharded(sharded.init(FIRST), x, x.mean())
+        state, _ = sharded(sharded.init(FIRST), x, X.mean())
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
 
 
 def test_whole_params_that_differ_between_ranks_are_refused() -> None:
