@@ -492,8 +492,10 @@ class ShardedTree(OnEngine):
         this node is used up."""
         # Leaves are cut anew: those of this node may have gradients by now
         made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
-        for flat in flats:
-            self.holding.donated[flat.untyped_storage()] = None
+        for flat, bucket in zip(flats, self.sharding.layout.buckets, strict=True):
+            # Nobody writes to a frozen one, which other trees may have
+            if bucket.trainable:
+                self.holding.donated[flat.untyped_storage()] = None
         self._tree, self._known, self.is_used_up = None, None, True
         return made
 

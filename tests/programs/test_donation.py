@@ -257,6 +257,33 @@ def test_an_average_that_shares_storage_is_left_alone() -> None:
         assert_equal_values(kept, donated, grade="bitwise")
 
 
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_copy_may_share_frozen_leaves(level: int) -> None:
+    """Nobody writes to them, so the copy is not used up with the params."""
+
+    def slow(value: Any, x: Tensor) -> Any:
+        params, state, copy = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        copy = fz.apply_updates(copy, tree_map(lambda g: -0.01 * g, grads))
+        new = adamw.apply(grads, state, params)
+        copy = fz.apply_updates(copy, tree_map(lambda g: -0.01 * g, grads))
+        return (*new, copy), {"loss": mean}
+
+    def first(params: Any) -> Any:
+        return *init(params), fz.apply_updates(params, fz.zero_updates(params))
+
+    step = fz.program_step(slow, init=first)
+
+    def run(group: Any) -> Any:
+        kept, _ = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert used_up == [False] + [True] * (len(BATCHES) - 1)
+        return kept, donated
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
 def test_a_failure_before_the_last_gradient_loses_nothing() -> None:
     def two_losses(value: Any, x: Tensor, fails: bool) -> Any:
         def second(params: Any, x: Tensor) -> Tensor:
