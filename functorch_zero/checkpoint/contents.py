@@ -234,6 +234,8 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
 
 def _node_spots(node: Any, axes: Axes) -> Any:
     """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
+    if isinstance(node, ShardedTree) and node.holding.form == "pieces":
+        return _in_tree(node, _piece_spots(node, axes))
     if isinstance(node, ShardedTree):
         return _in_tree(node, _param_spots(node.sharding.layout, axes))
     if isinstance(node, ShardedOptState):
@@ -264,6 +266,35 @@ def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
+def _piece_spots(tree: ShardedTree, axes: Axes) -> list[_Spot]:
+    """The spots of a tree in pieces, as gradients and a momentum like them are."""
+    layout, saved = tree.sharding.layout, _saves_pieces(axes)
+    leaves = layout.treedef.flatten_up_to(tree.tree)
+    spots = []
+    for number, leaf in enumerate(leaves):
+        # Frozen leaves have neither gradients nor updates, and a tree that is read only has none
+        if leaf is None:
+            continue
+        spot = _piece_spot(layout, number, axes.piece_number)
+        spots.append(spot._replace(saved=saved))
+    return spots
+
+
+def _saves_pieces(axes: Axes) -> bool:
+    """Whether this rank saves its pieces of gradients and optimizer state."""
+    # Pieces that are cut over both axes have no copies; else one of those along the replicate axis
+    return axes.both or axes.replicate.rank == 0
+
+
+def _piece_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
+    """The spot of a piece of leaf `number`, as of its gradient and optimizer state."""
+    leaf = layout.leaves[number]
+    # One piece: every rank has all of the leaf
+    if leaf.cut.num_pieces == 1:
+        return _Spot(leaf.shape, everywhere=True)
+    return _cut(layout, number, piece_number)
+
+
 def _state_spots(state: Any, plan: StatePlan, layout: Layout, axes: Axes) -> list[_Spot]:
     """The spots of an optimizer's state, as the plan has it."""
     # A plan lists leaves in flatten order, so the numbers must match before they are paired
@@ -271,8 +302,7 @@ def _state_spots(state: Any, plan: StatePlan, layout: Layout, axes: Axes) -> lis
         raise StructureError(
             "the optimizer's state does not have the structure that its init makes"
         )
-    # A state cut over both axes has no copies; else one of those along the replicate axis saves
-    saved = axes.both or axes.replicate.rank == 0
+    saved = _saves_pieces(axes)
     spots = []
     for planned in plan.leaves:
         spot = _state_spot(planned, layout, axes.piece_number)
@@ -284,15 +314,14 @@ def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
     """The spot of one leaf of the optimizer's state."""
     if planned.kind == "replicated":
         return _EVERYWHERE
-    leaf = layout.leaves[planned.leaf]
-    # A state leaf may have a shape of its own, such as a statistic's
-    shape = planned.shape if planned.kind == "owned" else leaf.shape
-    # One piece: the bucket isn't cut, whoever owns the leaf
-    if leaf.cut.num_pieces == 1:
-        return _Spot(shape, everywhere=True)
     if planned.kind == "follows":
-        return _cut(layout, planned.leaf, piece_number)
-    # Owned: the owner has all of it, the others nothing
+        return _piece_spot(layout, planned.leaf, piece_number)
+    # Owned, in a shape of its own, such as a statistic's
+    shape = planned.shape
+    # One piece: the bucket isn't cut, whoever owns the leaf
+    if layout.leaves[planned.leaf].cut.num_pieces == 1:
+        return _Spot(shape, everywhere=True)
+    # The owner has all of it, the others nothing
     return _Spot(shape, 0, prod(shape) if planned.owner == piece_number else 0)
 
 
