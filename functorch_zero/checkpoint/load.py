@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -349,21 +350,19 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
 def blank_state(like: State, *, reuse: bool) -> State:
     """A state of the same structure whose values are to be overwritten, all of them.
 
-    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, with
-    three exceptions: scalars, since the step counter tells states apart; leaves whose values don't
-    lie row by row; a second use of the same storage.
+    Leaves that are views of one flat are so again, but no two have elements in common. With `reuse`
+    they are `like`'s own tensors, with three exceptions: scalars, since the step counter tells
+    states apart; leaves whose values don't lie row by row; a second use of the same storage.
     """
     leaves, treedef = optree.tree_flatten(like)
-    flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
-    used: set[int] = set()  # addresses of the tensors taken over; empty ones have none
+    flats: dict[int, list[_BlankFlat]] = {}  # by the id of the one that like's leaves are views of
+    used = _Ranges()  # addresses of the tensors taken over
     made = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             made.append(leaf)
-        elif reuse and _can_be_read_into(leaf) and leaf.data_ptr() not in used:
+        elif reuse and _can_be_read_into(leaf) and used.take(leaf.data_ptr(), leaf.nbytes):
             # Donated storage is taken over once: a second leaf in it gets storage of its own
-            if leaf.numel():
-                used.add(leaf.data_ptr())
             made.append(leaf)
         else:
             made.append(_blank(leaf, flats))
@@ -371,21 +370,61 @@ def blank_state(like: State, *, reuse: bool) -> State:
     return state
 
 
-def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
+class _Ranges:
+    """Ranges of numbers, apart from each other."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # in order
+        self._stops: list[int] = []
+
+    def take(self, start: int, length: int) -> bool:
+        """Add a range, and return True; False where it overlaps one that is here."""
+        stop, n = start + length, bisect_right(self._starts, start)
+        if not length:
+            return True
+        if n > 0 and start < self._stops[n - 1]:
+            return False
+        if n < len(self._starts) and self._starts[n] < stop:
+            return False
+        self._starts.insert(n, start)
+        self._stops.insert(n, stop)
+        return True
+
+
+class _BlankFlat(NamedTuple):
+    """A new flat, and the elements of it that are some leaf's."""
+
+    flat: Tensor
+    used: _Ranges
+
+
+def _blank(leaf: Tensor, flats: dict[int, list[_BlankFlat]]) -> Tensor:
     """A tensor like the leaf; a view of a new flat, added to `flats`, where the leaf is a view of
     one."""
     # The flat that a sharded tree's leaves are views of: collectives move it whole
     base = base_of(leaf)
     if base is not None and _is_plain_view(leaf, base):
-        if id(base) not in flats:
-            # Zeros: no leaf writes to the padding
-            flats[id(base)] = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
         offset = leaf.storage_offset() - base.storage_offset()
+        flat = _flat_with_room(flats.setdefault(id(base), []), base, int(offset), leaf.numel())
         # At the same place in the new flat
-        new = flats[id(base)].as_strided(leaf.shape, leaf.stride(), offset)
+        new = flat.as_strided(leaf.shape, leaf.stride(), offset)
     else:
         new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return new.requires_grad_() if leaf.requires_grad else new
+
+
+def _flat_with_room(made: list[_BlankFlat], base: Tensor, offset: int, numel: int) -> Tensor:
+    """The first of the flats like `base` in which no leaf has these elements; a new one if need
+    be."""
+    # Two trees of a first state may lie in one flat, and have other values by the time of a save
+    for flat, used in made:
+        if used.take(offset, numel):
+            return flat
+    # Zeros: no leaf writes to the padding
+    flat, used = torch.zeros(base.shape, dtype=base.dtype, device=base.device), _Ranges()
+    used.take(offset, numel)
+    made.append(_BlankFlat(flat, used))
+    return flat
 
 
 def _can_be_read_into(leaf: Tensor) -> bool:

@@ -251,3 +251,47 @@ def test_adahessian(tmp_path: Path, ranks: int, level: int) -> None:
             for now, then in ((expected[3], expected[2]), (after, before))
         )
         assert_equal_values(want, got)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_trees_that_begin_as_one(tmp_path: Path, level: int) -> None:
+    """A program's init may return a tree twice. Where one is trained, the other keeps its values,
+    though both lie in one storage in the state that is loaded into."""
+
+    def train_first(value: Any, x: Tensor) -> Any:
+        found, grads = fz.value_and_grad(loss)(value[0], x)
+        updates = tree_map(lambda g: -0.1 * g, grads)
+        return (fz.apply_updates(value[0], updates), value[1]), {"loss": found}
+
+    params = make_params("uneven")
+    base = fz.program_step(train_first, init=lambda params: (params, params))
+
+    def run(group: Any) -> Any:
+        step = fz.shard(base, level=level, group=group)
+        state = train(step, step.init(params), slice(0, 2))
+        checkpoint.save(tmp_path, step, state)
+        loaded = checkpoint.load(tmp_path, step, like=step.init(params)).state
+        return step.unshard(state), step.unshard(loaded)
+
+    for saved, loaded in run_ranks(run, 2):
+        first, second = saved.value
+        assert not torch.equal(first["w"], second["w"])
+        assert_same(saved, loaded)
+
+
+def test_leaves_that_overlap(tmp_path: Path) -> None:
+    """Views of one tensor in the state that is loaded into get elements of their own."""
+
+    def views(params: Any) -> Any:
+        flat = torch.zeros(8, dtype=torch.float64)
+        return params, [flat[:4], flat[2:6], flat[4:], flat[1:3], flat[8:]]
+
+    def count(value: Any, x: Tensor) -> Any:
+        made = [torch.full_like(leaf, n + 1.0) for n, leaf in enumerate(value[1])]
+        return (value[0], made), {}
+
+    step = fz.program_step(count, init=views)
+    params = make_params("even")
+    state, _ = step(step.init(params), batches()[0])
+    checkpoint.save(tmp_path, step, state)
+    assert_same(state, checkpoint.load(tmp_path, step, like=step.init(params)).state)
