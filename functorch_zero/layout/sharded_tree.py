@@ -488,8 +488,8 @@ class ShardedTree(OnEngine):
         return ShardedTree.of_flats(flats, self.holding)
 
     def handed_on(self, flats: Sequence[Tensor]) -> ShardedTree:
-        """The same, in a node of its own, for a step that will write to these flats, the tree's;
-        this node is used up."""
+        """The same, in a node of its own, for a step that will write to these flats, the tree's,
+        where leaves are trained; this node is used up."""
         # Leaves are cut anew: those of this node may have gradients by now
         made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
         for flat, bucket in zip(flats, self.sharding.layout.buckets, strict=True):

@@ -240,6 +240,34 @@ def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
     run_ranks(run, 2)
 
 
+def test_a_slow_copy_beside_a_frozen_leaf() -> None:
+    """`apply_updates` hands frozen leaves on, so that both trees have them in one storage."""
+
+    def follows(value: Any, x: Tensor) -> Any:
+        params, state, slow = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        slow = fz.apply_updates(slow, tree_map(lambda g: -0.01 * g, grads))
+        return (*adamw.apply(grads, state, params), slow), {"loss": mean}
+
+    def first(params: Any) -> Any:
+        return (*init(params), fz.apply_updates(params, fz.zero_updates(params)))
+
+    step = fz.program_step(follows, init=first)
+
+    def run(group: Any) -> Any:
+        found = []
+        for level in (1, 3):
+            kept, _ = trained_by(step, group, level, donate=False)
+            donated, used_up = trained_by(step, group, level, donate=True)
+            assert used_up == [False] + [True] * (len(BATCHES) - 1)
+            found.append((kept, donated))
+        return found
+
+    for found in run_ranks(run, 2):
+        for kept, donated in found:
+            assert_equal_values(kept, donated, grade="bitwise")
+
+
 def test_an_average_that_shares_storage_is_left_alone() -> None:
     """The state's copies by `tree_map` hold its very tensors."""
 

@@ -333,6 +333,37 @@ def test_what_tree_map_made_of_donated_params_is_refused(level: int, read: bool)
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_copy_that_shares_only_frozen_leaves_is_kept(level: int) -> None:
+    """Nobody writes to a frozen leaf, so that a copy may have it in common with donated params."""
+    copies = {
+        "params + updates": lambda p: fz.apply_updates(p, fz.zero_updates(p)),
+        "clones of trained leaves": lambda p: tree_map(
+            lambda leaf: leaf.detach().clone().requires_grad_() if leaf.requires_grad else leaf, p
+        ),
+    }
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return ((params["w"] * params["frozen"] - x) ** 2).mean()
+
+    def run(group: Any) -> None:
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+        first = {
+            "w": torch.ones(6, dtype=torch.float64).requires_grad_(),
+            "frozen": torch.full((6,), 2.0, dtype=torch.float64),
+        }
+        x = torch.arange(6.0, dtype=torch.float64)
+        for name, copy in copies.items():
+            state = step.init(first)
+            kept = copy(state.params)
+            for _ in range(2):
+                state, _ = step(state, x)
+            assert_equal_values(first, fz.unshard(kept), grade="bitwise", what=name)
+            assert not torch.equal(fz.unshard(state.params)["w"], first["w"])
+
+    run_ranks(run, 2)
+
+
 def test_leaves_that_a_caller_joined_are_not_written_over() -> None:
     """One vector of the caller's own, of which each leaf is a part."""
 
