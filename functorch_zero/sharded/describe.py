@@ -38,9 +38,9 @@ class Row(NamedTuple):
     leaves: tuple[str, ...]  # their paths
     elements: int  # of whole leaves
     storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
-    compute: torch.dtype | None  # the dtype that whole leaves are used in
+    compute: torch.dtype | None  # the dtype that whole leaves are used in; None: no loss uses them
     wire: tuple[tuple[str, torch.dtype], ...]  # messages of a step, and their dtypes
-    where: str  # params, between steps: "whole", or "1/4" for a piece of four
+    where: str  # the leaves, between steps: "whole", or "1/4" for a piece of four
     nbytes: int  # of params here, padding included
     state: tuple[torch.dtype, ...]  # dtypes of the optimizer's state of these leaves
     state_where: str  # "whole", "1/4", "at owners", or ""
@@ -94,8 +94,8 @@ _NUMBERS = ("leaves", "bytes")  # columns that are aligned to the right
 def _cells(row: Row) -> tuple[str, ...]:
     """The row's entries, a cell per column of the head.
 
-    Tensors that belong to no leaf have no number of leaves and no compute dtype: "". "-" says that
-    nothing travels, or that there is no optimizer's state.
+    Tensors that belong to no leaf have no number of leaves and no compute dtype: "". Nor have trees
+    in pieces a compute dtype. "-" says that nothing travels, or that there is no optimizer's state.
     """
     compute = "" if row.compute is None else short(row.compute)
     wire = ", ".join(f"{message} {short(dtype)}" for message, dtype in row.wire)
@@ -222,16 +222,24 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
 
 
 def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[Row]:
-    """A row per bucket of a sharded tree."""
-    layout, leaves = tree.sharding.layout, optree.tree_leaves(tree)
+    """A row per bucket of a sharded tree that has leaves here."""
+    layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
+    leaves = layout.treedef.flatten_up_to(tree.tree)
     rows = []
     for unit in layout.units:
         for b in unit.buckets:
             bucket = layout.buckets[b]
             names = tuple(f"{name}.{layout.leaves[n].path}" for n in bucket.leaves)
-            held = [leaves[n] for n in bucket.leaves]
-            wire = () if gather is None else _wire(bucket, gather)
-            rows.append(_row(f"{name}.{unit.name}".rstrip("."), bucket, names, held, (), wire))
+            # In pieces, frozen leaves are None, and so are all of a tree that is read only
+            held = [leaves[n] for n in bucket.leaves if leaves[n] is not None]
+            if not held:
+                continue
+            wire = () if gather is None or is_in_pieces else _wire(bucket, gather)
+            row = _row(f"{name}.{unit.name}".rstrip("."), bucket, names, held, (), wire)
+            if is_in_pieces:
+                # As of gradients, which no loss uses
+                row = row._replace(where=_share(bucket.cut.num_pieces), compute=None)
+            rows.append(row)
     return rows
 
 

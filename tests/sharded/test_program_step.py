@@ -306,6 +306,29 @@ def test_describe() -> None:
         assert "program_step(gan)" in str(description)
 
 
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_describe_a_tree_in_pieces(level: int) -> None:
+    """At level 1 it is cut, though params are whole. Frozen leaves have no place in it."""
+    params = {
+        "w": torch.zeros(40, 40, requires_grad=True),
+        "frozen": torch.zeros(40),
+    }
+    first = lambda params: {"params": params, "momentum": fz.zero_updates(params)}
+    step = fz.program_step(lambda value: (value, {}), init=first)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        return fz.describe(sharded, sharded.init(params))
+
+    for description in run_ranks(run, 2):
+        assert str(description)
+        (row,) = [row for row in description.rows if row.unit == "momentum"]
+        assert row.leaves == ("momentum.w",) and row.elements == 1600
+        assert (row.where, row.nbytes) == (("whole", 6400) if level == 0 else ("1/2", 3200))
+        assert row.wire == () and row.compute is None
+        assert {n for row in description.rows for n in row.leaves} >= {"params.w", "params.frozen"}
+
+
 class Averaged(NamedTuple):
     params: Any
     ema: Any
@@ -621,6 +644,38 @@ def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
 
     for state in run_ranks(run, 2):
         assert_equal_values(expected.value, state.value)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_tree_in_pieces_beside_a_frozen_leaf(level: int) -> None:
+    """Where an operator of the program's own is run on whole leaves, ranks compare these; None of
+    the leaves in pieces is whole."""
+
+    def first(params: Any) -> Any:
+        average = tree_map(torch.clone, params)
+        return {"params": params, "momentum": fz.zero_updates(params), "average": average}
+
+    def program(value: Any, batch: Any) -> Any:
+        params = value["params"]
+        found, grads = fz.value_and_grad(lambda p, x: apply_noisy(p, x).square().mean())(
+            params, batch["noise"]
+        )
+        momentum = tree_map(lambda m, g: 0.9 * m + g, value["momentum"], grads)
+        params = fz.apply_updates(params, tree_map(lambda m: -0.1 * m, momentum))
+        average = tree_map(lambda a, p: 0.9 * a + 0.2 * p.detach(), value["average"], params)
+        return {"params": params, "momentum": momentum, "average": average}, {"loss": found}
+
+    frozen = tree_map(lambda x: x.detach().clone().requires_grad_(x.dim() > 1), first_noisy)
+    step = fz.program_step(program, init=first)
+    assert_sharded_equals_unsharded(step, frozen, batches(3), levels=[level], ranks=[1, 2])
+    made = fz.plan(frozen, step, level=level, ranks=2, batch=batches(1)[0])
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        return fz.describe(sharded, sharded.init(frozen))
+
+    of_trees = [row.nbytes for row in run_ranks(run, 2)[0].rows if row.leaves]
+    assert made.params + made.state == sum(of_trees)
 
 
 def test_single_tensors_given_to_init_are_copied() -> None:
