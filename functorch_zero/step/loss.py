@@ -286,6 +286,8 @@ def check_metrics(metrics: Any, rank: int | None = None) -> None:
 
 def _fault_of_metric(value: Any) -> str | None:
     """The words for a metric that no mean can be taken of; None: it has no fault."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an int that int64 doesn't hold; float(number) is one that float64 holds"
     if isinstance(value, bool | int | float):  # most that are no tensors
         return None
     try:

@@ -36,6 +36,28 @@ def test_what_is_no_real_number_is_refused(metric: Any) -> None:
         fz.host({"loss": 0.5, "accuracy": metric})
 
 
+@pytest.mark.parametrize("metric", [2**70, 2**63, -(2**63) - 1])
+def test_an_int_that_no_tensor_holds_is_refused(metric: int) -> None:
+    """By name, here and in a step."""
+    with pytest.raises(StructureError, match=r"path accuracy.*int64"):
+        fz.host({"loss": 0.5, "accuracy": metric})
+    assert fz.host({"accuracy": float(metric)})["accuracy"] == float(metric)
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        return params["w"].sum(), fz.Aux(metrics={"accuracy": metric})
+
+    step = fz.train_step(loss, optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"path accuracy.*int64"):
+        step(step.init({"w": torch.ones(3, requires_grad=True)}), None)
+    evaluate = fz.eval_step(lambda params, buffers, batch: {"accuracy": metric})
+    with pytest.raises(StructureError, match=r"path accuracy.*int64"):
+        evaluate(step.init({"w": torch.ones(3, requires_grad=True)}), None)
+
+
+def test_the_largest_ints_are_metrics() -> None:
+    assert dict(fz.host({"a": 2**63 - 1, "b": -(2**63)})) == {"a": 2.0**63, "b": -(2.0**63)}
+
+
 def test_later_writes_are_not_seen() -> None:
     loss = torch.tensor(1.0, dtype=torch.float64)
     got = fz.host({"loss": loss})
