@@ -489,15 +489,29 @@ def _device_of(value: Any) -> torch.device:
 
 def _without_fitting(old: Any, new: Any) -> tuple[Any, Any]:
     """Both values, with None where the new one's node is known to fit: where its flats do and it
-    has no leaves yet, since to compare these would cut them; and where the old one is used up."""
+    has no leaves yet, since to compare these would cut them; and where the old one is used up. Used
+    up nodes of the old one that don't fit keep their structure alone."""
     before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
     after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
     if treedef != other:
-        return old, new
+        return treedef.unflatten(map(_structure_of, before)), new
     for n, (one, two) in enumerate(zip(before, after, strict=True)):
         if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
             before[n] = after[n] = None
-    return treedef.unflatten(before), treedef.unflatten(after)
+    return treedef.unflatten(map(_structure_of, before)), treedef.unflatten(after)
+
+
+def _structure_of(node: Any) -> Any:
+    """A used up node's structure, with numbers for leaves; any other node is itself."""
+    if not is_on_engine(node) or not node.is_used_up:
+        return node
+    if isinstance(node, ShardedOptState):
+        plan = node.holding.plan
+        return ShardedOptState(plan.treedef.unflatten(range(len(plan.leaves))), node.holding)
+    layout, in_pieces = node.sharding.layout, node.holding.form == "pieces"
+    # In pieces, frozen leaves are None
+    leaves = [None if in_pieces and not leaf.trainable else 0 for leaf in layout.leaves]
+    return ShardedTree(layout.treedef.unflatten(leaves), node.holding)
 
 
 def _fits(old: Any, new: Any) -> bool:

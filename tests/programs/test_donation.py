@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import DonatedError
+from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.runtime.test_memory import LiveBytes
@@ -236,6 +236,41 @@ def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
             state, _ = sharded(state, part(x, group), False)
         with pytest.raises(DonatedError, match="donate=False"):
             sharded(state, part(BATCHES[3], group), True)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_another_structure_is_told_as_in_the_first_step(level: int) -> None:
+    """Also where the structure that is expected is that of a node which is used up."""
+
+    def changes(value: Any, x: Tensor, kind: str) -> Any:
+        (params, state), metrics = simple(value, x)
+        changed = {
+            "none": (params, state),
+            "short": (params,),
+            "list": [params, state],
+            "swapped": (state, params),
+            "pieces": (fz.zero_updates(params), state),
+            "dict": (fz.unshard(params), state),
+        }
+        return changed[kind], metrics
+
+    step = fz.program_step(changes, init=init)
+
+    def run(group: Any) -> None:
+        for kind in ("short", "list", "swapped", "pieces", "dict"):
+            sharded = fz.shard(step, level=level, group=group, donate=True)
+            state, told = sharded.init(FIRST), []
+            for x in BATCHES[:2]:
+                with pytest.raises(StructureError, match="next value does not have") as caught:
+                    sharded(state, part(x, group), kind)
+                # The path; the numbers of leaves are of those that are compared
+                told.append(str(caught.value).partition(", expected")[0])
+                # The second of these steps donates
+                if len(told) == 1:
+                    state, _ = sharded(state, part(x, group), "none")
+            assert told[0] == told[1], kind
 
     run_ranks(run, 2)
 
