@@ -84,6 +84,12 @@ class Sharding:
     rank: int  # among all ranks
     mesh: tuple[int, int, int]  # the number of replicas, the ranks in each, `piece_number`
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
+    # The plan of the optimizer's state, for a training step's; None: it has none, or isn't known
+    plan: Any = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies have given nothing away, and a plan has classes of the user's own
+        return Sharding, (self.layout, self.level, self.rank, self.mesh)
 
     @property
     def piece_number(self) -> int:

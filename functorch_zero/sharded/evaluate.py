@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.evaluate import EvalStep, call_eval, total_weight
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
@@ -33,6 +35,7 @@ from .engine import ShardedEngine
 from .failures import sharing_failures
 from .options import Options
 from .params import held_flats_of, make_unit_flats
+from .piece_watch import PieceWatch
 from .storage import fetched
 
 
@@ -53,6 +56,8 @@ class ShardedEvalStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.gather_order = self.engine.orders
+        # Of this rank's own: the step for one process may have been called before
+        self._choices = itertools.count()
 
     @property
     def group(self) -> Group:
@@ -173,11 +178,40 @@ class ShardedEvalStep:
 
     def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
-        average say; as held between steps. Collectives: those of `publish`."""
+        average say; as held between steps. Collectives: those of `publish`.
+
+        Now and then, from the first call on, functions of pieces that whole leaves have another
+        value of are refused.
+        """
         pieces = pieces_of(flats, state.params.holding)
         opt_state = fetched(self.options.state_storage, state.opt_state)
-        chosen = self.unsharded.chosen(opt_state, pieces.tree)
+        known = _known_as_cut(opt_state, state)
+        if known is not None and is_looked_at(next(self._choices)):
+            watch = PieceWatch(
+                self.group.rank, of="eval_step(params=...)", remedy=_REMEDY, by_library=True
+            )
+            with watch.running():
+                # Read here, so that the watch sees which leaves are pieces
+                chosen = self.unsharded.chosen(known.tree, pieces.tree)
+        else:
+            chosen = self.unsharded.chosen(opt_state, pieces.tree)
         return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)
+
+
+def _known_as_cut(opt_state: Any, state: State) -> ShardedOptState | None:
+    """The optimizer's state, which knows how it is cut; None: nobody knows, as of a state that was
+    pickled, or that has another optimizer's state by now."""
+    assert state.sharding is not None
+    plan = state.sharding.plan
+    if plan is None or optree.tree_structure(opt_state) != plan.treedef:
+        return None
+    return ShardedOptState(opt_state, StateHolding(state.sharding, plan))
+
+
+_REMEDY = (
+    "combine the trees elementwise there, by tree_map; compute all else in the evaluation, which "
+    "is given whole leaves, or in the optimizer, by optim.with_statistics"
+)
 
 
 def _is_held(node: Any) -> bool:

@@ -17,6 +17,7 @@ from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..runtime.unshard import UNENCODED, Gather
+from ..sharded_optim.state_plan import StatePlan
 from ..tree import PyTree
 from .buffers import SyncBuffers, check_sync_buffers
 from .storage import StateStorage
@@ -139,9 +140,9 @@ class Options:
             mesh=(axes.replicate.size, axes.shard.size, axes.piece_number),
         )
 
-    def sharding(self, layout: Layout) -> Sharding:
-        """The static part of a state that is cut so."""
-        return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
+    def sharding(self, layout: Layout, plan: StatePlan | None = None) -> Sharding:
+        """The static part of a state that is cut so; `plan` of its optimizer's state."""
+        return Sharding(layout, self.place.level, self.place.rank, self.place.mesh, plan=plan)
 
     def layout_of(self, params: PyTree[Tensor]) -> Layout:
         """The layout of a tree. Leaves with `requires_grad` are trained, the others are frozen.

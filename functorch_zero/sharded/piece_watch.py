@@ -151,12 +151,27 @@ class _Piece(NamedTuple):
 class PieceWatch:
     """Watches the operators of one call of a program, on this rank.
 
+    Args:
+        rank: for errors.
+        of: whose call it is, in words, for errors.
+        remedy: for errors; None: that of a program.
+        by_library: whether the library's functions are watched, too. In a program they work on
+            sharded trees, and know them.
+
     Attributes:
         computes_with_whole: whether an operator was given a leaf that every rank holds whole.
     """
 
-    def __init__(self, rank: int):
+    def __init__(
+        self,
+        rank: int,
+        *,
+        of: str = "a program",
+        remedy: str | None = None,
+        by_library: bool = False,
+    ):
         self.rank = rank
+        self._of, self._remedy, self._by_library = of, remedy, by_library
         self.computes_with_whole = False
         self._operations: list[_Operation] = []
         # Leaves that are pieces, and what elementwise operators have made of them
@@ -209,7 +224,7 @@ class PieceWatch:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or refuse it."""
-        if not (self._extents or self._whole) or not _is_users():
+        if not (self._extents or self._whole) or not (self._by_library or _is_users()):
             return func(*args, **kwargs)
         given = [*tensors_among(*args, *kwargs.values())]
         for x in given:
@@ -378,11 +393,11 @@ class PieceWatch:
     def _refuse(self, story: str, extent: Extent, remedy: str = "") -> NoReturn:
         raise StructureError(
             explain(
-                f"a program uses pieces of leaves as if they were whole: {story}{_users_line()}",
+                f"{self._of} uses pieces of leaves as if they were whole: {story}{_users_line()}",
                 expected="elementwise functions of the leaves of trees that are cut alike",
                 got=f"elements {extent.start} to {extent.stop} of a leaf of shape {extent.shape}",
                 rank=self.rank,
-                remedy=remedy or _ELEMENTWISE,
+                remedy=self._remedy or remedy or _ELEMENTWISE,
             )
         )
 

@@ -118,7 +118,7 @@ class ShardedTrainStep:
             # whole tree beside it, where values are made here
             fill = None if values is None else DigestedFill(values)
             # The static part of the state, with donations of its own
-            sharding = self.options.sharding(layout)
+            sharding = self.options.sharding(layout, self.state_plan(layout))
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
             if fill is not None:
@@ -220,7 +220,7 @@ class ShardedTrainStep:
             optimizer.check_whole(state.opt_state, view, what="state.opt_state")
             layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)
-            sharding = self.options.sharding(layout)
+            sharding = self.options.sharding(layout, prepared.plan)
             number = next_number(self.group)
             return shard_state(state, prepared, sharding, self._piece_number, self.engine, number)
 
@@ -262,13 +262,13 @@ class ShardedTrainStep:
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
             axis = labelled(self.options.axes.optimizer, "refit")
-            sharding = self.options.sharding(layout)
+            prepared = self._prepare(layout)
+            sharding = self.options.sharding(layout, prepared.plan)
             first = first_parts(params, sharding, self.engine, next_number(self.group))
             old_params = own_params(state, self.group.rank)
             old_params.check_leaves()
             held = carried(first, old_params, axis, "params")
             # First states of new leaves follow from the params as they are now
-            prepared = self._prepare(layout)
             fresh = self.unsharded.optimizer.init(held.pieces().tree, prepared.across)
             check_reported(self.unsharded.metrics, fresh)
             first_state = ShardedOptState(fresh, StateHolding(sharding, prepared.plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import optim
+from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.base import init_empty
@@ -686,3 +687,85 @@ def test_a_loss_may_use_what_is_whole(level: int) -> None:
         ranks=[2],
         unused=["1.v"],
     )
+
+
+# ---- Leaves that an evaluation chooses ----
+
+
+def evaluation_on(choose: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """A training step with a mean of the params, and an evaluation of the leaves chosen."""
+    optimizer = optim.params_ema(optim.adamw(0.1), 0.9)
+    step = fz.train_step(lambda p, b, x: loss(p, x), optimizer)
+    return step, fz.eval_step(lambda p, b, x: {"loss": loss(p, x)}, params=choose)
+
+
+def evaluated(step: Any, evaluate: Any, batches: list[Tensor]) -> list[Tensor]:
+    state, found = step.init(FIRST), []
+    for x in batches:
+        state, _ = step(state, x)
+        found.append(evaluate(state, x)["loss"])
+    return found
+
+
+REFUSED_CHOICES = {
+    "norm": lambda s, p: tree_map(lambda a: a / torch.linalg.norm(a), s.ema),
+    "sum of params": lambda s, p: tree_map(lambda a: a * a.sum(), p),
+    "largest": lambda s, p: tree_map(lambda a: a / a.abs().max(), s.ema),
+    "dot": lambda s, p: tree_map(lambda a: a * fz.dot(p, p), s.ema),
+    "size": lambda s, p: tree_map(lambda a: a / a.numel(), s.ema),
+    "random": lambda s, p: tree_map(lambda a: a + torch.rand_like(a), s.ema),
+    "on the host": lambda s, p: tree_map(lambda a: a * float(a.numpy().max()), s.ema),
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", REFUSED_CHOICES)
+def test_a_choice_that_is_not_elementwise_is_refused(name: str, level: int) -> None:
+    """By the first call on ranks, however often the evaluation was called without them."""
+    step, evaluate = evaluation_on(REFUSED_CHOICES[name])
+    evaluated(step, evaluate, [X] * 3)
+
+    def run(group: Any) -> None:
+        with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) uses pieces"):
+            evaluated(*(fz.shard(s, level=level, group=group) for s in (step, evaluate)), [X])
+
+    run_ranks(run, 2)
+
+
+PASSING_CHOICES = {
+    "mean": optim.ema_params,
+    "mixed": lambda s, p: tree_map(lambda a, b: 0.5 * a + 0.5 * b, s.ema, p),
+    "by a counter": lambda s, p: tree_map(lambda a: a / (1 + s.count), s.ema),
+    "clipped": lambda s, p: tree_map(lambda a, b: torch.where(a > b, a.clamp(-1, 1), b), s.ema, p),
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", PASSING_CHOICES)
+def test_an_elementwise_choice_passes(name: str, level: int) -> None:
+    step, evaluate = evaluation_on(PASSING_CHOICES[name])
+    expected = evaluated(step, evaluate, [X] * 3)
+
+    def run(group: Any) -> Any:
+        steps = [fz.shard(s, level=level, group=group) for s in (step, evaluate)]
+        return evaluated(*steps, [part(X, group)] * 3)
+
+    for found in run_ranks(run, 2):
+        assert_equal_values(expected, found)
+
+
+def test_a_loaded_state_is_watched(tmp_path: Any) -> None:
+    step, evaluate = evaluation_on(REFUSED_CHOICES["norm"])
+
+    def run(group: Any) -> None:
+        sharded, evaluation = (fz.shard(s, level=1, group=group) for s in (step, evaluate))
+        checkpoint.save(tmp_path, sharded, sharded.init(FIRST))
+        loaded = checkpoint.load(tmp_path, sharded, like=sharded.init(FIRST)).state
+        wholes = sharded.shard_state(sharded.unshard(loaded))
+        for state in (loaded, wholes, sharded.refit(loaded, FIRST)):
+            with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) uses pieces"):
+                fz.shard(evaluate, level=1, group=group)(state, part(X, group))
+        # Nobody knows how a copied state is cut
+        evaluation(copy.deepcopy(sharded.init(FIRST)), part(X, group))
+
+    run_ranks(run, 2)

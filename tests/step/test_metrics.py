@@ -285,7 +285,7 @@ def test_a_mean_of_another_dtype_or_shape_is_refused(level: int | None) -> None:
     step, params, buffers = models.mlp().step(optim.sgd(0.1))
     chosen = {
         "dtype": lambda _, params: tree_map(lambda p: p.to(torch.complex64), params),
-        "shape": lambda _, params: tree_map(lambda p: p[None], params),
+        "shape": lambda _, params: tree_map(lambda p: torch.ones(1, 2, dtype=p.dtype), params),
     }
 
     def run(group: Any) -> None:
