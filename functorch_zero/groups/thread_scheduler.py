@@ -94,7 +94,7 @@ class Circle:
 
 
 class Break(NamedTuple):
-    """Why no collective of this world will work any more."""
+    """Why collectives of this world fail: those that some rank won't call, or all of them."""
 
     kind: type[GroupError]
     text: str
@@ -120,7 +120,8 @@ class World:
         self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()  # asked for by a rank
         # Failures, and beginning anew after them
         self.broken: Break | None = None
-        self._told: set[int] = set()  # of a broken world: who knows
+        self._told: set[int] = set()  # of a broken world: who knows, and calls nothing any more
+        self._is_given_up = False  # nothing that is under way will be finished
         self._back: set[int] = set()  # and who waits for the others to begin anew
         self.times_rejoined = 0  # the era, as groups call it
 
@@ -143,8 +144,8 @@ class World:
     ) -> Meeting:
         """Bring `deposit` to this rank's next collective; the last rank to come combines them
         all."""
-        self._raise_if_broken(rank)
         meeting = circle.next_meeting(rank)
+        self._raise_if_lost(rank, meeting)
         meeting.calls[rank] = call
         meeting.deposits[rank] = deposit
         # Compared at every arrival, so that the error comes at the first rank that differs
@@ -161,7 +162,7 @@ class World:
         """This rank's result. The other ranks run until it is there."""
         # A rank may be woken for another reason than its result, such as a broken world
         while meeting.results is None:
-            self._raise_if_broken(rank)  # before it waits, so that nobody waits in vain
+            self._raise_if_lost(rank, meeting)  # before it waits, so that nobody waits in vain
             self._waiting[rank] = meeting
             try:
                 self._let_others_run(rank)
@@ -172,12 +173,12 @@ class World:
     def all_say(self, rank: int, words: str, circle: Circle) -> bool:
         """Whether all ranks of the circle say the same words. The others run until they have said
         theirs, or until none can go on."""
-        self._raise_if_broken(rank)
         # The first question that this rank has not been asked; a new one if there is none
         question = next((q for q in circle.questions if rank not in q.calls), None)
         if question is None:
             question = Meeting(0, circle.ranks)
             circle.questions.append(question)
+        self._raise_if_lost(rank, question)
         question.calls[rank] = Signature("all_say", option=words)
         if len(question.calls) == len(circle.ranks):
             circle.questions.remove(question)
@@ -192,13 +193,20 @@ class World:
         self._told.add(rank)
 
     def break_with(self, kind: type[GroupError], text: str) -> None:
-        """Make every unfinished collective raise this; the first reason stays."""
+        """Make collectives raise this; the first reason stays.
+
+        After a rank's failure they are those that a rank which knows of it won't call: others may
+        be in an earlier step, which the ranks of their axis finish, as processes do.
+        """
         self.broken = self.broken or Break(kind, text)
+        if kind is not PeerError:
+            self._is_given_up = True
 
     def rejoin(self, rank: int) -> None:
         """After a failure that every rank has caught: begin anew, once all know it and come here.
 
-        A rank that has not heard of it yet goes on, and hears of it in its next collective.
+        A rank that has not heard of it yet goes on, and hears of it in its next collective with one
+        that has.
         """
         # Nothing failed, or this rank has yet to hear of it
         if self.broken is None or rank not in self._told:
@@ -209,7 +217,7 @@ class World:
         self._back.add(rank)
         # The last rank to come begins anew for all
         if len(self._back) == self.size:
-            self.broken = None
+            self.broken, self._is_given_up = None, False
             for circle in self._circles:
                 circle.begin_anew()
             self._told.clear()
@@ -328,7 +336,7 @@ class World:
             return False
         meeting = self._waiting.get(rank)
         # It runs freely, its result is there, or it has an error to raise
-        return meeting is None or meeting.results is not None or self.broken is not None
+        return meeting is None or meeting.results is not None or self._is_lost(meeting)
 
     def _combine(self, meeting: Meeting, combine: Combine) -> None:
         """Make all ranks' results. An error in it is every rank's, as an error of a backend is."""
@@ -346,7 +354,19 @@ class World:
             question.answer(False)
         if any(question in self._waiting.values() for question in asking):
             return
+        # In a broken world, too: ranks that are out of step wait for each other
         self.break_with(GroupError, f"no rank can go on: {self.where_ranks_are()}")
+
+    def _is_lost(self, meeting: Meeting) -> bool:
+        """Whether some rank won't come to a collective, after a failure that it knows of."""
+        if self.broken is None:
+            return False
+        gone = self._told | self._ended
+        return self._is_given_up or any(r in gone and r not in meeting.calls for r in meeting.ranks)
+
+    def _raise_if_lost(self, rank: int, meeting: Meeting) -> None:
+        if self._is_lost(meeting):
+            self._raise_if_broken(rank)
 
     def _raise_if_broken(self, rank: int) -> None:
         if self.broken is not None:

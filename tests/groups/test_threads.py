@@ -334,6 +334,37 @@ def test_the_time_limit_ends_every_thread(stuck: str) -> None:
     assert threading.active_count() == before
 
 
+def test_ranks_behind_finish_their_step_after_a_failure() -> None:
+    """The failing rank is in its second step when the others of its group of all ranks have yet to
+    call the last collective of their axis."""
+
+    def fn(group: ThreadGroup) -> list[str]:
+        behind = group.rank < 2
+        axis = group.subgroup((0, 1) if behind else (2, 3))
+        work = group.all_reduce(torch.ones(1))
+        done = []
+        # Rank 0 hands on first, and comes back when the others wait or have failed
+        work.wait()
+        try:
+            if not behind:
+                raise ValueError("ahead")
+            for _ in range(3):
+                out = torch.ones(1)
+                axis.all_reduce(out).wait()
+                done.append(f"axis {float(out)}")
+            group.all_reduce(torch.ones(1)).wait()
+        except (ValueError, PeerError) as error:
+            done.append(type(error).__name__)
+            group.fail(error)
+        group.rejoin()
+        group.all_reduce(torch.ones(1)).wait()
+        return done
+
+    first, second, third, fourth = run_ranks(fn, 4)
+    assert first == second == ["axis 2.0"] * 3 + ["PeerError"]
+    assert third == fourth == ["ValueError"]
+
+
 def test_a_rank_that_waits_in_rejoin_is_said_to() -> None:
     def fn(group: ThreadGroup) -> None:
         if group.rank == 0:

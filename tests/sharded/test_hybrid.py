@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from optree import tree_leaves
+from torch import nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import GroupError, MismatchError, StructureError
+from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import (
     CheckedGroup,
     CountingGroup,
@@ -24,7 +25,7 @@ from functorch_zero.groups import (
 from functorch_zero.groups.mesh import Reordered, axes_of
 from functorch_zero.layout.build import make_layout
 from functorch_zero.runtime.reduce import GradientReduction
-from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import ZOO, Shared, even, uneven
@@ -420,3 +421,50 @@ def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
     for found in (*on_processes(run, 4), *run_ranks(run, 4)):
         for path, leaf in expected.params.items():
             torch.testing.assert_close(found[path], leaf, rtol=0, atol=1e-12)
+
+
+def test_replicas_that_are_a_step_behind_finish_it() -> None:
+    """A rank fails in a donating step. A replica that is in the step before, whose storage is
+    written over by then, finishes it, so that all ranks try the same step again."""
+    torch.manual_seed(0)
+    apply, params, _ = fz.functionalize(
+        nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 2)
+        ).double(),
+        units=nn.Linear,
+    )
+    batches = [torch.randn(24, 5, dtype=torch.float64) for _ in range(3)]
+    optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05, eps=1e-3))
+
+    def step_with(fails: list[bool]) -> Any:
+        def loss(params: Any, buffers: Any, x: Any) -> Any:
+            if fails[0]:
+                fails[0] = False
+                raise ValueError("once")
+            return apply(params, {}, x)[0].square().mean()
+
+        return fz.train_step(loss, optimizer, accumulate=2)
+
+    whole = step_with([False])
+    expected = whole.init(params, {})
+    for x in batches:
+        expected, _ = whole(expected, x)
+
+    def run(group: Any, failing: int) -> Any:
+        fails = [False]
+        mesh = HybridGroup(group, shard_size=2)
+        step = fz.shard(step_with(fails), level=1, group=mesh, donate=True)
+        state = step.init(params, {})
+        for i, x in enumerate(batches):
+            fails[0] = i == 1 and group.rank == failing
+            part = x.chunk(6)[group.rank]
+            try:
+                state, _ = step(state, part)
+            except (ValueError, PeerError):
+                assert int(state.step) == i
+                state, _ = step(state, part)
+        return step.unshard(state).params
+
+    for failing in range(6):
+        for found in run_ranks(lambda group, failing=failing: run(group, failing), 6):
+            assert_equal_values(expected.params, found)
