@@ -2,7 +2,8 @@
 without ranks.
 
 Its trees lie on an engine that announces each call: gradients, updates, and params + updates. Its
-ranks agree with nobody. The step runs twice, since the first run finds out the order of units.
+ranks agree with nobody. The step runs twice, since the first run finds out the order of units, and
+how many gradients come before a step that donates may write.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode
@@ -28,6 +30,7 @@ from ..step.loss import Metrics, as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
 from ..step.state import State
+from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
 from .watch import Watch, with_numbers
@@ -50,7 +53,7 @@ class ImaginedProgram:
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
-        self.watch = Watch(options.group.journal, fake)
+        self.watch, self._fake = Watch(options.group.journal, fake), fake
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
@@ -65,7 +68,7 @@ class ImaginedProgram:
             args: those of the step after the state, a rank's own.
         """
         with self.watch.live, uncompiled():
-            state = self._step.init(*trees)
+            state = self._without_values(self._step.init(*trees))
             self._adopt_held((trees, args), state.value)
             self._step(state, *args)  # which finds out the order
             self.watch.begin()
@@ -77,6 +80,18 @@ class ImaginedProgram:
     def reduced(self) -> int:
         """Bytes of the largest gradients that the program was given."""
         return self._engine.reduced
+
+    def _without_values(self, state: State) -> State:
+        """A first state whose tensors of one or more dims have no values: those that `init` has
+        brought along, such as buffers, would be compared with what a step makes of them."""
+
+        def bare(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
+                return leaf
+            return self._fake.from_tensor(leaf)  # views of one storage stay that
+
+        with self.watch.live.paused():
+            return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
 
     def _adopt_held(self, given: Any, value: Any) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""

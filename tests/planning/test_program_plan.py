@@ -21,7 +21,7 @@ from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.planning.program import held_and_others
 from tests.planning.test_plan import allocations, calls_of, held
-from tests.programs.cases import CASES, Case, applied, gan, net
+from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
 from tests.sharded.test_seams import ROUNDED
 from tests.tiers import tiers
 
@@ -63,13 +63,14 @@ def check(case: Case, ranks: int, **options: Any) -> None:
     assert made.num_params == sum(leaf.numel() for leaf in optree.tree_leaves(trees))
 
 
-FEW = [("sam", 1), ("byol", 2), ("gan", 3)]
-OTHERS = [(name, level) for name in CASES for level in range(4) if (name, level) not in FEW]
+PLANNED = CASES | BY_RANK
+FEW = [("sam", 1), ("byol", 2), ("gan", 3), ("norm_gan", 1)]
+OTHERS = [(name, level) for name in PLANNED for level in range(4) if (name, level) not in FEW]
 
 
 @pytest.mark.parametrize(("name", "level"), tiers(FEW, OTHERS[::3], OTHERS, rows=True))
 def test_collectives_and_bytes_are_those_of_a_run(name: str, level: int) -> None:
-    check(CASES[name](), 2 + level % 2, level=level)
+    check(PLANNED[name](), 2 + level % 2, level=level)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -188,6 +189,18 @@ def test_random_numbers_and_questions() -> None:
     before = torch.get_rng_state()
     plan(one, step, level=2, ranks=3, batch=(torch.empty(2, WIDTH), 0.1))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_tensor_that_the_value_has_twice_counts_once() -> None:
+    table = torch.zeros(1000)
+
+    def program(value: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(lambda params, x: forward(params, x).mean())(value[0], x)
+        return (fz.apply_updates(value[0], grads), *value[1:]), {}
+
+    step = fz.program_step(program, init=lambda params: (params, table, table[:10]))
+    made = plan(trees()[0], step, level=1, ranks=2, batch=torch.empty(2, WIDTH))
+    assert made.state == table.nbytes
 
 
 def test_errors_say_what_to_do() -> None:
