@@ -529,7 +529,8 @@ def _fits(old: Any, new: Any) -> bool:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    # Others stay as they are: a detached view no longer knows the flat that it lies in
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:

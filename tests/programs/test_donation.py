@@ -70,6 +70,17 @@ def trained_by(step: Any, group: Any, level: int, *, donate: bool) -> tuple[Any,
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_first_state_lies_in_flats(level: int) -> None:
+    """The first step would copy moments that it doesn't know to lie in a flat."""
+    step = fz.shard(fz.program_step(simple, init=init), level=level, group=CountingGroup(2))
+    _, state = step.init(FIRST).value
+    of_adam = state[0]
+    for moments in (of_adam.mu, of_adam.nu):
+        flats = {id(moments[name]._base) for name in ("w", "b")}
+        assert len(flats) == 1 and id(None) not in flats
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_donating_changes_no_bit(name: str, level: int) -> None:
     optimizer = OPTIMIZERS[name]
