@@ -14,7 +14,7 @@ import torch
 from optree import PyTree, tree_map
 from torch import Tensor, nn
 
-from .._torch_private import VALUE_NEEDED, FakeTensorMode, storage_id
+from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError
 from ..groups.mesh import SameData
 from ..layout.layout import Layout, Unit
@@ -39,8 +39,8 @@ from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep, mark_trainable
 from .imagined_ranks import Journal, Recorder, imagined_axes
-from .live_bytes import ValueNeeded
-from .program import BETWEEN, ImaginedProgram, held_and_others
+from .live_bytes import ValueNeeded, bytes_held
+from .program import BETWEEN, ImaginedProgram
 from .report import Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 from .trace import Elsewhere, ImaginedStep
@@ -57,6 +57,7 @@ def plan(
     precision: PrecisionRules = None,
     batch: Any = None,
     buffers: PyTree[Tensor] | None = None,
+    donate: bool | None = None,
     sync_buffers: str = "mean",
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
@@ -91,7 +92,7 @@ def plan(
             in the layout's order, and their backward to need their weights. A program needs one,
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
+        donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
             state_storage: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
@@ -143,7 +144,7 @@ def plan(
     options = Options.checked(
         levels,
         axes,
-        donate=program is None,
+        donate=program is None if donate is None else donate,
         sync_buffers=sync_buffers,
         reshard_after_forward=reshard_after_forward,
         reduce_gradients=reduce_gradients,
@@ -223,15 +224,13 @@ def _plan_of_program(
     imagined = ImaginedProgram(step, options, fake)
     args = batch if type(batch) is tuple else (batch,)
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
-    state = imagined.run(*inputs)
-    held, others = held_and_others(state.value)
+    layout = imagined.run(*inputs)
     group, samples = options.group, imagined.watch.samples
-    assert isinstance(group, Recorder) and state.sharding is not None
-    leaves = state.sharding.layout.leaves
+    assert isinstance(group, Recorder)
     num_bytes = {
-        "params": _held(held),
+        "params": imagined.held,
         "gradients": imagined.reduced,
-        "state": _held(others),
+        "state": imagined.others,
         "buffers": 0,  # among the state
         "gathered": max(sample.gathered for sample in samples),
     }
@@ -239,7 +238,7 @@ def _plan_of_program(
         level=imagined.level,
         num_ranks=group.size,
         rank=group.rank,
-        num_params=sum(leaf.numel for leaf in leaves),
+        num_params=sum(leaf.numel for leaf in layout.leaves),
         samples=tuple(samples),
         collectives=tuple(group.journal.recorded),
         balance=None,
@@ -361,24 +360,15 @@ def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) ->
 def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
     """Bytes of a rank by the name that a `Plan` gives them."""
     return {
-        "params": _held(state.params),
-        "state": _held(state.opt_state),
-        "buffers": _held(state.buffers),
-        "parts": _held(state.parts),
-        "stored": _held(imagined.stored_in(state)),
+        "params": bytes_held(state.params),
+        "state": bytes_held(state.opt_state),
+        "buffers": bytes_held(state.buffers),
+        "parts": bytes_held(state.parts),
+        "stored": bytes_held(imagined.stored_in(state)),
         "gradients": imagined.reduced,
         # The most at one moment, over all
         "gathered": max(sample.gathered for sample in imagined.watch.samples),
     }
-
-
-def _held(tree: Any) -> int:
-    """Bytes of the storages that a tree lies in."""
-    sizes = {}  # by storage: several leaves may be views of one
-    for leaf in optree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            sizes[storage_id(leaf)] = leaf.untyped_storage().nbytes()
-    return sum(sizes.values())
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -195,6 +196,15 @@ class LiveBytes(QuickDispatchMode):
         if kind is not None:
             self.now[kind] += change
             self.total += change
+
+
+def bytes_held(tree: Any) -> int:
+    """Bytes of the storages that a tree's tensors lie in."""
+    sizes = {}  # by storage: several leaves may be views of one
+    for leaf in optree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            sizes[storage_id(leaf)] = leaf.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode
+from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import is_on_engine
@@ -32,7 +33,7 @@ from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
-from .live_bytes import uncompiled
+from .live_bytes import bytes_held, uncompiled
 from .watch import Watch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
@@ -49,6 +50,8 @@ class ImaginedProgram:
     Attributes:
         watch: the memory from moment to moment.
         level: 0 to 3; None where there are levels by leaf.
+        held: bytes of the first value's trees that are held as params are.
+        others: bytes of the rest of that value.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
@@ -58,10 +61,11 @@ class ImaginedProgram:
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
         self.level = self._step.level
+        self.held = self.others = 0
 
-    def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> State:
+    def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
         """Run one step, but with the order of units known, as from the second one on. Returns the
-        state that it was given.
+        layout of all trees.
 
         Args:
             trees: the arguments of `init`, without values.
@@ -70,11 +74,13 @@ class ImaginedProgram:
         with self.watch.live, uncompiled():
             state = self._without_values(self._step.init(*trees))
             self._adopt_held((trees, args), state.value)
-            self._step(state, *args)  # which finds out the order
+            # Which finds out the order. A first step donates nothing.
+            self._step(state, *args)
             self.watch.begin()
             self.watch.enter(BETWEEN)
             self._step(state, *args)
-        return state
+        assert state.sharding is not None
+        return state.sharding.layout
 
     @property
     def reduced(self) -> int:
@@ -96,6 +102,7 @@ class ImaginedProgram:
     def _adopt_held(self, given: Any, value: Any) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""
         held, others = held_and_others(value)
+        self.held, self.others = bytes_held(held), bytes_held(others)
         live = self.watch.live
         live.adopt(_tensors(given), None)
         live.adopt(others, "state")
@@ -117,7 +124,8 @@ class _ImaginedAgreement:
         return None
 
     def before_writing(self, step: int) -> None:
-        return None
+        with self._watch.live.paused():
+            self._agreement.before_writing(step)
 
     def on_results(
         self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
@@ -134,11 +142,19 @@ class _AnnouncedEngine:
     def __init__(self, engine: ShardedEngine, watch: Watch):
         self._engine, self._watch = engine, watch
         self.rank, self.orders = engine.rank, engine.orders
-        self.donation: Donation | None = None  # a plan's programs don't donate
         self.reduced = 0
         # The rest of an `Engine`, as it is
         self.dot, self.unshard = engine.dot, engine.unshard
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
+
+    @property
+    def donation(self) -> Donation | None:
+        """That of the step that runs."""
+        return self._engine.donation
+
+    @donation.setter
+    def donation(self, donation: Donation | None) -> None:
+        self._engine.donation = donation
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims
@@ -158,6 +174,8 @@ class _AnnouncedEngine:
             for name, value in local.outcome.metrics.items():
                 metrics[name] = as_metric(value)
             results, grads = finish(run, local, report._replace(metrics=metrics))
+            if self.donation is not None:
+                self.donation.num_taken += 1
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
         return results, grads

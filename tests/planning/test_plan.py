@@ -248,19 +248,21 @@ SIZES = {
 }
 
 
-def measured_peaks(rows: list[tuple[str, int, str, str]]) -> list[int]:
+def measured_peaks(rows: list[tuple[Any, ...]]) -> list[int]:
     """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
     torch.set_num_threads(1)
     return [measured_peak(*row) for row in rows]
 
 
-def measured_peak(size: str, level: int, optimizer: str, precision: str) -> int:
+def measured_peak(
+    size: str, level: int, optimizer: str, precision: str, donate: bool | None = None
+) -> int:
     apply, params, buffers = fz.functionalize(
         decoder(*SIZES[size][0]), "blocks.*", precision=PRECISIONS[precision]
     )
     batch = tokens(*SIZES[size][1])
     step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], OPTIMIZERS[optimizer](1e-3))
-    sharded = fz.shard(step, level=level)
+    sharded = fz.shard(step, level=level, donate=donate)
     state = sharded.init(params, buffers)
     del params
     for _ in range(2):
@@ -295,6 +297,7 @@ class allocations:
 
 ONE_PEAK = [("wide", 3, "adamw", "bfloat16")]
 FEW_PEAKS = [("wide", 0, "adamw", "float32"), ("wide", 2, "muon", "float32")]
+KEPT_PEAKS = [("wide", 1, "adamw", "float32", False)]  # a step that donates nothing
 SOME_PEAKS = [("wide", level, "adamw", "float32") for level in (1, 2, 3)] + [
     ("deep", 3, "adamw", "float32")
 ]
@@ -304,14 +307,17 @@ MORE_PEAKS = [("deep", level, "adamw", "float32") for level in range(3)] + [
 
 
 @pytest.mark.parametrize(
-    "rows", tiers(thorough=[ONE_PEAK, FEW_PEAKS], full=[SOME_PEAKS, MORE_PEAKS]), ids=len
+    "rows",
+    tiers(thorough=[ONE_PEAK, FEW_PEAKS, KEPT_PEAKS], full=[SOME_PEAKS, MORE_PEAKS]),
+    ids=len,
 )
-def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[str, int, str, str]]) -> None:
+def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[Any, ...]]) -> None:
     for row, most in zip(
         rows, fz.launch(measured_peaks, 2, rows, timeout=100, start_method="fork")[0], strict=True
     ):
-        size, level, optimizer, precision = row
-        options: dict[str, Any] = {"units": "blocks.*", "precision": PRECISIONS[precision]}
+        size, level, optimizer, precision, *donate = row
+        options: dict[str, Any] = {"donate": donate[0]} if donate else {}
+        options |= {"units": "blocks.*", "precision": PRECISIONS[precision]}
         options |= {"level": level, "ranks": 2, "batch": tokens(*SIZES[size][1])}
         made = plan(decoder(*SIZES[size][0]), OPTIMIZERS[optimizer](1e-3), **options)
         assert made.peak.total == pytest.approx(most, rel=0.1), row
