@@ -8,6 +8,7 @@ how many gradients come before a step that donates may write.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -123,17 +124,26 @@ class _ImaginedAgreement:
     def on_first_value(self, value: Any, fills: Any) -> None:
         return None
 
-    def before_writing(self, step: int) -> None:
+    def before_call(self, step: int, calls: Sequence[str]) -> None:
+        return None  # most steps aren't looked at
+
+    def before_writing(self, step: int, calls: Sequence[str]) -> None:
         with self._watch.live.paused():
-            self._agreement.before_writing(step)
+            self._agreement.before_writing(step, calls)
 
     def on_results(
-        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+        self,
+        step: int,
+        calls: Sequence[str],
+        value: Any,
+        metrics: Metrics,
+        num_draws: int,
+        watch: PieceWatch,
     ) -> None:
         self._watch.enter("metrics")
         # The same message about no results: a digest has the same length whatever it is of
         with self._watch.live.paused():
-            self._agreement.on_results(step, (), {}, num_draws, PieceWatch(self._rank))
+            self._agreement.on_results(step, calls, (), {}, num_draws, PieceWatch(self._rank))
 
 
 class _AnnouncedEngine:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -87,6 +88,7 @@ def refuse(
 
 def agree_on_results(
     step: int,
+    calls: Sequence[str],
     metrics: Mapping[str, Tensor],
     rest: Mapping[str, str],
     group: Group,
@@ -95,12 +97,13 @@ def agree_on_results(
     num_draws: int,
     failed: bool,
 ) -> bool:
-    """Raise, on every rank, unless all ranks' results of a program are equal to the bit. Returns
-    whether any rank has `failed`. One all-reduce of words; only when results differ, an exchange of
-    JSON.
+    """Raise, on every rank, unless all ranks have made the same calls in a program, and its results
+    are equal to the bit. Returns whether any rank has `failed`. One all-reduce of words; only when
+    ranks differ, an exchange of JSON.
 
     Args:
         step: its number.
+        calls: of the library so far; see Note [calls of a program] in `library_calls`.
         metrics: by name, 0-d.
         rest: by path, digests of the leaves of the value that every rank holds whole.
         operations: of the program on parts of leaves, where it was watched: plain data.
@@ -112,10 +115,12 @@ def agree_on_results(
     found |= {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
     found |= {f"leaf {path!r}": digest for path, digest in rest.items()}
     found["the number of draws of fz.random"] = str(num_draws)
-    told = tell([f"step {step}", *map(repr, found.items())], [failed], group)
+    # Ranks at different calls of a step send equal lengths, since `tell` does
+    words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, found.items())]
+    told = tell(words, [failed], group)
     if told.alike:
         return told.flags[0]
-    messages = group.exchange(json.dumps([step, found]).encode())
+    messages = group.exchange(json.dumps([step, calls, found]).encode())
     everyone = [json.loads(message) for message in messages]
     steps = [message[0] for message in everyone]
     if len(set(steps)) > 1:
@@ -123,8 +128,9 @@ def agree_on_results(
             f"the ranks are at different steps: {steps}, in the order of ranks. Remedy: make every "
             "rank take the same steps"
         )
-    first = everyone[0][1]
-    rank, theirs = next((rank, each[1]) for rank, each in enumerate(everyone) if each[1] != first)
+    _check_calls(step, [message[1] for message in everyone], group.rank)
+    first = everyone[0][2]
+    rank, theirs = next((rank, each[2]) for rank, each in enumerate(everyone) if each[2] != first)
     name, ours, other = first_difference(first, theirs)
     raise MismatchError(
         f"the program's results differ between ranks: {name} is {_short(ours)} on rank 0 and "
@@ -132,6 +138,25 @@ def agree_on_results(
         "own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which are means "
         "over ranks"
     )
+
+
+def _check_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> None:
+    """Raise `GroupError` unless all ranks, in their order, have made the same calls."""
+    for rank, theirs in enumerate(calls):
+        if theirs == calls[0]:
+            continue
+        # An end that comes sooner is a difference, too
+        rows = enumerate(zip_longest(calls[0], theirs, fillvalue=_NO_CALL), start=1)
+        number, (expected, other) = next((n, pair) for n, pair in rows if pair[0] != pair[1])
+        raise GroupError(
+            f"the ranks make different calls in step {step} of a program: call {number} is "
+            f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
+            "make the same calls of the library on every rank, in the same order; a branch on a "
+            "rank's own batch belongs in a loss, or in torch.where"
+        )
+
+
+_NO_CALL = "missing"
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from .agreement import agree
 from .donation import Donation
 from .failures import sharing_failures
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
+from .library_calls import compared
 from .options import Options
 from .params import (
     all_gather_params,
@@ -103,6 +104,7 @@ class ShardedEngine:
         """This rank's number among all."""
         return self.options.axes.world.rank
 
+    @compared
     @noted
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: an exchange, which compares the
@@ -146,6 +148,7 @@ class ShardedEngine:
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
         return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
 
+    @compared
     @noted
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -169,6 +172,7 @@ class ShardedEngine:
             same_structure(state.tree, after, what="the optimizer's next state")
             return ShardedTree(new, updates.holding), ShardedOptState(after, state.holding)
 
+    @compared
     @noted
     def apply(
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
@@ -236,6 +240,7 @@ class ShardedEngine:
         known = self._descriptions.get(transform)
         return described(transform) if known is None else known
 
+    @compared
     @noted
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
@@ -247,6 +252,7 @@ class ShardedEngine:
             made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
             return made.as_read_only(params.is_read_only)
 
+    @compared
     @noted
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
@@ -286,6 +292,7 @@ class ShardedEngine:
             copies = [None if flat is None else flat.detach().clone() for flat in view.flats()]
             return ShardedTree.of_flats(copies, view.holding)
 
+    @compared
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
         optimizer's state one collective per leaf that is not here whole."""
@@ -300,6 +307,7 @@ class ShardedEngine:
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
 
+    @compared
     @noted
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
@@ -481,6 +489,7 @@ def next_number(world: Group) -> int:
     return next(_NUMBERS.setdefault(world, itertools.count(1)))
 
 
+@compared
 def shard_tree(
     tree: PyTree[Tensor],
     *,

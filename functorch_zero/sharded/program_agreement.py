@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import optree
@@ -54,17 +54,33 @@ class Agreement(Protocol):
         """
         ...
 
-    def before_writing(self, step: int) -> None:
+    def before_call(self, step: int, calls: Sequence[str]) -> None:
+        """Compare the calls of the library that the program has made, the next one last.
+
+        Args:
+            step: its number.
+            calls: see Note [calls of a program] in `library_calls`.
+        """
+        ...
+
+    def before_writing(self, step: int, calls: Sequence[str]) -> None:
         """Make sure that all ranks are at this step, and that none has failed."""
         ...
 
     def on_results(
-        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+        self,
+        step: int,
+        calls: Sequence[str],
+        value: Any,
+        metrics: Metrics,
+        num_draws: int,
+        watch: PieceWatch,
     ) -> None:
         """Compare the results of a step.
 
         Args:
             step: its number.
+            calls: all that the program has made.
             value: the next one.
             metrics: by name, 0-d.
             num_draws: of `fz.random`.
@@ -113,20 +129,34 @@ class ProgramAgreement:
             facts[f"deferred values of {name}"] = fill.digests
         agree(labelled(self._options.group, "init/agreement"), facts)
 
-    def before_writing(self, step: int) -> None:
-        failed = agree_on_results(
+    def before_call(self, step: int, calls: Sequence[str]) -> None:
+        self._compare_calls(step, calls, "step/calls")
+
+    def before_writing(self, step: int, calls: Sequence[str]) -> None:
+        failed = self._compare_calls(step, calls, "step/before writing")
+        self._background.raise_if(failed)
+
+    def _compare_calls(self, step: int, calls: Sequence[str], label: str) -> bool:
+        """Compare the calls so far. Returns whether a background task of any rank has failed."""
+        return agree_on_results(
             step,
+            calls,
             {},
             {},
-            labelled(self._options.group, "step/before writing"),
+            labelled(self._options.group, label),
             operations=(),
             num_draws=0,
             failed=self._background.failed(),
         )
-        self._background.raise_if(failed)
 
     def on_results(
-        self, step: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+        self,
+        step: int,
+        calls: Sequence[str],
+        value: Any,
+        metrics: Metrics,
+        num_draws: int,
+        watch: PieceWatch,
     ) -> None:
         # Small tensors in every step, large ones now and then: their digests take time
         limit = math.inf if is_looked_at(step) else _SMALL
@@ -139,6 +169,7 @@ class ProgramAgreement:
             rest |= _whole_leaves(value, ShardedTree)
         failed = agree_on_results(
             step,
+            calls,
             metrics,
             _digests(rest),
             labelled(self._options.group, "step/agreement"),

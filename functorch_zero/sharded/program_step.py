@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -52,6 +53,7 @@ from .deferred_values import DigestedFill
 from .donation import Donation
 from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
+from .library_calls import LibraryCalls
 from .options import Options
 from .piece_watch import PieceWatch
 from .program_agreement import Agreement, ProgramAgreement, rest_of
@@ -231,27 +233,34 @@ class ShardedProgramStep:
             self.check_state(state)
             value = self._marked(state, state.value)
             watch = PieceWatch(axes.world.rank)
-            is_watched = is_looked_at(int(state.step))
+            number = int(state.step)
+            is_watched = is_looked_at(number)
             watched = watch.running() if is_watched else nullcontext()
+            calls = LibraryCalls(
+                partial(self._agreement.before_call, number) if is_watched else None
+            )
             if is_watched:
                 watch.name(value, "the value")
             rank, device = axes.world.rank, _device_of(value)
-            with streams(state.seed, state.step, device, rank) as running, watched:
-                result, donation = self._run(state, value, args)
+            running = streams(state.seed, state.step, device, rank)
+            with running as drawn, watched, calls.running():
+                result, donation = self._run(state, value, args, calls)
             new, metrics = check_result(result, axes.world.rank)
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
-            number = int(state.step)
-            self._agreement.on_results(number, new, metrics, running.num_draws, watch)
+            num_draws = drawn.num_draws
+            self._agreement.on_results(number, calls.made, new, metrics, num_draws, watch)
             # Once no rank has failed, so that all ranks know the same number
             if donation is not None:
                 self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
                 self._needed |= donation.needed
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
 
-    def _run(self, state: State, value: Any, args: Sequence[Any]) -> tuple[Any, Donation | None]:
+    def _run(
+        self, state: State, value: Any, args: Sequence[Any], calls: LibraryCalls
+    ) -> tuple[Any, Donation | None]:
         """The program's result, and when donating, what the step has written over. Then the value
         is updated in place where it may be."""
         if not self.options.donate:
@@ -261,7 +270,7 @@ class ShardedProgramStep:
             value,
             self._num_gradients,
             self._needed,
-            agree=lambda: self._agreement.before_writing(number),
+            agree=lambda: self._agreement.before_writing(number, calls.made),
         )
         self.engine.donation = donation
         try:

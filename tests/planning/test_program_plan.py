@@ -42,7 +42,9 @@ def run(case: Case, ranks: int, **options: Any) -> list[tuple[Any, ...]]:
         own = {name: x for name, x in options.items() if name != "shard_size"}
         step = fz.shard(case.step, group=mesh, **own)
         state = first = step.init(*case.trees())
-        for batch in case.batches():  # from the second on, the order of units is known
+        # From the second on, the order of units is known. Nobody looks closely at the seventh, step
+        # 6, which is like step 0 for programs that do something every two or three steps
+        for batch in (case.batches() * 3)[:7]:
             group.reset()
             state, _ = step(state, part(batch, group))
         return first.value, list(group.calls)

@@ -1,0 +1,88 @@
+"""The calls of the library that a program makes: ranks make the same ones, in the same order.
+
+Note [calls of a program]: a rank that makes one call more than the others starts collectives that
+meet those of another call. Over gloo, where their lengths differ, that ends a process by SIGABRT;
+where they are equal, it gives wrong sums. So in steps that are looked at, ranks compare each call
+before it starts a collective, by a message of the same length as the one that ends the step. In
+other steps they compare the calls at the end alone, which costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar
+
+import optree
+
+from ..layout.sharded_tree import ShardedTree
+from ..params import is_on_engine
+from ..step.program import LossCall
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class LibraryCalls:
+    """Those of one call of a program, on this rank.
+
+    Args:
+        meet: told before each call of the calls up to it, in steps that are looked at.
+
+    Attributes:
+        made: so far, in words that are the same on all ranks.
+    """
+
+    def __init__(self, meet: Callable[[Sequence[str]], None] | None):
+        self.made: list[str] = []
+        self._meet = meet
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note the calls inside."""
+        token = _RUNNING.set(self)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
+
+    def begin(self, name: str, given: Sequence[Any]) -> None:
+        """Note a call that is about to be made."""
+        numbers = []
+        for argument in given:
+            if isinstance(argument, LossCall):
+                loss = argument.counted
+                name += f" of {getattr(loss, '__qualname__', type(loss).__name__)}"
+                argument = argument.args
+            for node in optree.tree_leaves(argument, is_leaf=is_on_engine):
+                if isinstance(node, ShardedTree):
+                    # The same on all ranks; a tree's gradients have its number
+                    numbers.append(node.holding.number)
+        self.made.append(f"{name} at trees {numbers}")
+        if self._meet is not None:
+            self._meet(self.made)
+
+
+# Those of the program that runs in this thread, outside of the library's calls
+_RUNNING: ContextVar[LibraryCalls | None] = ContextVar("_RUNNING", default=None)
+
+
+def compared(function: Function) -> Function:
+    """Let ranks compare the calls of a function, made by a program. See Note [calls of a
+    program]."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls = _RUNNING.get()
+        if calls is None:
+            return function(*args, **kwargs)
+        calls.begin(function.__name__, args)
+        # The calls that it makes itself follow from it
+        token = _RUNNING.set(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    return run  # type: ignore[return-value]

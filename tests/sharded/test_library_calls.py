@@ -1,0 +1,139 @@
+"""Ranks make the same calls of the library in a program, or all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import GroupError
+from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from tests.tiers import tiers
+
+torch.manual_seed(0)
+FIRST = {name: torch.randn(3, 5, requires_grad=True) for name in ("a", "b")}
+X = torch.randn(4, 3)
+adam = optim.adam(0.1)
+
+
+def init(one: Any, two: Any) -> Any:
+    return one, two, adam.init(one)
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return sum((x @ leaf).square().mean() for leaf in params.values())  # type: ignore[return-value]
+
+
+# What one rank alone does, beside a gradient of the first tree
+Fault = Callable[[Any, Any, Tensor], Any]
+
+
+def one_more(call: Fault) -> Fault:
+    return lambda rank, value, x: call(rank, value, x) if rank else None
+
+
+def in_another_order(call: Callable[[Any, Tensor], Any]) -> Fault:
+    """A call for each of two trees that are cut alike."""
+
+    def calls(rank: int, value: Any, x: Tensor) -> None:
+        for tree in value[:2] if rank else value[1::-1]:
+            call(tree, x)
+
+    return calls
+
+
+def gradients(value: Any, x: Tensor) -> Any:
+    return fz.value_and_grad(loss)(value, x)[1]
+
+
+FAULTS: dict[str, Fault] = {
+    "value_and_grad": one_more(lambda rank, value, x: gradients(value[0], x)),
+    "dot": one_more(lambda rank, value, x: fz.dot(*2 * [fz.zero_updates(value[0])])),
+    "apply": one_more(
+        lambda rank, value, x: adam.apply(fz.zero_updates(value[0]), value[2], value[0])
+    ),
+    "update": one_more(
+        lambda rank, value, x: adam.update(fz.zero_updates(value[0]), value[2], value[0])
+    ),
+    "apply_updates": one_more(
+        lambda rank, value, x: fz.apply_updates(value[0], fz.zero_updates(value[0]))
+    ),
+    "unshard": one_more(lambda rank, value, x: fz.unshard(value[0])),
+    "init": one_more(lambda rank, value, x: adam.init(value[0])),
+    "shard_tree": one_more(
+        lambda rank, value, x: fz.shard_tree({"a": torch.ones(2)}, level=1, group=None)
+    ),
+    "value_and_grad of loss at trees": in_another_order(gradients),
+    "apply_updates at trees": in_another_order(
+        lambda tree, x: fz.apply_updates(tree, fz.zero_updates(tree))
+    ),
+}
+
+
+def told(group: Any, fault: Fault, level: int, at: int = 0) -> str:
+    """What a rank is told, which makes another call than the others in the step `at`."""
+    steps = iter(range(at + 1))
+
+    def program(value: Any, x: Tensor) -> Any:
+        mean, _ = fz.value_and_grad(loss)(value[0], x)
+        fault(group.rank if next(steps) == at else 0, value, x)
+        return value, {"loss": mean}
+
+    step = fz.shard(fz.program_step(program, init=init), level=level, group=group)
+    state = step.init(FIRST, FIRST)
+    for _ in range(at):
+        state, _ = step(state, X)
+    with pytest.raises(GroupError) as caught:
+        step(state, X)
+    return str(caught.value)
+
+
+def each_fault(level: int) -> dict[str, str]:
+    # One group for all: after an error that every rank has caught, they go on
+    group = ProcessGroup(timeout=20)
+    return {name: told(group, fault, level) for name, fault in FAULTS.items()}
+
+
+@pytest.mark.parametrize("level", tiers([1], [3], [0, 2]))
+def test_a_rank_that_makes_another_call_ends_no_process(level: int) -> None:
+    """Over gloo its collective would meet that of another call, and end a process by SIGABRT."""
+    for found in launch(each_fault, 2, level, start_method="fork", timeout=100):
+        for name, text in found.items():
+            assert "make different calls in step 0" in text and "call 2 is " in text, text
+            assert name in text and "Remedy" in text, text
+
+
+@pytest.mark.parametrize("name", ["apply_updates at trees", "value_and_grad of loss at trees"])
+def test_the_end_of_each_step_compares_the_calls(name: str) -> None:
+    """In a step that isn't looked at, two calls of one length would give each other's results."""
+
+    def run(group: Any) -> str:
+        return told(group, FAULTS[name], level=1, at=3)
+
+    for text in run_ranks(run, 2):
+        assert "at trees" in text, text
+
+
+def test_only_steps_that_are_looked_at_compare_each_call() -> None:
+    def program(value: Any, x: Tensor) -> Any:
+        one, two, state = value
+        mean, grads = fz.value_and_grad(loss)(one, x)
+        one, state = adam.apply(grads, state, one)
+        two = fz.apply_updates(two, tree_map(torch.zeros_like, grads))
+        return (one, two, state), {"loss": mean}
+
+    group = CountingGroup(2)
+    step = fz.shard(fz.program_step(program, init=init), level=3, group=group)
+    state, num_words = step.init(FIRST, FIRST), []
+    for _ in range(6):
+        group.reset()
+        state, _ = step(state, X)
+        num_words.append(sum(call.dtype == torch.int64 for call in group.calls))
+    # One for the gradient and one for the end, besides those of 3 calls
+    assert num_words == [5, 5, 5, 2, 5, 2]
