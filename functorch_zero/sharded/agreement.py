@@ -89,12 +89,9 @@ def refuse(
 def agree_on_results(
     step: int,
     calls: Sequence[str],
-    metrics: Mapping[str, Tensor],
-    rest: Mapping[str, str],
+    found: Mapping[str, Any],
     group: Group,
     *,
-    operations: Sequence[Any],
-    num_draws: int,
     failed: bool,
 ) -> bool:
     """Raise, on every rank, unless all ranks have made the same calls in a program, and its results
@@ -104,17 +101,10 @@ def agree_on_results(
     Args:
         step: its number.
         calls: of the library so far; see Note [calls of a program] in `library_calls`.
-        metrics: by name, 0-d.
-        rest: by path, digests of the leaves of the value that every rank holds whole.
-        operations: of the program on parts of leaves, where it was watched: plain data.
-        num_draws: of `fz.random`.
+        found: the results as plain data, equal where values are equal to the bit; causes before
+            their effects.
         failed: whether a background task of this rank has.
     """
-    # Causes before their effects
-    found = {f"operation {i} on parts of leaves": told for i, told in enumerate(operations, 1)}
-    found |= {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
-    found |= {f"leaf {path!r}": digest for path, digest in rest.items()}
-    found["the number of draws of fz.random"] = str(num_draws)
     # Ranks at different calls of a step send equal lengths, since `tell` does
     words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, found.items())]
     told = tell(words, [failed], group)

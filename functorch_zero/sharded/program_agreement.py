@@ -138,16 +138,8 @@ class ProgramAgreement:
 
     def _compare_calls(self, step: int, calls: Sequence[str], label: str) -> bool:
         """Compare the calls so far. Returns whether a background task of any rank has failed."""
-        return agree_on_results(
-            step,
-            calls,
-            {},
-            {},
-            labelled(self._options.group, label),
-            operations=(),
-            num_draws=0,
-            failed=self._background.failed(),
-        )
+        group = labelled(self._options.group, label)
+        return agree_on_results(step, calls, {}, group, failed=self._background.failed())
 
     def on_results(
         self,
@@ -158,26 +150,42 @@ class ProgramAgreement:
         num_draws: int,
         watch: PieceWatch,
     ) -> None:
+        look = is_looked_at(step)
         # Small tensors in every step, large ones now and then: their digests take time
-        limit = math.inf if is_looked_at(step) else _SMALL
+        limit = math.inf if look else _SMALL
         rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}
         # A program may have put a count or a rate of its own into an optimizer's state
-        if is_looked_at(step):
+        if look:
             rest |= _whole_leaves(value, ShardedOptState)
         # The library's functions leave whole params alike; those of a program's own may not
         if watch.computes_with_whole:
             rest |= _whole_leaves(value, ShardedTree)
-        failed = agree_on_results(
-            step,
-            calls,
-            metrics,
-            _digests(rest),
-            labelled(self._options.group, "step/agreement"),
-            operations=watch.operations(value) if is_looked_at(step) else (),
-            num_draws=num_draws,
-            failed=self._background.failed(),
-        )
+        operations = watch.operations(value) if look else ()
+        # Causes before their effects
+        found: dict[str, Any] = {}
+        for i, told_of in enumerate(operations, 1):
+            found[f"operation {i} on parts of leaves"] = told_of
+        for name, metric in metrics.items():
+            known = look or _is_here(metric)
+            found[f"metric {name!r}"] = float(metric).hex() if known else _form_of(metric)
+        near = {path: leaf for path, leaf in rest.items() if look or _is_here(leaf)}
+        told = {path: _form_of(leaf) for path, leaf in rest.items() if path not in near}
+        found |= {f"leaf {path!r}": words for path, words in (told | _digests(near)).items()}
+        found["the number of draws of fz.random"] = str(num_draws)
+        group = labelled(self._options.group, "step/agreement")
+        failed = agree_on_results(step, calls, found, group, failed=self._background.failed())
         self._background.raise_if(failed)
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether the host reads a value without a wait for a device."""
+    return not isinstance(leaf, Tensor) or leaf.is_cpu
+
+
+def _form_of(leaf: Tensor) -> str:
+    """Words for a tensor whose values aren't read. Those of a leaf that differs are read when the
+    next step is looked at."""
+    return f"a {leaf.dtype} of shape {(*leaf.shape,)} on a device"
 
 
 def rest_of(value: Any) -> dict[str, Any]:

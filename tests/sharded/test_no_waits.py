@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, HybridGroup
 from functorch_zero.model import buffer_copies
 from functorch_zero.optim.kernels import fused_adamw
-from functorch_zero.sharded import train
+from functorch_zero.sharded import engine, program_agreement, train
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
 from tests.conformance.table import TABLE
@@ -132,14 +132,19 @@ def device_state(step: Any, params: Any, buffers: Any) -> Any:
     return step.shard_state(on_device.replace(buffers=tree_map(moved, whole.buffers)))
 
 
+def let_meta_be_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of this device have values, and the fused kernel runs on it."""
+    for module in (train, engine):
+        monkeypatch.setattr(module, "check_not_on_meta", lambda *args: None)
+    monkeypatch.setattr(loss, "check_has_values", lambda *args: None)
+    for other in (pointwise, buffer_copies):
+        monkeypatch.setattr(other, "has_values", lambda x: True)
+    monkeypatch.setattr(fused_adamw, "_takes", lambda param: True)
+
+
 def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
     """The waits of some training steps and evaluations."""
-    # Tensors of this device have values, and the fused kernel runs on it
-    monkeypatch.setattr(train, "check_not_on_meta", lambda *args: None)
-    monkeypatch.setattr(loss, "check_has_values", lambda *args: None)
-    for module in (pointwise, buffer_copies):
-        monkeypatch.setattr(module, "has_values", lambda x: True)
-    monkeypatch.setattr(fused_adamw, "_takes", lambda param: True)
+    let_meta_be_a_device(monkeypatch)
     apply, params, buffers = fz.functionalize(Net(), nn.Sequential, **case.model_options)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
@@ -174,6 +179,59 @@ def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
 def test_the_host_never_waits(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits(CASES[name], level, monkeypatch) == {"step": {}, "evaluation": {}}
+
+
+class Value(NamedTuple):
+    params: Any
+    opt: Any
+    buffers: Any
+    table: Tensor
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("level", thinned(LEVELS))
+def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step, written as a program."""
+    let_meta_be_a_device(monkeypatch)
+    apply, params, buffers = fz.functionalize(Net(), nn.Sequential)
+    optimizer = clipped()
+
+    def loss_fn(params: Any, *, buffers: Any, batch: Tensor) -> Any:
+        y, new = apply(params, buffers, batch)
+        mean = y.square().mean()
+        return mean, fz.Aux(buffers=new, metrics={"twice": mean * 2, "number": 0.5})
+
+    def init(params: Any) -> Value:
+        return Value(params, optimizer.init(params), buffers, torch.zeros(3))
+
+    def program(value: Value, x: Tensor) -> Any:
+        found, grads = fz.value_and_grad(loss_fn)(value.params, buffers=value.buffers, batch=x)
+        mean, metrics, new = found
+        metrics["norm"] = fz.dot(grads, grads).sqrt()
+        params, opt = optimizer.apply(grads, value.opt, value.params)
+        return Value(params, opt, new, value.table + 1), {"loss": mean, **metrics}
+
+    options: dict[str, Any] = {"level": level, "donate": donate, "group": CountingGroup(2)}
+    step = fz.shard(fz.program_step(program, init=init), **options)
+    whole = step.unshard(step.init(params))
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+
+    value = tree_map(lambda x: moved(x) if x.dim() else x, whole.value)
+    value = value._replace(buffers=tree_map(moved, whole.value.buffers))
+    state, found = step.shard_state(whole.replace(value=value)), Counter[str]()
+    read: list[Tensor] = []  # whose values are digested
+    monkeypatch.setattr(
+        program_agreement, "content_digests", lambda tree: read.extend(tree.values()) or {}
+    )
+    for number in range(LAST + 1):
+        read.clear()
+        with Audit() as audit:
+            state, _ = step(state, torch.empty(4, 16, device="meta"))
+        found += audit.found if number >= FIRST else Counter()
+        assert any(x.is_meta for x in read) == (number in (0, 1, 2, 4))
+    assert not found
 
 
 OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
