@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -25,17 +26,20 @@ from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
 from .backward import dense, nodes_behind, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
+from .micro_batches import check_accumulate
 from .program import LossCall, check_callable_here, differentiate, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
 _LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
 
 
-def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
+def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple[Any, Any, Any]]:
     """The function that gives a loss, its gradients, and its Hessian times a vector.
 
     `hvp(loss)(params, vector, *args)` gives `(value, grads, product)`, or
     `((value, metrics), grads, product)`. Value and gradients are those of `value_and_grad(loss)`.
+    So are `accumulate`, `batch=` and `buffers=`. With buffers the result is
+    `((value, metrics, buffers), grads, product)`.
     The vector is a tree like the gradients, and so is the product: None where a leaf is frozen and,
     sharded, in pieces. The product is H times the vector, H the Hessian by the trained leaves of
     the mean over ranks.
@@ -49,8 +53,8 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
 
     Raises:
         StructureError: as for `value_and_grad`; the vector is not like the gradients, or complex
-            for a real leaf; an argument is given by its name; a custom function runs a backward of
-            its own in its backward.
+            for a real leaf; a custom function runs a backward of its own in its backward.
+        TypeError: micro-batches were asked for, and no `batch=` was given.
 
     >>> def loss(params, x):
     ...     return (params["w"] ** 3).sum() * x
@@ -60,7 +64,11 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     (tensor(18.), {'w': tensor([ 6., 24.])}, {'w': tensor([ 12., 240.])})
     """
 
-    def run(params: Any, vector: Any, *args: Any, **named: Any) -> tuple[Any, Any, Any]:
+    check_accumulate(accumulate)
+
+    def run(
+        params: Any, vector: Any, *args: Any, buffers: Any = None, batch: Any = None
+    ) -> tuple[Any, Any, Any]:
         check_callable_here("fz.hvp", params, vector)
         engine = engine_of(params, vector)
         rank = None if engine is None else engine.rank
@@ -68,60 +76,32 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
 
         # Under the loss's name, which ranks compare
         @wraps(loss, updated=())
-        def slope_of(trees: tuple[Any, Any], *args: Any) -> tuple[Tensor, Aux]:
+        def slope_of(trees: tuple[Any, Any], *args: Any, **named: Any) -> tuple[Tensor, Aux]:
             nonlocal has_aux
-            # Here, where other ranks hear of the error
-            _refuse_named(named, rank)
             own, along = trees
             leaves = _Watched(unshard(own))
-            value, aux = check_loss(loss(leaves.tree, *args), rank)
-            _refuse_buffers(aux, rank)
+            # Named are the buffers and the batch, where they were given
+            value, aux = check_loss(loss(leaves.tree, *args, **named), rank)
             refuse_reentrant_checkpoints(nodes_behind(value), rank)
             has_aux = aux is not None
             given = aux or Aux()
             metrics = {_VALUE: value.detach(), **given.metrics}
             slope = _inner_product(leaves.gradients_of(value), along, rank)
-            return slope, Aux(metrics=metrics, weight=given.weight)
+            return slope, replace(given, metrics=metrics)
 
         with _noting_first_derivatives():
             held = _held_like(params, vector)
-            call = LossCall(slope_of, args, counted=loss)
-            found, of_slope = differentiate(call, (params, held))
-        (_, metrics), (product, grads) = found, of_slope
+            call = LossCall(
+                slope_of, args, buffers, batch, accumulate, counted=loss, caller="fz.hvp"
+            )
+            found, (product, grads) = differentiate(call, (params, held))
+        # The slope always has metrics, and buffers where the loss was given some
+        _, metrics, *new_buffers = found
         value = metrics.pop(_VALUE)
-        return ((value, metrics) if has_aux else value), grads, product
+        has_more = has_aux or new_buffers
+        return ((value, metrics, *new_buffers) if has_more else value), grads, product
 
     return run
-
-
-def _refuse_named(named: dict[str, Any], rank: int | None) -> None:
-    """Raise if a loss was to be given arguments by name, as that of `value_and_grad` is.
-
-    It is called inside of the loss, so that all ranks hear of the error. At levels 1 and 2 the
-    vector was gathered before.
-    """
-    if named:
-        raise StructureError(
-            explain(
-                f"fz.hvp was given {'= and '.join(named)}=, and passes no argument by its name",
-                expected="fz.hvp(loss)(params, vector, *args)",
-                rank=rank,
-                remedy="pass it by its place, among args; a product has neither micro-batches nor "
-                "new buffers, which fz.value_and_grad(loss)(...) has",
-            )
-        )
-
-
-def _refuse_buffers(aux: Aux | None, rank: int | None) -> None:
-    """Raise if a loss has returned buffers: a product has no place for them."""
-    if aux is not None and aux.buffers is not None:
-        raise StructureError(
-            explain(
-                "the loss of fz.hvp returned Aux(buffers=...), which a product has no place for",
-                rank=rank,
-                remedy="leave them out here; fz.value_and_grad(loss)(..., buffers=) gives new ones",
-            )
-        )
 
 
 class _Watched:

@@ -201,6 +201,7 @@ class LossCall:
         count: of the micro-batches.
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
+        caller: the function that was given the loss, for errors.
     """
 
     def __init__(
@@ -212,8 +213,9 @@ class LossCall:
         count: int = 1,
         *,
         counted: Callable[..., Any] | None = None,
+        caller: str = "value_and_grad",
     ):
-        self.loss, self.args, self.count = loss, args, count
+        self.loss, self.args, self.count, self.caller = loss, args, count, caller
         self.counted = loss if counted is None else counted
         self.takes_buffers = buffers is not None
         self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
@@ -242,9 +244,9 @@ class LossCall:
         Args:
             rank: for errors.
         """
-        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS, rank)
-        remedy = "pass the tree by its place, value_and_grad(loss)(t, tree)"
-        _refuse_sharded("batch", self.batch, remedy, rank)
+        self._refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS, rank)
+        remedy = f"pass the tree by its place, {self.caller}(loss)(t, tree)"
+        self._refuse_sharded("batch", self.batch, remedy, rank)
         if not all(map(is_plain, optree.tree_leaves(self.buffers))):
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
         # The loss is differentiated by the tree alone
@@ -252,8 +254,8 @@ class LossCall:
         if self.count > 1 and not self.takes_batch:
             raise TypeError(
                 explain(
-                    f"value_and_grad(accumulate={self.count}) was given no batch to cut",
-                    expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
+                    f"{self.caller}(accumulate={self.count}) was given no batch to cut",
+                    expected=f"{self.caller}(loss, accumulate=...)(tree, ..., batch=...)",
                     got=f"{len(self.args)} arguments beside the tree, and no batch=",
                     rank=rank,
                     remedy="let the loss have a parameter `batch`, which is a tree of tensors "
@@ -302,10 +304,22 @@ class LossCall:
         if isinstance(aux, Aux) and aux.buffers is not None and not self.takes_buffers:
             raise StructureError(
                 explain(
-                    "the loss of value_and_grad returned Aux(buffers=...), and was given none",
+                    f"the loss of {self.caller} returned Aux(buffers=...), and was given none",
                     rank=rank,
-                    remedy="pass them by name, value_and_grad(loss)(tree, ..., buffers=buffers), "
+                    remedy=f"pass them by name, {self.caller}(loss)(tree, ..., buffers=buffers), "
                     "and let the loss have a parameter of that name",
+                )
+            )
+
+    def _refuse_sharded(self, name: str, argument: Any, remedy: str, rank: int | None) -> None:
+        """Raise if a named argument holds a sharded tree."""
+        if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
+            raise StructureError(
+                explain(
+                    f"{self.caller} was given a sharded tree in {name}=",
+                    expected="whole tensors",
+                    rank=rank,
+                    remedy=remedy,
                 )
             )
 
@@ -314,19 +328,6 @@ _WHOLE_BUFFERS = (
     "keep them whole on every rank: let the program's init put them into the value from where it "
     "is defined, not from its arguments; outside of a step, don't shard them"
 )
-
-
-def _refuse_sharded(name: str, argument: Any, remedy: str, rank: int | None) -> None:
-    """Raise if a named argument holds a sharded tree."""
-    if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
-        raise StructureError(
-            explain(
-                f"value_and_grad was given a sharded tree in {name}=",
-                expected="whole tensors",
-                rank=rank,
-                remedy=remedy,
-            )
-        )
 
 
 def _is_plain(leaf: Any) -> bool:

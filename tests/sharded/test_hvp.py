@@ -19,7 +19,7 @@ from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP, ZOO, Batch, Case, even, split, uneven
 from tests.runtime.test_memory import WIDTH, Deep, LiveBytes
-from tests.step.test_hvp import reversible
+from tests.step.test_hvp import loss_of_normed, normed, reversible
 from tests.tiers import crossed, tiers
 
 LEVELS = [0, 1, 2, 3]
@@ -125,7 +125,7 @@ def test_weights_of_zero() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_rank_s_mistake_reaches_the_other(level: int) -> None:
-    """A vector that is complex, and an argument by its name."""
+    """A vector that is complex, and a sharded tree among the buffers."""
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return (params["w"] * x).square().sum()
@@ -139,13 +139,45 @@ def test_one_rank_s_mistake_reaches_the_other(level: int) -> None:
         found = r"path w, expected torch.float32, got torch.complex64.*Remedy: .*\.real"
         with pytest.raises(mine, match=found):
             fz.hvp(loss)(sharded, along, x)
-        with pytest.raises(mine, match=r"given batch=.*Remedy"):
-            fz.hvp(loss)(sharded, vector, x, **({"batch": x} if group.rank == 1 else {}))
+        wrong = {"buffers": sharded} if group.rank == 1 else {}
+        with pytest.raises(mine, match=r"fz.hvp was given a sharded tree in buffers=.*Remedy"):
+            fz.hvp(loss)(sharded, vector, x, **wrong)
         # Both go on
         value, *_ = fz.hvp(loss)(sharded, vector, x)
         assert value == 5
 
     run_ranks(run, 2, timeout=20)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_micro_batches_and_buffers(level: int) -> None:
+    """BatchNorm sees a rank's micro-batches, so each rank's product is one process's of its part,
+    and the weights' mean of these is the product on ranks."""
+    _, params, buffers = normed()
+    batch, sizes = torch.randn(12, 4, dtype=torch.float64), [8, 4]
+    product_of = fz.hvp(loss_of_normed, accumulate=2)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard_tree(params, level=level, group=group)
+        vector = fz.random.normal(fz.zero_updates(sharded), seed=1)
+        own = batch.split(sizes)[group.rank]
+        found, grads, product = product_of(sharded, vector, buffers=buffers, batch=own)
+        return found, fz.unshard(grads), fz.unshard(product)
+
+    vector = fz.random.normal(fz.zero_updates(params), seed=1)
+    alone = [product_of(params, vector, buffers=buffers, batch=part) for part in batch.split(sizes)]
+
+    def mean(one: Tensor, two: Tensor) -> Tensor:
+        return (8 * one + 4 * two) / 12
+
+    of_ranks = [((value, metrics), grads, product) for (value, metrics, _), grads, product in alone]
+    expected = tree_map(mean, *of_ranks)
+    new = tree_map(
+        lambda a, b: (a + b) / 2 if a.is_floating_point() else a, *[found[2] for found, *_ in alone]
+    )
+    for (value, metrics, after), grads, product in run_ranks(run, 2):
+        assert_equal_values(expected, ((value, metrics), grads, product))
+        assert_equal_values(new, after)
 
 
 @pytest.mark.parametrize("level", [0, 3])

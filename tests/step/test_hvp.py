@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optree import tree_map
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +58,56 @@ def test_metrics_and_weights() -> None:
     assert value == 0
     assert_equal_values(fz.zero_updates(PARAMS), grads, grade="bitwise")
     assert_equal_values(fz.zero_updates(PARAMS), product, grade="bitwise")
+
+
+def normed() -> tuple[nn.Module, Any, Any]:
+    """A module with running statistics, its params and its buffers."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)]
+    module = nn.Sequential(*layers).double()
+    _, params, buffers = fz.functionalize(module)
+    # Copies: the module writes to its own
+    return module, params, tree_map(torch.clone, buffers)
+
+
+def loss_of_normed(params: Any, *, buffers: Any, batch: Tensor) -> Any:
+    y, new = fz.functionalize(normed()[0])[0](params, buffers, batch)
+    mean = y.square().mean()
+    return mean, fz.Aux(buffers=new, metrics={"mean": y.mean().detach()}, weight=len(batch))
+
+
+def test_micro_batches_and_buffers_are_those_of_plain_torch() -> None:
+    module, params, buffers = normed()
+    vector = fz.random.normal(fz.zero_updates(params), seed=1)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    leaves = [*module.parameters()]
+    loss, product = torch.zeros(()), [torch.zeros_like(leaf) for leaf in leaves]
+    for part in x.split([4, 3]):
+        mean = module(part).square().mean()
+        grads = torch.autograd.grad(mean, leaves, create_graph=True)
+        slope = sum((g * vector[n]).sum() for g, n in zip(grads, params, strict=True))
+        loss = loss + len(part) / 7 * mean.detach()
+        for total, own in zip(product, torch.autograd.grad(slope, leaves), strict=True):
+            total += len(part) / 7 * own
+
+    of_hvp = fz.hvp(loss_of_normed, accumulate=2)(params, vector, buffers=buffers, batch=x)
+    (value, metrics, after), grads, found = of_hvp
+    assert_equal_values(loss, value)
+    assert_equal_values(dict(zip(params, product, strict=True)), dict(found))
+    assert_equal_values(dict(module.named_buffers()), after)
+    expected = fz.value_and_grad(loss_of_normed, accumulate=2)(params, buffers=buffers, batch=x)
+    assert_equal_values(expected, ((value, metrics, after), grads), grade="bitwise")
+
+
+def test_what_a_loss_is_given_by_name_is_checked() -> None:
+    _, params, buffers = normed()
+    vector, x = fz.zero_updates(params), torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"fz.hvp\(accumulate=2\) was given no batch.*Remedy"):
+        fz.hvp(loss, accumulate=2)(PARAMS, VECTOR, X)
+    with pytest.raises(ValueError, match="accumulate must be at least 1"):
+        fz.hvp(loss, accumulate=0)
+    with pytest.raises(StructureError, match=r"loss of fz.hvp returned Aux\(buffers=.*Remedy"):
+        fz.hvp(lambda p, x: loss_of_normed(p, buffers=buffers, batch=x))(params, vector, x)
 
 
 def test_frozen_leaves_and_missing_directions() -> None:
@@ -118,13 +168,6 @@ def test_a_complex_vector_is_refused_for_real_leaves() -> None:
     # An update as well, which params are moved by
     with pytest.raises(StructureError, match=found):
         fz.apply_updates(PARAMS, along)
-
-
-def test_arguments_by_name_are_refused() -> None:
-    with pytest.raises(StructureError, match=r"given batch=, .*Remedy: pass it by its place"):
-        fz.hvp(loss)(PARAMS, VECTOR, batch=X)
-    with pytest.raises(StructureError, match=r"given buffers= and x=, .*Remedy"):
-        fz.hvp(loss)(PARAMS, VECTOR, buffers={}, x=X)
 
 
 def test_a_loss_that_uses_no_param_is_refused() -> None:
