@@ -6,21 +6,24 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import base_of
+from .._torch_private import base_of, storage_id
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
-from ..sharded.train import ShardedTrainStep
+from ..sharded.program_step import ShardedProgramStep
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
-from ..tree import is_flagged, path_matches, paths
+from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
@@ -159,13 +162,17 @@ class _Load:
         manifest = self._manifest
         assert manifest is not None and self._old is not None
         # `like`'s storage becomes the result's
-        reuse = isinstance(self._step, ShardedTrainStep) and donates(self._step)
-        state = blank_state(self._like, reuse=reuse)
+        reuse = donates(self._step)
+        is_program = isinstance(self._step, ShardedProgramStep)
+        state = (
+            _handed_on(self._like) if reuse and is_program else blank_state(self._like, reuse=reuse)
+        )
         # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
             donations = self._like.sharding.donations
             donations.take(self._like.step)
-            donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
+            if not is_program:
+                donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):
@@ -368,6 +375,49 @@ def blank_state(like: State, *, reuse: bool) -> State:
             made.append(_blank(leaf, flats))
     state: State = treedef.unflatten(made)
     return state
+
+
+def _handed_on(like: State) -> State:
+    """The same of a program's state that is donated: of each tree and optimizer's state in its
+    value the next one, in the storage that nothing else in the value has. The old one is used up.
+    Other tensors are new, since a program's step doesn't write over them either."""
+    holders: Counter[int] = Counter()
+    for node in optree.tree_leaves(like.value, is_leaf=is_on_engine):
+        holders.update(storages(node))
+    flats: dict[int, list[_BlankFlat]] = {}  # as of `_blank`
+
+    def is_alone(x: Tensor) -> bool:
+        return holders[storage_id(x)] == 1
+
+    def next_of(node: Any) -> Any:
+        if isinstance(node, ShardedTree) and node.holding.form == "held":
+            own = node.flats(to_write=True)
+            # Frozen ones go from tree to tree. A node that the value has twice shares all.
+            if any(map(is_alone, own)):
+                return node.handed_on([x if is_alone(x) else torch.zeros_like(x) for x in own])
+        if isinstance(node, ShardedOptState) and _lie_apart(node):
+            leaves = [leaf for leaf in optree.tree_leaves(node) if isinstance(leaf, Tensor)]
+            if all(map(is_alone, leaves)):
+                return node.handed_on(node.tree)
+        return tree_map(blank, node)
+
+    def blank(leaf: Any) -> Any:
+        return _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf
+
+    value = tree_map(next_of, like.value, is_leaf=is_on_engine)
+    return blank_state(like.replace(value=None), reuse=False).replace(value=value)
+
+
+def _lie_apart(state: ShardedOptState) -> bool:
+    """Whether each leaf of an optimizer's state can be read into, in a place of its own."""
+    used = _Ranges()
+    for leaf in optree.tree_leaves(state):
+        if not isinstance(leaf, Tensor):
+            continue
+        in_rows = leaf.dim() == 0 or _can_be_read_into(leaf)
+        if not (in_rows and used.take(leaf.data_ptr(), leaf.nbytes)):
+            return False
+    return True
 
 
 class _Ranges:

@@ -420,6 +420,54 @@ def test_a_background_save_has_a_copy(tmp_path: Any) -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_loading_takes_the_storage_of_like(level: int, tmp_path: Any) -> None:
+    """But for a tree that shares it, a teacher at first, and for other tensors."""
+    table = torch.zeros(3)
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state, teacher, count = value
+        (params, state), metrics = simple((params, state), x)
+        return (params, state, teacher, count + 1), metrics
+
+    def first(params: Any) -> Any:
+        return params, adamw.init(params), params, table
+
+    def storages_of(*nodes: Any) -> set[int]:
+        return {x.untyped_storage().data_ptr() for x in optree.tree_leaves(nodes) if x.numel()}
+
+    def run(group: Any) -> None:
+        step = fz.shard(fz.program_step(program, init=first), level=level, group=group, donate=True)
+        state = step.init(FIRST)
+        for x in BATCHES[:3]:
+            state, _ = step(state, part(x, group))
+        checkpoint.save(tmp_path, step, state)
+        expected = step.unshard(state)
+
+        # Since the first step the params lie apart from the teacher, but for the frozen leaf
+        params, of_adam, *_ = state.value
+        held = storages_of(params["w"], params["b"], of_adam)
+        loaded, _ = checkpoint.load(tmp_path, step, like=state)
+        params_after, of_adam, *_ = loaded.value
+        assert storages_of(params_after["w"], params_after["b"], of_adam) == held
+        assert_equal_values(expected.value, step.unshard(loaded).value, grade="bitwise")
+        with pytest.raises(DonatedError):
+            step(state, part(BATCHES[3], group))
+        with pytest.raises(DonatedError):
+            params["w"]
+        again, _ = step(loaded, part(BATCHES[3], group))
+
+        # In a first state they are one tree, and two after loading
+        loaded, _ = checkpoint.load(tmp_path, step, like=step.init(FIRST))
+        assert_equal_values(expected.value, step.unshard(loaded).value, grade="bitwise")
+        assert not table.any()
+        other, _ = step(loaded, part(BATCHES[3], group))
+        values = [step.unshard(found).value for found in (again, other)]
+        assert_equal_values(*values, grade="bitwise")
+
+    run_ranks(run, 2)
+
+
 def test_the_peak_is_that_of_one_state() -> None:
     """At level 3: params, both moments and gradients in pieces, and a unit or two; without
     donating there is a second state."""
