@@ -1,5 +1,5 @@
-"""Programs that are drawn: one or two networks, one to three gradients of some of them, and
-optimizers, levels and ranks of any kind."""
+"""Programs that are drawn: one or two networks, one to three gradients of some of them, with
+micro-batches and buffers, and optimizers, levels and ranks of any kind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from hypothesis import strategies as st
 from optree import tree_map
+from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero.step.program_step import ProgramStep
@@ -52,6 +53,9 @@ class Drawn:
     gradients: tuple[Gradient, ...]
     averages: bool  # whether the loss reads an average of the first net
     weighted: bool
+    accumulate: int | None  # micro-batches; None: the batch is passed by its place
+    has_buffers: bool
+    donate: bool
     level: Any
     ranks: int
     rows: int
@@ -65,9 +69,10 @@ class Drawn:
         def init(one: Any, two: Any) -> Value:
             nets = {"one": one} if two is None else {"one": one, "two": two}
             opts = {name: optimizers[name].init(params) for name, params in nets.items()}
-            return Value(nets, tree_map(torch.clone, one), opts, 0)
+            buffers = {"seen": torch.zeros((), dtype=torch.float64), "count": torch.tensor(0)}
+            return Value(nets, tree_map(torch.clone, one), opts, buffers, 0)
 
-        def loss(differentiated: Any, read: Any, mean: Any, batch: Any) -> Any:
+        def loss(differentiated: Any, read: Any, mean: Any, batch: Any, buffers: Any = None) -> Any:
             trees = {**differentiated, **read}
             total, outputs = torch.zeros((), dtype=torch.float64), []
             for name, net in self.nets.items():
@@ -81,16 +86,34 @@ class Drawn:
             for before, after in pairwise(outputs):
                 total = total + (before * after).mean()
             weight = len(batch["one"]["x"]) if self.weighted else None
-            return total, fz.Aux(metrics={"first": outputs[0].mean()}, weight=weight)
+            if buffers is not None:
+                # Of parts of unequal size, the mean of means would be another one
+                seen = 1.0 if self.weighted else batch["one"]["x"].double().mean()
+                buffers = {"seen": buffers["seen"] + seen, "count": buffers["count"] + 1}
+            metrics = {"first": outputs[0].mean()}
+            return total, fz.Aux(metrics=metrics, weight=weight, buffers=buffers)
+
+        def gradient_of(trees: tuple[Any, ...], batch: Any, buffers: Any) -> Any:
+            """The value, its metrics, the next buffers and the gradients."""
+            named = {"buffers": buffers} if self.has_buffers else {}
+            if self.accumulate is None:
+                found, grads = fz.value_and_grad(loss)(*trees, batch, **named)
+            else:
+                of_loss = fz.value_and_grad(loss, accumulate=self.accumulate)
+                found, grads = of_loss(*trees, batch=batch, **named)
+            value, metrics, *new = found
+            return value, metrics, new[0] if new else buffers, grads
 
         def program(value: Value, batch: Any) -> Any:
             nets, opts, metrics = dict(value.nets), dict(value.opts), {}
+            buffers = value.buffers
             at = dict(nets)  # where the next gradient is taken
             for k, gradient in enumerate(self.gradients):
                 differentiated = {name: at[name] for name in gradient.of}
                 read = {name: tree for name, tree in at.items() if name not in gradient.of}
-                found = fz.value_and_grad(loss)(differentiated, read, value.mean, batch)
-                (metrics[f"loss{k}"], seen), grads = found
+                trees = differentiated, read, value.mean
+                found, seen, buffers, grads = gradient_of(trees, batch, buffers)
+                metrics[f"loss{k}"] = found
                 metrics[f"first{k}"] = seen["first"]
                 for name in gradient.of:
                     grad, params = grads[name], nets[name]
@@ -108,7 +131,7 @@ class Drawn:
                         at[name] = fz.apply_updates(params, away)
             # Of a frozen leaf it is the leaf, to the bit
             mean = tree_map(lambda m, p: m + 0.1 * (p - m), value.mean, nets["one"])
-            return Value(nets, mean, opts, value.num_steps + 1), metrics
+            return Value(nets, mean, opts, buffers, value.num_steps + 1), metrics
 
         return fz.program_step(program, init=init)
 
@@ -127,6 +150,7 @@ class Value(NamedTuple):
     nets: dict[str, Any]
     mean: Any  # of the first net
     opts: dict[str, Any]
+    buffers: dict[str, Tensor]
     num_steps: int
 
 
@@ -160,14 +184,19 @@ def programs(draw: st.DrawFn) -> Drawn:
     ranks, weighted = draw(strategies.world_sizes(3)), draw(st.booleans())
     one_level = st.sampled_from([0, 1, 2, 3])
     by_tree = st.fixed_dictionaries({name: one_level for name in names})
+    accumulate = draw(st.sampled_from([None, 1, 2]))
+    fewest = ranks * (accumulate or 1)
     return Drawn(
         nets={name: draw(nets()) for name in names},
         gradients=tuple(gradients),
         averages=draw(st.booleans()),
         weighted=weighted,
+        accumulate=accumulate,
+        has_buffers=draw(st.booleans()),
+        donate=draw(st.booleans()),
         level=draw(st.one_of(one_level, by_tree)),
         ranks=ranks,
-        rows=draw(st.integers(ranks, 3 * ranks + 1)) if weighted else 2 * ranks,
+        rows=draw(st.integers(fewest, 3 * ranks + 1)) if weighted else 2 * ranks,
     )
 
 
@@ -182,4 +211,5 @@ def test_programs(program: Drawn) -> None:
         levels=[program.level],
         ranks=[program.ranks],
         unused=program.unused(),
+        donate=program.donate,
     )

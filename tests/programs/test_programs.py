@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -118,8 +119,12 @@ def test_one_thread(name: str, level: int) -> None:
     check(case, result, ranks=1)
 
 
+OVER_GLOO = [(3, 2), (1, 3)]
+ALSO_OVER_GLOO = [at for at in product(LEVELS, [1, 2, 3, 5]) if at not in OVER_GLOO]
+
+
 @pytest.mark.parametrize(
-    ("level", "ranks"), tiers(thorough=[(3, 2), (1, 3)], full=[(2, 5), (0, 2)], rows=True)
+    ("level", "ranks"), tiers(thorough=OVER_GLOO, full=ALSO_OVER_GLOO, rows=True)
 )
 def test_processes(level: int, ranks: int) -> None:
     """All programs over gloo, one after the other on the same ranks."""
