@@ -12,6 +12,8 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
+from .tree import has_values
+
 P = ParamSpec("P")
 
 
@@ -25,10 +27,12 @@ def number_on(
     >>> number_on(torch.device("cpu"), 0.5)
     tensor(0.5000, dtype=torch.float64)
     """
-    if isinstance(number, Tensor) and (not number.is_cpu or device.type == "cpu"):
-        return number.detach().to(device, dtype)
-    value = number.item() if isinstance(number, Tensor) else number
-    return torch.full((), value, dtype=dtype, device=device)
+    if isinstance(number, Tensor):
+        # Without values it is on its way at once
+        if not number.is_cpu or device.type == "cpu" or not has_values(number):
+            return number.detach().to(device, dtype)
+        number = number.item()
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def on_this_device(fn: Callable[P, object]) -> Callable[P, None]:

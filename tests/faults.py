@@ -66,11 +66,11 @@ def survivors(
 
 class Trigger:
     """Makes something happen on this rank right before a collective of a phase, once it is
-    `armed`."""
+    `armed`; so many are `spared`."""
 
-    def __init__(self, phase: str, happens: Callable[[], Any]) -> None:
+    def __init__(self, phase: str, happens: Callable[[], Any], spared: int = 0) -> None:
         self.armed = False
-        self._phase, self._happens = phase, happens
+        self._phase, self._happens, self._spared = phase, happens, spared
 
     def on(self, group: Any) -> LabelledGroup:
         """The group with the trigger in it."""
@@ -79,8 +79,10 @@ class Trigger:
         class Rigged(LabelledGroup):
             def _call(self, kind: str, *arguments: Any) -> Any:
                 if trigger.armed and trigger._phase in self.label:
-                    trigger.armed = False
-                    trigger._happens()
+                    trigger._spared -= 1
+                    if trigger._spared < 0:
+                        trigger.armed = False
+                        trigger._happens()
                 return super()._call(kind, *arguments)
 
         return Rigged(group)

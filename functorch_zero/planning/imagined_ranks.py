@@ -102,7 +102,7 @@ class Recorder(LabelledGroup):
 
     @property
     def _in_pass(self) -> bool:
-        return self.journal.phase in ("forward", "backward")
+        return self._phase in ("forward", "backward")
 
     def _noted(self, work: Work) -> Work:
         """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
@@ -111,7 +111,7 @@ class Recorder(LabelledGroup):
         where = self.label.partition("/")[0].partition("[")[0]
         call = self._counting.calls[-1]  # `RecordingGroup` has just put it there
         collective = Collective(
-            phase=self._phase_of(where),
+            phase=self._phase,
             kind=call.kind,
             unit="" if where in _OF_NO_UNIT else where,
             dtype=call.dtype,
@@ -123,11 +123,14 @@ class Recorder(LabelledGroup):
         self.journal.on_call(collective)
         return work
 
-    def _phase_of(self, where: str) -> str:
+    @property
+    def _phase(self) -> str:
         """The phase of a collective: by its label, where that names one, whatever is announced."""
-        if where == "optimizer":
+        if self.label.startswith("optimizer/"):
             return "optimizer"
-        return "publish" if self.label.endswith("/publish") else self.journal.phase
+        # Of metrics that set out before backward, say
+        last = self.label.rpartition("/")[2]
+        return last if last in ("metrics", "publish") else self.journal.phase
 
 
 def imagined_axes(

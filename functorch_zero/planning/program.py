@@ -35,7 +35,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .watch import Watch, with_numbers
+from .watch import Watch, with_kept_buffers, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
 
@@ -176,9 +176,10 @@ class _AnnouncedEngine:
             run = self._engine.open_gradient(call, tree)
             local = differentiate(run)
             self._watch.enter("metrics")
-            numbers = with_numbers(local.outcome, call.buffers, self._watch.live)
+            outcome = with_kept_buffers(local.outcome, call.buffers, self._watch.live)
             with self._watch.live.paused():
-                report = agree_on(run, local._replace(outcome=numbers))
+                numbers = with_numbers(local.means)
+                report = agree_on(run, local._replace(outcome=outcome, means=numbers))
             # The program's own code may not read the means either
             metrics = {"loss": local.outcome.loss.detach()}
             for name, value in local.outcome.metrics.items():

@@ -37,7 +37,7 @@ from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
-from .watch import Watch, with_numbers
+from .watch import Watch, with_kept_buffers, with_numbers
 
 
 class ImaginedStep:
@@ -108,9 +108,11 @@ class ImaginedStep:
             # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self.watch.enter("metrics")
-            numbers = with_numbers(local.outcome, run.state.buffers, self.live)
+            outcome = with_kept_buffers(local.outcome, run.state.buffers, self.live)
             with self.live.paused():  # ranks agree on numbers, which have values
-                agreed = agree_on(run, local._replace(outcome=numbers), BackgroundTasks())
+                numbers = with_numbers(local.means)
+                told = local._replace(outcome=outcome, means=numbers)
+                agreed = agree_on(run, told, BackgroundTasks())
             self.watch.enter("buffers")
             advance(run, local, agreed)
         # The order by names must be the one that the pass has gone through

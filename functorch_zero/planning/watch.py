@@ -17,6 +17,7 @@ from .._torch_private import FakeTensorMode
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..runtime.unshard import Gathering, UnitFlats
+from ..sharded.average import MeansUnderWay
 from ..step.loss import Aux, Outcome
 from .imagined_ranks import Journal
 from .live_bytes import LiveBytes
@@ -115,9 +116,8 @@ def _with_known_weight(result: Any) -> Any:
     return loss, replace(aux, weight=weight)
 
 
-def with_numbers(outcome: Outcome, buffers: PyTree[Tensor], live: LiveBytes) -> Outcome:
-    """A loss's outcome that ranks can agree on: with metrics that have values, and with new buffers
-    only where the old ones were written to.
+def with_kept_buffers(outcome: Outcome, buffers: PyTree[Tensor], live: LiveBytes) -> Outcome:
+    """A loss's outcome with new buffers only where the old ones were written to.
 
     Args:
         outcome: without values.
@@ -129,12 +129,15 @@ def with_numbers(outcome: Outcome, buffers: PyTree[Tensor], live: LiveBytes) -> 
     for old, new in zip(optree.tree_leaves(buffers), after, strict=True):
         # A copy that nobody wrote to is not synchronized on a real rank
         changed.append(old if live.is_untouched_copy(new, old) else new)
-    return outcome._replace(
-        # Numbers that are packed and sent; their values decide nothing here
-        loss=torch.zeros((), device="cpu"),
-        metrics=dict.fromkeys(outcome.metrics, 0.0),
-        buffers=treedef.unflatten(changed),
-    )
+    return outcome._replace(buffers=treedef.unflatten(changed))
+
+
+def with_numbers(means: MeansUnderWay) -> MeansUnderWay:
+    """Means that ranks can agree on, of zeros; their values decide nothing here."""
+    zeros = {name: torch.zeros((), device="cpu") for name in means.values}
+    vector = torch.zeros(means.vector.shape, dtype=means.vector.dtype, device="cpu")
+    weight = None if means.weight is None else 1.0
+    return means._replace(values=zeros, weight=weight, vector=vector)
 
 
 class Noted:

@@ -2,9 +2,10 @@
 the same.
 
 Note [two planes]: values and words travel apart. Values, of metrics and weights, lie on the params'
-device, and so do their means: no host reads them, so that none waits for its device. Words are of
-the host: a digest of the collectives that it has started, and flags. They go from host to host
-while the devices are still at work.
+device, and so do their means: no host reads them, so that none waits for its device. In a step they
+set out when the last loss is known, and backward hides their way. Words are of the host: a digest
+of the collectives that it has started, and flags. They go from host to host when all of those have
+started, while the devices are still at work.
 
 Note [equal copies]: ranks of the same data must find the same loss, metrics and weight, to the bit.
 The first copy of each part of the batch sends a digest of them under one number, the other copies
@@ -26,7 +27,7 @@ from torch import Tensor
 from ..devices import number_on
 from ..errors import GroupError, MismatchError
 from ..groups.mesh import ONLY_COPY, Copy
-from ..groups.protocol import Group
+from ..groups.protocol import Group, Work
 from ..step.loss import as_metric
 from ..step.weights import or_nan
 from .agreement import WIDTH, tell
@@ -42,18 +43,46 @@ class Report(NamedTuple):
     sizes: tuple[int, int] | None  # the ranks' smallest and largest, where they differ in it
 
 
-def average(
+class MeansUnderWay(NamedTuple):
+    """Metrics and weights of all ranks, on their way to their means."""
+
+    values: dict[str, Tensor]  # this rank's, 0-d and floating-point
+    weight: Tensor | float | None  # of this rank's batch; None: all count the same
+    vector: Tensor  # as `_pack` makes it; sums over ranks once the work is done
+    work: Work
+
+
+def start_means(
     metrics: Mapping[str, Tensor | float],
     weight: Tensor | float | None,
+    group: Group,
+    device: torch.device,
+) -> MeansUnderWay:
+    """Send this rank's metrics and weight to the other ranks. One all-reduce of a few float64,
+    which nobody waits for yet.
+
+    Args:
+        metrics: by name; 0-d tensors on any device, or numbers.
+        weight: of this rank's part of the batch, 0-d, the sum of its micro-batches'; None: all
+            parts count the same.
+        group: all ranks, between the same collectives.
+        device: of the means.
+    """
+    values = {name: as_metric(value) for name, value in metrics.items()}
+    vector = _pack([*values.values()], 1.0 if weight is None else weight, device)
+    return MeansUnderWay(values, weight, vector, group.all_reduce(vector))
+
+
+def report_of(
+    means: MeansUnderWay,
     group: Group,
     log: Sequence[str] = (),
     flags: Sequence[bool] = (),
     copy: Copy = ONLY_COPY,
     size: int = 0,
-    device: torch.device | None = None,
 ) -> Report:
-    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. Two
-    all-reduces under way together, of a few float64 and a few int64; see Note [two planes].
+    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
+    all-reduce of a few int64, the words; see Note [two planes].
 
     Copies of the same data count as one. Ranks compare them: the host reads the values, once.
 
@@ -64,39 +93,50 @@ def average(
     Raises `MismatchError` on every rank when ranks of the same data have found other values.
 
     Args:
-        metrics: this rank's, by name; 0-d tensors on any device, or numbers.
-        weight: of this rank's part of the batch, 0-d, the sum of its micro-batches'; None: all
-            parts count the same.
+        means: under way over the same group.
         log: the step, and the collectives that this rank has started since.
         flags: this rank's; any one rank raises a flag for all.
         copy: which copy of which part of the batch this rank has.
         size: of this rank's batch, for the ranks to compare.
-        device: of the means; None: the CPU.
     """
-    device = torch.device("cpu") if device is None else device
-    values = {name: as_metric(value) for name, value in metrics.items()}  # 0-d, floating-point
-    vector = _pack(list(values.values()), 1.0 if weight is None else weight, device)
-    means_under_way = group.all_reduce(vector)
+    values, weight, vector, work = means
     # Names in their order, since sums are matched by position
     told = tell([*values, f"{'no' if weight is None else 'a'} weight", *log], flags, group, size)
-    means_under_way.wait()
+    work.wait()
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
         raise _other_collectives(group, log)
     if copy.num > 1:
         own = {**values, "weight of its batch": 1.0 if weight is None else weight}  # unweighted
         # The host waits for the device, once for all
-        numbers = torch.stack([number_on(device, number) for number in own.values()]).tolist()
-        _check_copies(copy, dict(zip(own, numbers, strict=True)), group)
+        numbers = [number_on(vector.device, number) for number in own.values()]
+        found = torch.stack(numbers).tolist()
+        _check_copies(copy, dict(zip(own, found, strict=True)), group)
 
     # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
     num_weighty, total, *sums = vector[: 2 + len(values)].unbind()  # zeros come behind
     # Where no batch weighs anything the sums are 0
     divisor = torch.where(total == 0, 1.0, total)
-    means = {}
+    by_name = {}
     for (name, value), weighted in zip(values.items(), sums, strict=True):
-        means[name] = (weighted / divisor).to(value.dtype)
-    return Report(means, total / copy.num, num_weighty / copy.num, told.flags, told.sizes)
+        by_name[name] = (weighted / divisor).to(value.dtype)
+    return Report(by_name, total / copy.num, num_weighty / copy.num, told.flags, told.sizes)
+
+
+def average(
+    metrics: Mapping[str, Tensor | float],
+    weight: Tensor | float | None,
+    group: Group,
+    log: Sequence[str] = (),
+    flags: Sequence[bool] = (),
+    copy: Copy = ONLY_COPY,
+    size: int = 0,
+    device: torch.device | None = None,
+) -> Report:
+    """Both one after the other, where no backward could hide the means' way. For the arguments, see
+    `start_means` and `report_of`; without a device, means are on the CPU."""
+    device = torch.device("cpu") if device is None else device
+    return report_of(start_means(metrics, weight, group, device), group, log, flags, copy, size)
 
 
 def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device) -> Tensor:

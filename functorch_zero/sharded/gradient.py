@@ -26,7 +26,7 @@ from ..runtime.reduce import GradientReduction
 from ..step.loss import Outcome
 from ..step.program import LossCall
 from ..step.weight_reminder import total_size
-from .average import Report, average
+from .average import MeansUnderWay, Report, report_of
 from .buffers import changed_here, check_synchronizable, synchronize
 from .grad_mean import to_means
 from .options import Options
@@ -135,14 +135,16 @@ class LocalGradient(NamedTuple):
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     outcome: Outcome  # of all micro-batches as one
+    means: MeansUnderWay  # of its loss, metrics and weight
 
 
 def differentiate(run: GradientRun) -> LocalGradient:
     """Run the loss forward and backward, micro-batch by micro-batch.
 
-    Collectives: the units' gathers and reductions, as the levels' rows say.
+    Collectives: the units' gathers and reductions, as the levels' rows say, and one all-reduce of
+    metrics.
     """
-    outcome = run_passes(
+    outcome, means = run_passes(
         run.loss,
         run.flats,
         run.joined.layout,
@@ -150,13 +152,14 @@ def differentiate(run: GradientRun) -> LocalGradient:
         run.order,
         run.options,
         run.log,
+        labelled(run.options.axes.world, "gradient/metrics"),
         look=run.look,
     )
-    return LocalGradient(run.reduction.finish(), outcome)
+    return LocalGradient(run.reduction.finish(), outcome, means)
 
 
 def agree_on(run: GradientRun, local: LocalGradient) -> Report:
-    """Tell all ranks this one's findings, and learn theirs. Two all-reduces: values and words.
+    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
 
     Raises:
         StructureError: this rank's loss has changed a buffer's shape or dtype.
@@ -167,15 +170,13 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
     old, new = run.call.buffers, outcome.buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     # Logs are compared here, when all collectives of the passes have started
-    return average(
-        {"loss": outcome.loss.detach(), **outcome.metrics},
-        outcome.weight,
+    return report_of(
+        local.means,
         labelled(axes.world, "gradient/metrics"),
         run.log,
         changed_here(old, new, rule, axes.data),
-        copy=axes.copy,
-        size=total_size(run.call.data),
-        device=outcome.loss.device,
+        axes.copy,
+        total_size(run.call.data),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
 from ..model.buffer_copies import check_kept_in_backward
@@ -25,6 +26,7 @@ from ..step.rng import MicroStreams
 from ..step.weight_reminder import WeightReminder
 from ..step.weights import check_weight_value
 from ..tree import PyTree
+from .average import MeansUnderWay, start_means
 from .checks import check_not_empty
 from .grad_mean import LossSeed, loss_seed_of
 from .options import Options
@@ -34,6 +36,7 @@ from .params import make_unit_flats
 def run_pass(
     loss: Callable[[PyTree[Tensor]], Outcome],
     seed_of: Callable[[Outcome], LossSeed],
+    before_backward: Callable[[Outcome], None],
     flats: Sequence[Tensor],
     layout: Layout,
     reduction: GradientReduction,
@@ -44,7 +47,7 @@ def run_pass(
     look: bool,
     held: PyTree[Tensor] = None,
     last: bool = True,
-) -> Outcome:
+) -> None:
     """Run a loss forward and backward. Its gradients go to the reduction, while backward runs.
 
     Collectives: the units' gathers and reductions, as the level's row says.
@@ -53,6 +56,8 @@ def run_pass(
         loss: called with lazy parameters, in the structure of the layout.
         seed_of: gives this rank's share of the mean, from the loss's outcome. It may raise, where
             it refuses the outcome.
+        before_backward: takes the loss's outcome, which is still in its autograd graph, where all
+            ranks are between the same collectives. It may start some.
         flats: those that hold the params between steps, (numel,) or (piece,), bucket by bucket.
         layout: of the params.
         reduction: takes the gradients. The caller finishes it, after its last pass.
@@ -63,8 +68,6 @@ def run_pass(
         look: whether slow questions about the loss are asked; see `is_looked_at`.
         held: leaves that were cut from the flats already; None: they are cut anew.
         last: whether no other pass will give gradients to the same reduction.
-
-    Returns: the loss's outcome, which is still in its autograd graph.
 
     Raises:
         StructureError: the loss depends on no trained leaf.
@@ -98,6 +101,7 @@ def run_pass(
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
+            before_backward(outcome)
             with ranged("backward"):
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
                 torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
@@ -112,7 +116,6 @@ def run_pass(
         raise
     # Only after a pass that went well
     order.record(one_pass.following.gathered, one_pass.uses)
-    return outcome
 
 
 class LossOnData(NamedTuple):
@@ -135,20 +138,26 @@ def run_passes(
     order: PrefetchOrder,
     options: Options,
     log: list[str],
+    group: Group,
     *,
     look: bool,
     held: PyTree[Tensor] = None,
-) -> Outcome:
+) -> tuple[Outcome, MeansUnderWay]:
     """One pass per micro-batch, whose gradients add up in the reduction. Returns the outcomes as
-    one, without their graphs. For the arguments, see `run_pass`."""
+    one, without their graphs, and their means over ranks, whose way the last backward has hidden.
+
+    `group`: for the means. For the other arguments, see `run_pass`.
+    """
     axes, rank = options.axes, options.axes.world.rank
     parts = micro_batches(given.data, given.accumulate)
     # Trees that are only read are frozen here
     buckets = zip(flats, layout.buckets, strict=True)
     trained = [flat for flat, bucket in buckets if bucket.trainable]
+    outcomes: list[Outcome] = []  # of the losses so far
+    found: list[tuple[Outcome, MeansUnderWay]] = []  # one, once the last loss is known
 
-    def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> Outcome:
-        part = parts[i]
+    def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> None:
+        part, last = parts[i], i == len(parts) - 1
 
         def loss(params: PyTree[Tensor]) -> Outcome:
             return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
@@ -157,10 +166,17 @@ def run_passes(
             check_not_empty(part, outcome.loss, outcome.weight, rank)
             return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
 
+        def before_backward(outcome: Outcome) -> None:
+            outcomes.append(_detached(outcome))
+            if last:
+                whole = joined(outcomes)
+                found.append((whole, _start_means(whole, group)))
+
         with given.streams(i), noting_lost_graphs():
-            outcome = run_pass(
+            run_pass(
                 loss,
                 seed_of,
+                before_backward,
                 flats,
                 layout,
                 reduction,
@@ -169,19 +185,26 @@ def run_passes(
                 log,
                 look=look,
                 held=held,
-                last=i == given.accumulate - 1,
+                last=last,
             )
-        # Detached: the graph of this micro-batch goes before the next begins
-        metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-        return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
 
-    outcomes: list[Outcome] = []
     buffers = given.buffers
     for i in range(len(parts)):
-        outcomes.append(on_micro_batch(i, buffers))
+        on_micro_batch(i, buffers)
         buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
     given.reminder.compare_parts(parts, outcomes[0].weight, rank)
-    return joined(outcomes)
+    return found[0]
+
+
+def _detached(outcome: Outcome) -> Outcome:
+    """The outcome without its graph, which goes before the next micro-batch begins."""
+    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
+
+
+def _start_means(outcome: Outcome, group: Group) -> MeansUnderWay:
+    metrics = {"loss": outcome.loss, **outcome.metrics}
+    return start_means(metrics, outcome.weight, group, outcome.loss.device)
 
 
 def _called(

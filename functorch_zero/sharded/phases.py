@@ -39,7 +39,7 @@ from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .agreement import refuse
-from .average import average
+from .average import MeansUnderWay, report_of
 from .background import BackgroundTasks
 from .buffers import apart, changed_here, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
@@ -108,6 +108,7 @@ class Local(NamedTuple):
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
+    means: MeansUnderWay  # of its loss, metrics and weight
     fine: bool  # loss and reduced gradients are finite, or the step doesn't look
     log: list[str]  # the step's number, and the collectives started since
 
@@ -126,8 +127,8 @@ class Agreed(NamedTuple):
 def differentiate(run: Run, order: PrefetchOrder) -> Local:
     """Run the loss forward and backward, micro-batch by micro-batch.
 
-    Collectives: the units' gathers and reductions, as the level's row says. Gradients are reduced
-    while backward runs.
+    Collectives: the units' gathers and reductions, as the level's row says, and one all-reduce of
+    metrics. Gradients are reduced, and metrics averaged, while backward runs.
     """
     # Ranks at different steps, or in other collectives, find out in `agree_on`
     log = [f"step {int(run.state.step)}"]
@@ -152,7 +153,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
         scale=step.policy.scale(state.finite),
     )
     look = is_looked_at(int(state.step))
-    outcome = run_passes(
+    outcome, means = run_passes(
         given,
         run.flats,
         run.layout,
@@ -160,6 +161,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
         order,
         options,
         log,
+        labelled(options.group, "step/metrics"),
         look=look,
         held=state.params,
     )
@@ -167,11 +169,11 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     reduced = reduction.finish()
     # The host waits for the device there, so it asks only if the step looks
     fine = not run.step.policy.looks or in_range(reduced, run.layout, outcome)
-    return Local(reduced, reduction.kept, outcome, fine, log)
+    return Local(reduced, reduction.kept, outcome, means, fine, log)
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
-    """Tell all ranks this one's findings, and learn theirs. Two all-reduces: values and words.
+    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
 
     Nothing of the state has been written to by then: see Note [before the first write].
 
@@ -191,15 +193,13 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         not local.fine,
         background.failed(),
     ]
-    report = average(
-        {"loss": outcome.loss, **outcome.metrics},
-        outcome.weight,
+    report = report_of(
+        local.means,
         labelled(group, "step/metrics"),
         local.log,
         flags,
-        copy=axes.copy,
-        size=total_size(run.batch),
-        device=outcome.loss.device,
+        axes.copy,
+        total_size(run.batch),
     )
     *changed, unfit, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told

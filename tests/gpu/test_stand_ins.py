@@ -24,6 +24,7 @@ from functorch_zero import _torch_private, optim
 from functorch_zero.checkpoint import block_io
 from functorch_zero.checkpoint.block_io import BLOCK, Wanted, chunks_of
 from functorch_zero.checkpoint.snapshot import devices_of
+from functorch_zero.devices import number_on
 from functorch_zero.groups import CountingGroup, launch
 from functorch_zero.layout.build import make_layout
 from functorch_zero.optim.across import Pointwise
@@ -194,6 +195,12 @@ def test_a_message_with_counts_goes_to_the_device(fake: FakeTensorMode) -> None:
 
 
 # ---- Numbers ----
+
+
+def test_a_hosts_number_without_a_value_goes_to_the_device(fake: FakeTensorMode) -> None:
+    """A metric that a planned loss computes on the CPU."""
+    made = number_on(CUDA, torch.ones(()) * 2)
+    assert (made.device, made.dtype) == (CUDA, torch.float64)
 
 
 def test_a_weight_on_a_device_is_not_asked_for() -> None:

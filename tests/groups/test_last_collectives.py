@@ -70,7 +70,8 @@ def test_a_step_is_in_the_ring_in_order() -> None:
         assert {tuple(entry.ranks) for entry in entries} == {(0, 1)}
         step = [entry for entry in entries if not entry.label.startswith("init/")]
         found = phases(step)
-        assert found.index("gather") < found.index("reduce") < found.index("metrics")
+        assert found.index("gather") < found.index("metrics") < found.index("reduce")
+        assert found.count("metrics") == 2 and found[-1] == "metrics", "values, then words"
         first = next(entry for entry in step if entry.label.endswith("/reduce"))
         assert first.label.startswith("layers.") and "[float64]/reduce" in first.label
         assert first.dtype is torch.float64 and first.num_elements

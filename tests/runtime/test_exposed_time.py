@@ -71,13 +71,13 @@ class Layers(nn.Module):
         return x
 
 
-def exposed_seconds(clock: Clock, group: Group, **options: Any) -> float:
-    """The seconds of a warm step of level 3 in which nothing is computed."""
+def exposed_seconds(clock: Clock, group: Group, level: int = 3, **options: Any) -> float:
+    """The seconds of a warm step in which nothing is computed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layers() for _ in range(UNITS))).double()
     apply, params, buffers = functionalize(model)
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
-    step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group, **options)
+    step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, **options)
     state, x = step.init(params, buffers), torch.ones(2, WIDTH, dtype=torch.float64)
     for _ in range(2):
         before = clock.now - clock.computed
@@ -116,3 +116,12 @@ def test_sums_over_replicas_run_beside_backward(
     group = HybridGroup(SimulatedGroup(4, wire=unit_takes(1.5, ranks=2)), shard_size=2)
     found = exposed_seconds(clock, group, overlap="time", state_axes=state_axes)
     assert found == pytest.approx(2 * 1.5 + exposed, abs=0.3)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_metrics_travel_beside_backward(clock: Clock, level: int) -> None:
+    """Each collective takes a second. Exposed are the first gather, the last reduction and the
+    words of the hosts, and no values."""
+    group = SimulatedGroup(4, wire=Wire(latency=1.0))
+    found = exposed_seconds(clock, group, level=level, overlap="time")
+    assert found == {0: 2.0, 3: 3.0}[level]

@@ -149,9 +149,12 @@ def fail_and_retry(
 
 
 def check_retried(results: list[list[Any]], guilty: tuple[int, ...]) -> None:
+    failed = {r for r, (error, *_) in enumerate(results) if error == "ArithmeticError"}
+    # Of two that fail, one may hear of the other first
+    assert failed and failed <= {*guilty}
     for r, (error, text, soon, intact, equal) in enumerate(results):
-        assert error == ("ArithmeticError" if r in guilty else "PeerError") and "bad batch" in text
-        assert r in guilty or re.search(r"rank [01] failed: ArithmeticError", text)
+        assert error == ("ArithmeticError" if r in failed else "PeerError") and "bad batch" in text
+        assert r in failed or re.search(r"rank [01] failed: ArithmeticError", text)
         assert soon and intact and equal, (r, soon, intact, equal)
 
 
@@ -417,6 +420,8 @@ PHASES: dict[
     "optimizer/update": (3, "lost peer in optimizer/update"),
     "step/metrics": (3, "lost peer in step/metrics"),
 }
+# Values set out before backward, where the others wait for a gather or a reduction; then come words
+SPARED = {"step/metrics": 1}
 
 
 LOST = [*itertools.product(FAULTS, PHASES)]
@@ -437,7 +442,7 @@ def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
     }.get(fault, ("LostPeerError", label))
 
     def run(group: ProcessGroup) -> Any:
-        trigger = Trigger(phase, FAULTS[fault])
+        trigger = Trigger(phase, FAULTS[fault], spared=SPARED.get(phase, 0))
         rank = Rank(trigger.on(group) if group.rank == 1 else group, level)
         rank.take(0)
         trigger.armed = group.rank == 1
@@ -454,9 +459,7 @@ def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
         ):  # and its own last collectives, of which that one has not ended
             where = PHASES[phase][1].removeprefix("lost peer in ")
             assert f"\nThe last collectives of rank {rank}, oldest first" in text
-            assert re.search(rf"\n> \d+ {where}: \w+ of \d+ float64 on ranks 0, 1, 2 \(", text), (
-                text
-            )
+            assert re.search(rf"\n> \d+ {where}: \w+ of \d+ \w+64 on ranks 0, 1, 2 \(", text), text
 
 
 @pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))

@@ -10,7 +10,7 @@ from torch import nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.groups import counted, run_ranks
+from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
 from tests.runtime.test_memory import LiveBytes
@@ -160,6 +160,21 @@ def test_levels_0_and_1_reduce_once_and_2_and_3_in_every_micro_batch():
         assert calls[1] == {"all_reduce": 2, "reduce_scatter": units, "all_gather": units}
         assert calls[2] == {"all_reduce": 2, "reduce_scatter": 4 * units, "all_gather": units}
         assert calls[3]["reduce_scatter"] == 4 * units
+
+
+@pytest.mark.parametrize(("level", "reduced_before"), [(1, 0), (2, 3), (3, 3)])
+def test_metrics_set_out_between_the_last_loss_and_its_backward(level, reduced_before):
+    """Three units are reduced in the first micro-batch's backward, and three in the last one's."""
+    step, params, buffers = make(True, 2)
+    group = CountingGroup(2)
+    sharded = fz.shard(step, level=level, group=group)
+    state = sharded.init(params, buffers)
+    group.reset()
+    sharded(state, make_batches(4, 1)[0])
+    kinds = [call.kind for call in group.calls]
+    values, words = (n for n, kind in enumerate(kinds) if kind == "all_reduce")
+    assert kinds[:values].count("reduce_scatter") == reduced_before
+    assert kinds[values:words].count("reduce_scatter") == 3
 
 
 def test_buffers_go_from_one_micro_batch_to_the_next():
