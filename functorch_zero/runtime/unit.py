@@ -88,8 +88,9 @@ class Scale(Protocol):
         """Whether a flat is scaled in place, so that it must not be autograd's own."""
         ...
 
-    def __call__(self, flat: Tensor) -> Tensor:
-        """The scaled flat (numel,) of a bucket's gradients."""
+    def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
+        """The scaled flat (numel,) of a bucket's gradients; one that is not this pass's own is
+        only read, but where `writes`."""
         ...
 
 
@@ -98,7 +99,7 @@ class Unscaled:
 
     writes = False
 
-    def __call__(self, flat: Tensor) -> Tensor:
+    def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
         return flat
 
 
@@ -565,10 +566,11 @@ class Pass:
             at_once = b in reduction.every_use  # freed as soon as it is reduced: levels 2 and 3
             # A reduce-scatter only reads its flat, so that may be autograd's own
             if at_once and not scale.writes and is_flat(own[0], bucket, dtype):
-                flat = own[0].detach().view(-1)  # (numel,), where one leaf fills the bucket
+                # (numel,), where one leaf fills the bucket
+                flat = scale(own[0].detach().view(-1), is_own=False)
             else:
-                flat = pack(own, bucket, device=self._device, dtype=dtype)
-            flat = scale(flat)
+                packed = pack(own, bucket, device=self._device, dtype=dtype)
+                flat = scale(packed, is_own=True)
             if at_once:
                 reduction.start(b, flat, is_last=self._last and not unit.num_open)
             else:
@@ -591,7 +593,7 @@ class Pass:
                 bucket = self._layout.buckets[b]
                 dtype = None if bucket.dtypes is None else bucket.reduce
                 zeros = pack([None] * len(bucket.leaves), bucket, device=self._device, dtype=dtype)
-                reduction.add(b, self._scale(zeros))  # (numel,)
+                reduction.add(b, self._scale(zeros, is_own=True))  # (numel,)
             ready = [*unit.content.trained]
         if ready:
             reduction.make_room(self.overlap.num_under_way)

@@ -47,10 +47,14 @@ class GradScale:
         """Whether it writes to the flat that it is given, which then must be a copy."""
         return self.factor is not None
 
-    def __call__(self, flat: Tensor) -> Tensor:
-        """The bucket's packed gradients, scaled, in place where there is a factor."""
+    def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
+        """The bucket's packed gradients, scaled: in place where there is a factor, or where the
+        flat is nobody else's."""
         if self.factor is not None:
             flat.mul_(self.factor)
+        # Without room for another flat
+        if is_own and is_on_device(self.weight):
+            return flat.masked_fill_(self.weight == 0, 0)
         return unless_weightless(flat, self.weight)
 
 

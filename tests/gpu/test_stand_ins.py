@@ -28,8 +28,10 @@ from functorch_zero.devices import number_on
 from functorch_zero.groups import CountingGroup, launch
 from functorch_zero.layout.build import make_layout
 from functorch_zero.optim.across import Pointwise
+from functorch_zero.sharded import grad_mean
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.pointwise import IN_CACHE, _Operand, _run_in_chunks
+from functorch_zero.step import weights
 from functorch_zero.step.weights import unless_weightless
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -208,6 +210,42 @@ def test_a_weight_on_a_device_is_not_asked_for() -> None:
     value, weight = torch.ones(3, device="meta"), torch.ones((), device="meta")
     chosen = unless_weightless(value, weight)
     assert chosen is not value and chosen.device.type == "meta" and chosen.shape == value.shape
+
+
+class LargeChoices(TorchDispatchMode):
+    """Counts large tensors of which elements are chosen."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.where.self, torch.ops.aten.where.ScalarSelf):
+            self.num += result.numel() > 32
+        return result
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("weight", [0.0, 3.0])
+def test_gradients_of_a_weight_on_a_device_are_chosen_in_place(
+    level: int, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of the CPU stand for a device's."""
+    for module in (weights, grad_mean):
+        monkeypatch.setattr(module, "is_on_device", lambda w: isinstance(w, Tensor))
+    params = {name: torch.ones(9, 7, requires_grad=True) for name in ("a", "b")}
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        value = (x @ params["a"] * params["b"][0]).sum()
+        value = value if weight else value * torch.nan
+        return value, fz.Aux(weight=torch.tensor(weight))
+
+    step = fz.shard(fz.train_step(loss_fn, optim.sgd(1.0)), level=level, group=CountingGroup(2))
+    state = step.init(params)
+    with LargeChoices() as choices:
+        state, _ = step(state, torch.ones(2, 9))
+    assert choices.num == 0
+    new = step.unshard(state).params
+    assert torch.equal(new["a"], torch.full((9, 7), 1.0 if weight == 0 else -1.0))
 
 
 def test_a_devices_generator_takes_a_whole_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -672,4 +672,4 @@ def test_no_gradient_is_multiplied_by_one(ranks: int, loss_scale: float | None) 
     torch.testing.assert_close(float(seed), (loss_scale or 1) / ranks)
     assert scale.factor is None and not scale.writes
     flat = torch.ones(3)
-    assert scale(flat) is flat and flat._version == 0
+    assert scale(flat, is_own=True) is flat and flat._version == 0
