@@ -4,7 +4,8 @@ Note [changed buffers]: a version counter says whether a buffer was written to. 
 batch_norm, which writes its running statistics without counting, and writes through `.data` or
 numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
 floating-point buffers count as changed there, and the others by their counter. Before ranks send
-large ones, the device is asked, once for all; small ones are sent sooner than it answers.
+large ones, the device is asked, once for all, between forward and backward: the answers come while
+backward is queued behind them. Small ones are sent sooner than that.
 """
 
 from __future__ import annotations

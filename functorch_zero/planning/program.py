@@ -35,7 +35,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .watch import Watch, with_kept_buffers, with_numbers
+from .watch import Watch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
 
@@ -176,13 +176,12 @@ class _AnnouncedEngine:
             run = self._engine.open_gradient(call, tree)
             local = differentiate(run)
             self._watch.enter("metrics")
-            outcome = with_kept_buffers(local.outcome, call.buffers, self._watch.live)
             with self._watch.live.paused():
-                numbers = with_numbers(local.means)
-                report = agree_on(run, local._replace(outcome=outcome, means=numbers))
+                numbers = with_numbers(local.passed, call.buffers, self._watch.live)
+                report = agree_on(run, local._replace(passed=numbers))
             # The program's own code may not read the means either
-            metrics = {"loss": local.outcome.loss.detach()}
-            for name, value in local.outcome.metrics.items():
+            metrics = {"loss": local.passed.outcome.loss.detach()}
+            for name, value in local.passed.outcome.metrics.items():
                 metrics[name] = as_metric(value)
             results, grads = finish(run, local, report._replace(metrics=metrics))
             if self.donation is not None:

@@ -37,7 +37,7 @@ from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
-from .watch import Watch, with_kept_buffers, with_numbers
+from .watch import Watch, with_numbers
 
 
 class ImaginedStep:
@@ -108,11 +108,9 @@ class ImaginedStep:
             # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self.watch.enter("metrics")
-            outcome = with_kept_buffers(local.outcome, run.state.buffers, self.live)
             with self.live.paused():  # ranks agree on numbers, which have values
-                numbers = with_numbers(local.means)
-                told = local._replace(outcome=outcome, means=numbers)
-                agreed = agree_on(run, told, BackgroundTasks())
+                numbers = with_numbers(local.passed, run.state.buffers, self.live)
+                agreed = agree_on(run, local._replace(passed=numbers), BackgroundTasks())
             self.watch.enter("buffers")
             advance(run, local, agreed)
         # The order by names must be the one that the pass has gone through

@@ -17,8 +17,8 @@ from .._torch_private import FakeTensorMode
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..runtime.unshard import Gathering, UnitFlats
-from ..sharded.average import MeansUnderWay
-from ..step.loss import Aux, Outcome
+from ..sharded.passes import Passed
+from ..step.loss import Aux
 from .imagined_ranks import Journal
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
@@ -116,28 +116,33 @@ def _with_known_weight(result: Any) -> Any:
     return loss, replace(aux, weight=weight)
 
 
-def with_kept_buffers(outcome: Outcome, buffers: PyTree[Tensor], live: LiveBytes) -> Outcome:
-    """A loss's outcome with new buffers only where the old ones were written to.
+def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Passed:
+    """The same on which ranks can agree: with means that have values, and with new buffers only
+    where the old ones were written to.
 
     Args:
-        outcome: without values.
+        passed: without values.
         buffers: that the loss was given.
         live: knows which copies nobody has written to.
     """
+    outcome, means, changes = passed
     after, treedef = optree.tree_flatten(outcome.buffers)
-    changed = []
-    for old, new in zip(optree.tree_leaves(buffers), after, strict=True):
+    new, changed = [], []
+    old = optree.tree_leaves(buffers)
+    for before, buffer, known in zip(old, after, changes.known, strict=True):
         # A copy that nobody wrote to is not synchronized on a real rank
-        changed.append(old if live.is_untouched_copy(new, old) else new)
-    return outcome._replace(buffers=treedef.unflatten(changed))
-
-
-def with_numbers(means: MeansUnderWay) -> MeansUnderWay:
-    """Means that ranks can agree on, of zeros; their values decide nothing here."""
+        is_kept = live.is_untouched_copy(buffer, before)
+        new.append(before if is_kept else buffer)
+        changed.append(known and not is_kept)
+    # Their values decide nothing here
     zeros = {name: torch.zeros((), device="cpu") for name in means.values}
     vector = torch.zeros(means.vector.shape, dtype=means.vector.dtype, device="cpu")
     weight = None if means.weight is None else 1.0
-    return means._replace(values=zeros, weight=weight, vector=vector)
+    return Passed(
+        outcome._replace(buffers=treedef.unflatten(new)),
+        means._replace(values=zeros, weight=weight, vector=vector),
+        changes._replace(known=changed),
+    )
 
 
 class Noted:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from ..devices import number_on
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..model.buffer_copies import changed_between
+from ..step.host import host
 from ..tree import PyTree, paths
 
 SyncBuffers = Literal["mean", "rank0", "local"]
@@ -65,23 +66,40 @@ def check_synchronizable(
 _OR_LOCAL = 'or shard with sync_buffers="local", which lets each rank keep its own'
 
 
-def changed_here(
-    old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group
-) -> list[bool]:
-    """Per buffer, in flatten order: whether this rank's loss changed it. Ranks may differ in it.
+class Changes(NamedTuple):
+    """Per buffer, in flatten order: whether this rank's loss has changed it. Ranks may differ in
+    it."""
 
-    All False where nobody will synchronize. The host asks the device about large ones that it alone
-    knows, once.
+    known: list[bool | None]  # by the host; None: its device is asked
+    answers: Mapping[str, float]  # of devices, by the buffer's number; to read them may wait
+
+    def flags(self) -> list[bool]:
+        """All of them. The host waits for the devices' answers, and for nothing behind those."""
+        flags = []
+        for n, known in enumerate(self.known):
+            flags.append(bool(self.answers[str(n)]) if known is None else known)
+        return flags
+
+
+def ask_changes(
+    old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group
+) -> Changes:
+    """Find the buffers that this rank's loss has changed, and ask devices about large ones that
+    they alone know. Nobody waits yet.
+
+    None has changed where nobody will synchronize.
     """
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
     if rule == "local" or group.size == 1:
-        return [False] * len(before)
-    found = [changed_between(*pair) for pair in zip(before, after, strict=True)]
-    asked = [flag for flag in found if isinstance(flag, Tensor)]
-    if not asked:
-        return [bool(flag) for flag in found]
-    told = iter(torch.stack(asked).tolist())
-    return [next(told) if isinstance(flag, Tensor) else flag for flag in found]
+        return Changes([False] * len(before), {})
+    known: list[bool | None] = []
+    asked: dict[str, Tensor] = {}
+    for n, pair in enumerate(zip(before, after, strict=True)):
+        found = changed_between(*pair)
+        if isinstance(found, Tensor):
+            asked[str(n)] = found
+        known.append(None if isinstance(found, Tensor) else found)
+    return Changes(known, host(asked) if asked else {})
 
 
 def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:

@@ -23,15 +23,14 @@ from ..layout.joined import Joined
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
-from ..step.loss import Outcome
 from ..step.program import LossCall
 from ..step.weight_reminder import total_size
-from .average import MeansUnderWay, Report, report_of
-from .buffers import changed_here, check_synchronizable, synchronize
+from .average import Report, report_of
+from .buffers import check_synchronizable, synchronize
 from .grad_mean import to_means
 from .options import Options
 from .params import grads_like
-from .passes import LossOnData, run_passes
+from .passes import LossOnData, Passed, run_passes
 
 
 class _GivenTree(NamedTuple):
@@ -134,8 +133,7 @@ class LocalGradient(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
-    outcome: Outcome  # of all micro-batches as one
-    means: MeansUnderWay  # of its loss, metrics and weight
+    passed: Passed
 
 
 def differentiate(run: GradientRun) -> LocalGradient:
@@ -144,7 +142,7 @@ def differentiate(run: GradientRun) -> LocalGradient:
     Collectives: the units' gathers and reductions, as the levels' rows say, and one all-reduce of
     metrics.
     """
-    outcome, means = run_passes(
+    passed = run_passes(
         run.loss,
         run.flats,
         run.joined.layout,
@@ -155,7 +153,7 @@ def differentiate(run: GradientRun) -> LocalGradient:
         labelled(run.options.axes.world, "gradient/metrics"),
         look=run.look,
     )
-    return LocalGradient(run.reduction.finish(), outcome, means)
+    return LocalGradient(run.reduction.finish(), passed)
 
 
 def agree_on(run: GradientRun, local: LocalGradient) -> Report:
@@ -166,15 +164,15 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
         GroupError: ranks have taken gradients of other things, or have started other collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
     """
-    outcome, axes, rule = local.outcome, run.options.axes, run.options.sync_buffers
-    old, new = run.call.buffers, outcome.buffers
+    (outcome, means, changes), axes = local.passed, run.options.axes
+    old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     # Logs are compared here, when all collectives of the passes have started
     return report_of(
-        local.means,
+        means,
         labelled(axes.world, "gradient/metrics"),
         run.log,
-        changed_here(old, new, rule, axes.data),
+        changes.flags(),
         axes.copy,
         total_size(run.call.data),
     )
@@ -186,7 +184,7 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
 
     Collectives: one per dtype of the buffers that changed.
     """
-    outcome, axes = local.outcome, run.options.axes
+    outcome, axes = local.passed.outcome, run.options.axes
     sizes, rank = report.sizes, axes.world.rank
     run.loss.reminder.compare_ranks(run.call.data, outcome.weight, sizes, rank)
     has_weight = outcome.weight is not None

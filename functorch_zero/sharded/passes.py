@@ -27,6 +27,7 @@ from ..step.weight_reminder import WeightReminder
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import MeansUnderWay, start_means
+from .buffers import Changes, ask_changes
 from .checks import check_not_empty
 from .grad_mean import LossSeed, loss_seed_of
 from .options import Options
@@ -130,6 +131,15 @@ class LossOnData(NamedTuple):
     scale: float | None = None  # of the loss; None: it isn't scaled
 
 
+class Passed(NamedTuple):
+    """The results of all micro-batches on this rank, known since the last loss. Backward has hidden
+    what is under way."""
+
+    outcome: Outcome  # of all as one, without graphs
+    means: MeansUnderWay  # of its loss, metrics and weight
+    changes: Changes  # of its buffers
+
+
 def run_passes(
     given: LossOnData,
     flats: Sequence[Tensor],
@@ -142,9 +152,8 @@ def run_passes(
     *,
     look: bool,
     held: PyTree[Tensor] = None,
-) -> tuple[Outcome, MeansUnderWay]:
-    """One pass per micro-batch, whose gradients add up in the reduction. Returns the outcomes as
-    one, without their graphs, and their means over ranks, whose way the last backward has hidden.
+) -> Passed:
+    """One pass per micro-batch, whose gradients add up in the reduction.
 
     `group`: for the means. For the other arguments, see `run_pass`.
     """
@@ -154,7 +163,13 @@ def run_passes(
     buckets = zip(flats, layout.buckets, strict=True)
     trained = [flat for flat, bucket in buckets if bucket.trainable]
     outcomes: list[Outcome] = []  # of the losses so far
-    found: list[tuple[Outcome, MeansUnderWay]] = []  # one, once the last loss is known
+    found: list[Passed] = []  # one, once the last loss is known
+
+    def passed(outcome: Outcome) -> Passed:
+        metrics = {"loss": outcome.loss, **outcome.metrics}
+        means = start_means(metrics, outcome.weight, group, outcome.loss.device)
+        rule = options.sync_buffers
+        return Passed(outcome, means, ask_changes(given.buffers, outcome.buffers, rule, axes.data))
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> None:
         part, last = parts[i], i == len(parts) - 1
@@ -169,8 +184,7 @@ def run_passes(
         def before_backward(outcome: Outcome) -> None:
             outcomes.append(_detached(outcome))
             if last:
-                whole = joined(outcomes)
-                found.append((whole, _start_means(whole, group)))
+                found.append(passed(joined(outcomes)))
 
         with given.streams(i), noting_lost_graphs():
             run_pass(
@@ -200,11 +214,6 @@ def _detached(outcome: Outcome) -> Outcome:
     """The outcome without its graph, which goes before the next micro-batch begins."""
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
     return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
-
-
-def _start_means(outcome: Outcome, group: Group) -> MeansUnderWay:
-    metrics = {"loss": outcome.loss, **outcome.metrics}
-    return start_means(metrics, outcome.weight, group, outcome.loss.device)
 
 
 def _called(

@@ -39,14 +39,14 @@ from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .agreement import refuse
-from .average import MeansUnderWay, report_of
+from .average import report_of
 from .background import BackgroundTasks
-from .buffers import apart, changed_here, check_synchronizable, synchronize
+from .buffers import apart, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
 from .options import Options
 from .params import grads_like, make_reduction, publish
 from .parts import ReductionParts
-from .passes import LossOnData, run_passes
+from .passes import LossOnData, Passed, run_passes
 
 
 class Updater(Protocol):
@@ -107,8 +107,7 @@ class Local(NamedTuple):
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
-    outcome: Outcome  # of all micro-batches as one
-    means: MeansUnderWay  # of its loss, metrics and weight
+    passed: Passed
     fine: bool  # loss and reduced gradients are finite, or the step doesn't look
     log: list[str]  # the step's number, and the collectives started since
 
@@ -153,7 +152,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
         scale=step.policy.scale(state.finite),
     )
     look = is_looked_at(int(state.step))
-    outcome, means = run_passes(
+    passed = run_passes(
         given,
         run.flats,
         run.layout,
@@ -168,8 +167,8 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced = reduction.finish()
     # The host waits for the device there, so it asks only if the step looks
-    fine = not run.step.policy.looks or in_range(reduced, run.layout, outcome)
-    return Local(reduced, reduction.kept, outcome, means, fine, log)
+    fine = not run.step.policy.looks or in_range(reduced, run.layout, passed.outcome)
+    return Local(reduced, reduction.kept, passed, fine, log)
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
@@ -184,17 +183,18 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
-    outcome, policy, group = local.outcome, run.step.policy, run.options.group
-    old, new, axes = run.state.buffers, outcome.buffers, run.options.axes
+    (outcome, means, changes), policy = local.passed, run.step.policy
+    group, axes = run.options.group, run.options.axes
+    old, new = run.state.buffers, outcome.buffers
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
-        *changed_here(old, new, run.options.sync_buffers, axes.data),
+        *changes.flags(),
         not local.fine,
         background.failed(),
     ]
     report = report_of(
-        local.means,
+        means,
         labelled(group, "step/metrics"),
         local.log,
         flags,
@@ -225,8 +225,8 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     state, options = run.state, run.options
     scale = run.step.policy.scale(state.finite)
     # In place: these flats are the reduction's own
-    to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
-    buffers = _next_buffers(run, local.outcome, agreed)
+    to_means(local.reduced, agreed.weight if _weighted(local.passed.outcome) else None, scale)
+    buffers = _next_buffers(run, local.passed.outcome, agreed)
     params, opt_state = state.params, state.opt_state
     # From here on the given state is used up: see Note [before the first write]
     if options.donate:

@@ -16,7 +16,7 @@ from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.model import buffer_copies
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.buffers import changed_here, check_sync_buffers, synchronize
+from functorch_zero.sharded.buffers import ask_changes, check_sync_buffers, synchronize
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -108,9 +108,9 @@ def test_a_collective_a_dtype_and_none_without_changes() -> None:
     assert run_ranks(run, 2) == [(5, 0)] * 2  # float64, float32, int64, bool, bfloat16
 
 
-def test_changed_here() -> None:
+def test_changes() -> None:
     def changed(new: Any, rule: Any = "mean", ranks: int = 2) -> int:
-        return sum(changed_here(OLD, new, rule, CountingGroup(ranks)))
+        return sum(ask_changes(OLD, new, rule, CountingGroup(ranks)).flags())
 
     assert changed(OLD) == 0 and changed(new_on(1)) == 5 and changed(new_on(0)) == 4
     assert changed(new_on(1), "local") == changed(new_on(1), ranks=1) == 0

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, HybridGroup
 from functorch_zero.model import buffer_copies
 from functorch_zero.optim.kernels import fused_adamw
+from functorch_zero.runtime.reduce import GradientReduction
 from functorch_zero.sharded import engine, program_agreement, train
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
@@ -89,6 +91,17 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class Tabled(Net):
+    """The table is no buffer, and nothing is normalised."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.table = torch.linspace(-1, 1, 16, device="meta")
+        self.norm = nn.Identity()
 
 
 @dataclass(frozen=True)
@@ -291,7 +304,53 @@ def test_a_step_that_waits_once(case: Case, line: str, monkeypatch: pytest.Monke
     assert place[0].startswith(line) and place[1] == LAST - FIRST + 1
 
 
+class Event:
+    """Stands for one on a stream of the device."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 def test_the_device_is_asked_about_large_buffers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)
+    monkeypatch.setattr(torch, "Event", Event)
     (place,) = waits(CASES["default"], 1, monkeypatch)["step"].items()
-    assert place[0].startswith("sharded/buffers.py") and place[1] == LAST - FIRST + 1
+    assert place[0].startswith("step/host.py") and place[1] == LAST - FIRST + 1
+
+
+def test_it_is_asked_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits until forward has ended, and backward is queued behind its question."""
+    monkeypatch.setattr(buffer_copies, "_SMALL", 0)
+    seen: list[str] = []
+
+    class Noted(Event):
+        def record(self) -> None:
+            seen.append("asked")
+
+        def synchronize(self) -> None:
+            seen.append("waited")
+
+    monkeypatch.setattr(torch, "Event", Noted)
+    start = GradientReduction.start
+
+    def noted(*args: Any, **named: Any) -> None:
+        seen.append("reduced")
+        start(*args, **named)
+
+    monkeypatch.setattr(GradientReduction, "start", noted)
+    waits(CASES["default"], 3, monkeypatch)
+    steps = [what for what, _ in groupby(seen)]
+    assert steps == ["asked", "reduced", "waited"] * (LAST + 1)
+
+
+@pytest.mark.parametrize("kind", ["local", "attribute"])
+def test_constant_tables_that_nobody_asks_about(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/level0.md advises."""
+    monkeypatch.setattr(buffer_copies, "_SMALL", 0)
+    options = {"sync_buffers": "local"} if kind == "local" else {}
+    if kind == "attribute":
+        monkeypatch.setattr(Net, "__init__", Tabled.__init__)
+    assert not waits(Case(shard_options=options), 3, monkeypatch)["step"]
