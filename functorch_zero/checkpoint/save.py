@@ -17,8 +17,9 @@ from ..devices import on_this_device
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from ..step.state import State
+from ..step.state import State, TrainValue
 from .contents import ShardedStep, Step, donates, group_of
+from .device_copies import DeviceCopies
 from .device_reads import DeviceReads
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of
@@ -56,10 +57,11 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
 def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Saving:
     """Save as `save` does, but beside training: return when `state` may be used up.
 
-    If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and
-    the save holds on to the state's tensors. The save runs in a thread, on a group of its own, one
-    at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
-    at once, here.
+    If the step donates, that is after a copy of this rank's share, on the CPU. A GPU's tensors are
+    copied into pinned memory beside its work, and there the next step's update waits for them.
+    Without donation it is at once, and the save holds on to the state's tensors. The save runs in a
+    thread, on a group of its own, one at a time: this call waits for the one before. On ranks that
+    are threads (`run_ranks`) it runs at once, here.
 
     An error is raised by `Saving.result`, by `wait_for_saves`, or by the next `save` or
     `async_save` with this step. The next call of a sharded `step` raises it too, on every rank
@@ -81,6 +83,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
         if donates(step):
             with torch.no_grad():
                 snapshot = snapshot.copied()
+            _hold_writes(state, snapshot.copies)
     except Exception as error:  # to be told to the other ranks, in the save's own exchange
         problem = error
 
@@ -91,6 +94,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
             raise problem
         assert snapshot is not None
         taken, snapshot = snapshot, None
+        taken.copies.wait()
         return taken
 
     job = SaveJob(Path(root), savers.group, take)
@@ -98,6 +102,15 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     if snapshot is None:
         return savers.start(job.run, Progress())
     return savers.start(DeviceReads(devices_of(snapshot)).around(job.run), snapshot.progress)
+
+
+def _hold_writes(state: State, copies: DeviceCopies) -> None:
+    """Let what will write over the state's storage wait for copies of it."""
+    # A training step's forward and backward go on meanwhile; a program may write where it likes
+    if state.sharding is not None and isinstance(state.value, TrainValue):
+        state.sharding.donations.before_taking(copies.hold_streams)
+    else:
+        copies.hold_streams()
 
 
 def wait_for_saves(step: Step) -> None:

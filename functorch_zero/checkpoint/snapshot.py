@@ -23,6 +23,7 @@ from .contents import (
     optimizer_of,
     parts_to_save,
 )
+from .device_copies import DeviceCopies
 from .errors import CheckpointError
 
 
@@ -51,6 +52,7 @@ class Snapshot:
     about: dict[str, Any]  # for people, see `Manifest.about`
     versions: list[int]  # of the parts' tensors, when the snapshot was made
     progress: Progress = field(default_factory=Progress)
+    copies: DeviceCopies = field(default_factory=DeviceCopies)  # under way to the parts' tensors
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if a tensor was written to since the snapshot was made."""
@@ -64,15 +66,15 @@ class Snapshot:
                 )
 
     def copied(self) -> Snapshot:
-        """The same in CPU tensors of its own: a copy of this rank's share, nothing else."""
-        parts = []
+        """The same in CPU tensors of its own: a copy of this rank's share, nothing else. Those of a
+        GPU are still under way."""
+        parts, copies = [], DeviceCopies()
         for part in self.parts:
-            # copy=True: on the CPU `to` would give the tensor itself, which a step overwrites
-            copy = part.flat().to("cpu", copy=True)  # (numel,), in the leaf's dtype
+            copy = copies.start(part.flat())  # (numel,), in the leaf's dtype
             parts.append(part._replace(tensor=copy, first=0))
         # The copies' own versions: the old ones belong to the tensors left behind
         versions = versions_of([part.tensor for part in parts])
-        return replace(self, parts=parts, versions=versions)
+        return replace(self, parts=parts, versions=versions, copies=copies)
 
 
 def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +26,21 @@ class Donations:
         # A counter's storage -> by offset there, in bytes, the number of its state; weak, so that
         # it goes with the state
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._waits: list[Callable[[], None]] = []  # for those that read a state's storage
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
         """Copies of states, pickled ones too, have given nothing away."""
         return Donations, ()
 
+    def before_taking(self, wait: Callable[[], None]) -> None:
+        """Call this before the storage of a state is reused the next time."""
+        self._waits.append(wait)
+
     def take(self, step: Tensor) -> None:
         """Note that the storage of this step's state is being reused."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
         self._note(step, int(step))
 
     def take_counters(self, step: Tensor, old: Any, new: Any) -> None:
