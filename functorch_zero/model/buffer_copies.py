@@ -106,8 +106,10 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class Kept(NamedTuple):
-    """A buffer that a loss has not changed: nobody reads its copy when the loss has returned."""
+    """A tensor that nobody reads when the loss has returned: the copy of a buffer that it has not
+    changed, or a metric, whose value is taken then."""
 
+    what: str
     path: str
     counter: Tensor  # without the copy's values, which may go
     version: int  # when the loss had returned
@@ -128,27 +130,29 @@ def noting_kept() -> Iterator[list[Kept]]:
         _KEPT.reset(token)
 
 
-def note_kept(path: str, copy: Tensor, kept: list[Kept] | None = None) -> None:
-    """Note the copy of a buffer, whose values nobody will read; None: for the loss that runs."""
+def note_kept(
+    path: str, tensor: Tensor, kept: list[Kept] | None = None, *, what: str = "a buffer"
+) -> None:
+    """Note a tensor whose values nobody will read; None: for the loss that runs."""
     kept = _KEPT.get() if kept is None else kept
-    plain = type(copy) is Tensor and copy.layout == torch.strided and not copy.is_inference()
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_inference()
     if kept is not None and plain and not transforms_active():
-        kept.append(Kept(path, version_counter(copy), version_of(copy)))
+        kept.append(Kept(what, path, version_counter(tensor), version_of(tensor)))
 
 
 def check_kept_in_backward(kept: Sequence[Kept], rank: int | None = None) -> None:
-    """Raise StructureError if backward has written to a buffer that the loss had kept."""
-    for path, counter, version in kept:
+    """Raise StructureError if backward has written to one of them."""
+    for what, path, counter, version in kept:
         if version_of(counter) != version:
             raise StructureError(
                 explain(
-                    "a buffer was written to in backward, when the loss had returned its buffers",
+                    f"{what} was written to in backward, when the loss had returned it",
                     path=path,
                     expected="writes by forward",
                     got="one by a hook, or by the backward of a custom autograd.Function",
                     rank=rank,
                     remedy="write it in forward. Numbers about gradients belong in the optimizer's "
                     "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
-                    "with backward hooks: functionalize(remat=...)",
+                    "with backward hooks: functionalize(remat=...). A buffer as a metric: a clone",
                 )
             )

@@ -29,7 +29,8 @@ class Aux:
     Attributes:
         buffers: the new buffers, as `apply` returned them. None: those that the loss was given,
             which it may have written to.
-        metrics: 0-d tensors or numbers by name, averaged like the loss.
+        metrics: 0-d tensors or numbers by name, averaged like the loss. Their values are those when
+            the loss returns.
         weight: the share of this batch in means over batches: its number of tokens, say. None:
             each rank's batch counts the same. A batch of weight 0 counts for nothing: neither its
             loss, metrics and gradients nor the buffers that it changed. Only ratios count; keep
@@ -84,6 +85,9 @@ def call_loss(
     loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, differentiated, rank)
+    if given is not None:
+        _, as_given = result
+        _note_given(as_given, kept)
     # Without others, its own as the loss left them: written to, or replaced in their dict
     after, what = aux.buffers, "Aux.buffers"
     if after is None:
@@ -96,6 +100,13 @@ def call_loss(
         if new[-1] is copied.old:
             note_kept(path, copied.tensor, kept)
     return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept)
+
+
+def _note_given(aux: Any, kept: list[Kept]) -> None:
+    """Note the tensors of a loss's `Aux`, its metrics and weight, whose values have been taken."""
+    for name, value in {**aux.metrics, "Aux.weight": aux.weight}.items():
+        if isinstance(value, Tensor):
+            note_kept(name, value, kept, what="a metric or weight")
 
 
 @contextmanager
@@ -198,12 +209,13 @@ def constants(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constant(value: Any) -> Any:
-    """A metric or a weight in no graph. A 0-d param is copied: a sharded one keeps no values after
-    the loss, and the whole leaf would keep its unit's memory."""
+    """A metric or a weight in no graph: a copy, since its value is the present one. Ranks send it
+    before backward, in which somebody may write to it. A sharded 0-d param keeps no values after
+    the loss."""
     if type(value) is LazyParam:
         with torch.no_grad():
-            return value.whole().detach().clone()
-    return value.detach() if isinstance(value, Tensor) else value
+            value = value.whole()
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _way_to_a_scalar(loss: Any) -> str:

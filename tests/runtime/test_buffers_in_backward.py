@@ -111,3 +111,33 @@ def test_what_backward_does_to_copies_of_its_own(kind: str, level: int | None) -
     """A forward that runs again counts once; a hook may look."""
     buffers = one_step(kind, level)
     assert int(buffers["norm.num_batches_tracked"]) == (2 if kind == "checkpoint" else 0)
+
+
+def metric_after(kind: str, level: int | None) -> float:
+    """A metric that a hook writes to in backward, after a step."""
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        seen = torch.zeros(())
+        y = fz.unshard(params)["w"] * x
+
+        def see(grad: Tensor) -> None:
+            (seen.data if kind == "past its version" else seen).copy_(grad.norm())
+
+        y.register_hook(see)
+        return y.square().mean(), fz.Aux(metrics={"seen": seen})
+
+    def run(group: Any) -> float:
+        step = fz.train_step(loss_fn, optim.sgd(0.1))
+        step = step if group is None else fz.shard(step, level=level, group=group)
+        state = step.init({"w": torch.ones(4, requires_grad=True)})
+        return float(step(state, torch.ones(4))[1]["seen"])
+
+    return run(None) if level is None else run_ranks(run, 2)[0]
+
+
+@pytest.mark.parametrize("level", thinned(LEVELS))
+def test_metrics_are_those_that_the_loss_returned(level: int | None) -> None:
+    """Ranks send them before backward."""
+    with pytest.raises(StructureError, match=r"a metric .* was written to in backward.*path seen"):
+        metric_after("seen by its version", level)
+    assert metric_after("past its version", level) == 0
