@@ -70,7 +70,8 @@ def changed_between(before: Tensor, after: Tensor) -> bool | Tensor:
     alike = (before.shape, before.dtype, before.layout) == (after.shape, after.dtype, after.layout)
     if not alike or after.layout != torch.strided or not has_values(after):
         return True
-    if after.nbytes <= _SMALL:
+    # Writes in backward to one of inference mode would not be seen
+    if after.nbytes <= _SMALL or after.is_inference():
         return True
     # A NaN counts as changed
     return (after != before).any()
@@ -144,15 +145,20 @@ def check_kept_in_backward(kept: Sequence[Kept], rank: int | None = None) -> Non
     """Raise StructureError if backward has written to one of them."""
     for what, path, counter, version in kept:
         if version_of(counter) != version:
-            raise StructureError(
-                explain(
-                    f"{what} was written to in backward, when the loss had returned it",
-                    path=path,
-                    expected="writes by forward",
-                    got="one by a hook, or by the backward of a custom autograd.Function",
-                    rank=rank,
-                    remedy="write it in forward. Numbers about gradients belong in the optimizer's "
-                    "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
-                    "with backward hooks: functionalize(remat=...). A buffer as a metric: a clone",
-                )
-            )
+            raise written_in_backward(what, path, rank)
+
+
+def written_in_backward(what: str, path: str, rank: int | None) -> StructureError:
+    """The error for a write that nobody would see."""
+    return StructureError(
+        explain(
+            f"{what} was written to in backward, when the loss had returned it",
+            path=path,
+            expected="writes by forward",
+            got="one by a hook, or by the backward of a custom autograd.Function",
+            rank=rank,
+            remedy="write it in forward. Numbers about gradients belong in the optimizer's "
+            "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
+            "with backward hooks: functionalize(remat=...). A buffer as a metric: a clone",
+        )
+    )

@@ -10,11 +10,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import storage_id
+from .._torch_private import storage_id, version_of
 from ..devices import number_on
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
-from ..model.buffer_copies import changed_between
+from ..model.buffer_copies import changed_between, written_in_backward
 from ..step.host import host
 from ..tree import PyTree, paths
 
@@ -66,18 +66,42 @@ def check_synchronizable(
 _OR_LOCAL = 'or shard with sync_buffers="local", which lets each rank keep its own'
 
 
+class Asked(NamedTuple):
+    """A buffer about which a device is asked."""
+
+    path: str
+    before: Tensor
+    after: Tensor
+    version: int  # of `after`, when the loss had returned
+
+    def check_kept(self, rank: int, *, look: bool) -> None:
+        """Raise if backward has written to it: its old values are to stay. With `look`, values are
+        compared once more, for which the host waits."""
+        written = version_of(self.after) != self.version
+        if written or (look and bool((self.after != self.before).any())):
+            raise written_in_backward("a buffer", self.path, rank)
+
+
 class Changes(NamedTuple):
     """Per buffer, in flatten order: whether this rank's loss has changed it. Ranks may differ in
     it."""
 
     known: list[bool | None]  # by the host; None: its device is asked
-    answers: Mapping[str, float]  # of devices, by the buffer's number; to read them may wait
+    asked: dict[int, Asked]  # by the buffer's number
+    answers: Mapping[str, float]  # of devices, by that number; to read them may wait
 
-    def flags(self) -> list[bool]:
-        """All of them. The host waits for the devices' answers, and for nothing behind those."""
+    def flags(self, rank: int, *, look: bool) -> list[bool]:
+        """All of them. The host waits for the devices' answers, and for nothing behind those.
+
+        Raises:
+            StructureError: backward has written to a buffer that the loss had kept.
+        """
         flags = []
         for n, known in enumerate(self.known):
-            flags.append(bool(self.answers[str(n)]) if known is None else known)
+            flag = bool(self.answers[str(n)]) if known is None else known
+            if not flag and n in self.asked:
+                self.asked[n].check_kept(rank, look=look)
+            flags.append(flag)
         return flags
 
 
@@ -91,15 +115,17 @@ def ask_changes(
     """
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
     if rule == "local" or group.size == 1:
-        return Changes([False] * len(before), {})
+        return Changes([False] * len(before), {}, {})
     known: list[bool | None] = []
-    asked: dict[str, Tensor] = {}
+    asked: dict[int, Asked] = {}
+    answers: dict[str, Tensor] = {}
     for n, pair in enumerate(zip(before, after, strict=True)):
         found = changed_between(*pair)
         if isinstance(found, Tensor):
-            asked[str(n)] = found
+            asked[n] = Asked(paths(old)[n], *pair, version_of(pair[1]))
+            answers[str(n)] = found
         known.append(None if isinstance(found, Tensor) else found)
-    return Changes(known, host(asked) if asked else {})
+    return Changes(known, asked, host(answers) if answers else {})
 
 
 def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:

@@ -160,7 +160,8 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
     """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
 
     Raises:
-        StructureError: this rank's loss has changed a buffer's shape or dtype.
+        StructureError: this rank's loss has changed a buffer's shape or dtype, or backward has
+            written to one.
         GroupError: ranks have taken gradients of other things, or have started other collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
     """
@@ -172,7 +173,7 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
         means,
         labelled(axes.world, "gradient/metrics"),
         run.log,
-        changes.flags(),
+        changes.flags(axes.world.rank, look=run.look),
         axes.copy,
         total_size(run.call.data),
     )

@@ -178,7 +178,8 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
     Raises:
         Exception: a background task's own, where one has failed; PeerError on the other ranks.
-        StructureError: this rank's loss has changed a buffer's shape or dtype.
+        StructureError: this rank's loss has changed a buffer's shape or dtype, or backward has
+            written to one.
         GroupError: ranks are at different steps, or have started different collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
@@ -189,7 +190,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
-        *changes.flags(),
+        *changes.flags(group.rank, look=is_looked_at(int(run.state.step))),
         not local.fine,
         background.failed(),
     ]

@@ -110,10 +110,27 @@ def test_a_collective_a_dtype_and_none_without_changes() -> None:
 
 def test_changes() -> None:
     def changed(new: Any, rule: Any = "mean", ranks: int = 2) -> int:
-        return sum(ask_changes(OLD, new, rule, CountingGroup(ranks)).flags())
+        return sum(ask_changes(OLD, new, rule, CountingGroup(ranks)).flags(0, look=False))
 
     assert changed(OLD) == 0 and changed(new_on(1)) == 5 and changed(new_on(0)) == 4
     assert changed(new_on(1), "local") == changed(new_on(1), ranks=1) == 0
+
+
+@pytest.mark.parametrize("kind", ["by its version", "past its version"])
+def test_a_write_in_backward_to_a_buffer_that_a_device_knows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of the CPU stand for a device's. Past the version it is seen where the step looks."""
+    monkeypatch.setattr(buffer_copies, "_SMALL", 0)
+    monkeypatch.setattr(buffer_copies, "_is_comparable", lambda buffer: False)
+    old = {"a": torch.ones(3), "b": torch.ones(2)}
+    new = {"a": torch.ones(3), "b": torch.zeros(2)}
+    changes = ask_changes(old, new, "mean", CountingGroup(2))
+    assert changes.flags(0, look=True) == [False, True]
+    (new["a"] if kind == "by its version" else new["a"].data)[1] = 2
+    new["b"][1] = 2  # it is sent in any case
+    with pytest.raises(StructureError, match=r"a buffer was written to in backward.*path a"):
+        changes.flags(0, look=kind == "past its version")
 
 
 def test_unknown_rules_are_refused() -> None:
