@@ -218,6 +218,7 @@ def syncs(report: Report) -> None:
         "level 3, metrics to the host": step_with_metrics_for_the_host,
         "level 3, one rank that sends to itself": lambda: step_of_rows(group=SentToItself()),
         "evaluation": evaluation_of_rows,
+        "level 3, a program": program_of_rows,
     }
     start_one_rank()
     for name, make in runs.items():
@@ -283,6 +284,30 @@ def step_of_rows(
     step = fz.train_step(loss_fn, optimizer or optim.adamw(1e-3), accumulate=accumulate)
     sharded = fz.shard(step, level=level, group=group or CountingGroup(2), **options)
     held = [sharded.init(params, buffers)]
+
+    def run() -> Any:
+        held[0], metrics = sharded(held[0], x)
+        return metrics
+
+    return run
+
+
+def program_of_rows() -> Run:
+    """The same as a program's step."""
+    apply, params, _, x = rows()
+    optimizer = optim.adamw(1e-3)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return apply(params, {}, x)[0].square().mean()
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, opt_state = value
+        loss, grads = fz.value_and_grad(loss_fn)(params, x)
+        return optimizer.apply(grads, opt_state, params), {"loss": loss}
+
+    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+    sharded = fz.shard(step, level=3, group=CountingGroup(2))
+    held = [sharded.init(params)]
 
     def run() -> Any:
         held[0], metrics = sharded(held[0], x)

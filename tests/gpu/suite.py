@@ -17,6 +17,7 @@ from tests.conformance.table import TABLE
 from tests.conformance.tree import batches, hostile
 from tests.gpu.report import DEVICE, Report
 from tests.models import ZOO, Block, Case
+from tests.programs.cases import CASES as PROGRAM_CASES
 
 # Rows of the conformance table: pointwise, by sums, by dims, whole matrices, the whole tree
 OPTIMIZERS = (
@@ -24,6 +25,9 @@ OPTIMIZERS = (
     "adafactor, momentum", "sm3", "muon", "shampoo", "soap", "lbfgs", "prodigy",
 )  # fmt: skip
 TINY_OPTIMIZERS = ("adafactor", "muon")
+# Several networks, displaced params, a teacher, second derivatives
+PROGRAMS = ("gan", "sam", "byol", "adahessian")
+TINY_PROGRAMS = ("gan",)
 TINY_MODELS = ("mlp", "convnet", "frozen")
 
 
@@ -39,6 +43,8 @@ def suite(report: Report) -> None:
     check(report, "replicas of shards", lambda: of_replicas(levels))
     for name in TINY_OPTIMIZERS if report.tiny else OPTIMIZERS:
         check(report, f"optimizer {name}", lambda name=name: of_optimizer(name, levels))
+    for name in TINY_PROGRAMS if report.tiny else PROGRAMS:
+        check(report, f"program {name}", lambda name=name: of_program(name, levels))
     check(report, "random numbers", dropout_repeats)
     check(report, "deferred initialisation", of_deferred_init)
     check(report, "whole state to pieces", of_whole_state)
@@ -129,6 +135,17 @@ def of_replicas(levels: tuple[int, ...]) -> None:
         levels=levels,
         ranks=(4,),
         shard_size=2,
+    )
+
+
+def of_program(name: str, levels: tuple[int, ...]) -> None:
+    case = PROGRAM_CASES[name]()
+    testing.assert_sharded_equals_unsharded(
+        case.step,
+        *on_device(case.trees()),
+        on_device(case.batches()[:2]),
+        levels=levels,
+        ranks=(2,),
     )
 
 
