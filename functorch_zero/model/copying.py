@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
 from ..introspection import is_filled
-from ..overlap import overlap
+from ..shared_elements import share_elements
 from .references import Reference, behind, references
 
 
@@ -65,7 +65,7 @@ def _check_and_list_computed(model: nn.Module) -> list[Tensor]:
             shared = []
             if x.layout is torch.strided:
                 in_storage = leaves.get(storage_id(x), ())
-                shared = [path for path, y in in_storage if overlap(x, y)]
+                shared = [path for path, y in in_storage if share_elements(x, y)]
             if x.grad_fn is None and not shared:
                 continue
             if id(reference.held) not in hooked:
@@ -84,7 +84,7 @@ def check_apart(model: nn.Module) -> dict[str, str]:
     sharing: dict[str, str] = {}
     for near in _by_storage(model).values():
         for (path, x), (other, y) in itertools.combinations(near, 2):
-            if not overlap(x, y):
+            if not share_elements(x, y):
                 continue
             if x.requires_grad or y.requires_grad:
                 raise StructureError(

@@ -30,12 +30,12 @@ from ..model.untouched import is_looked_at
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
-from ..overlap import check_apart
 from ..runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state
+from ..shared_elements import check_apart
 from ..step.loss import independent
 from ..step.program import LossCall, PerLoss
 from ..step.rng import in_a_step, next_streams

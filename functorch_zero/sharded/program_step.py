@@ -28,10 +28,10 @@ from ..layout.sharding import Sharding
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.state_checks import check_opt_state
-from ..overlap import check_apart
 from ..params import Engine, is_on_engine
 from ..runtime.prefetch import PrefetchOrders
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ..shared_elements import check_apart
 from ..step.loss import Metrics
 from ..step.program_step import (
     ProgramStep,

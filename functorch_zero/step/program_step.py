@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
-from ..overlap import check_apart
+from ..shared_elements import check_apart
 from ..tree import named_leaves, paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried

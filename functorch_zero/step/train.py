@@ -25,7 +25,7 @@ from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..overlap import check_apart
+from ..shared_elements import check_apart
 from ..tree import (
     PyTree,
     check_tensors,

@@ -14,7 +14,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.overlap import overlapping
+from functorch_zero.shared_elements import sharing_pairs
 
 
 def same(w: Tensor) -> Any:
@@ -118,5 +118,5 @@ def test_others_are_not(kind: str, use: Any, level: int | None) -> None:
 
 def test_many_views_of_one_flat() -> None:
     leaves = list(torch.zeros(20_000).split(2))
-    assert list(overlapping(leaves)) == []
-    assert list(overlapping([*leaves, leaves[7][1:], None])) == [(7, 10_000)]
+    assert list(sharing_pairs(leaves)) == []
+    assert list(sharing_pairs([*leaves, leaves[7][1:], None])) == [(7, 10_000)]

@@ -21,7 +21,7 @@ def check_apart(tree: PyTree[Any]) -> None:
     An optimizer in place would train both. A step copies leaves, and would part them.
     """
     leaves = optree.tree_leaves(tree)
-    for i, k in overlapping(leaves):
+    for i, k in sharing_pairs(leaves):
         if leaves[i].requires_grad or leaves[k].requires_grad:
             names = paths(tree)
             raise StructureError(
@@ -36,7 +36,7 @@ def check_apart(tree: PyTree[Any]) -> None:
             )
 
 
-def overlapping(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
+def sharing_pairs(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """The pairs of leaves, by their positions, that have elements in common. Dense tensors only."""
     found: dict[int, list[int]] = {}  # positions by storage
     for i, leaf in enumerate(leaves):
@@ -49,11 +49,11 @@ def overlapping(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
             for start, _, k in islice(spans, n + 1, None):
                 if start >= stop:  # and all further ones
                     break
-                if overlap(leaves[i], leaves[k]):
+                if share_elements(leaves[i], leaves[k]):
                     yield min(i, k), max(i, k)
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def share_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage have an element of it in common."""
     if a.numel() == 0 or b.numel() == 0:
         return False
