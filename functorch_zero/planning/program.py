@@ -35,7 +35,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .watch import Watch, with_numbers
+from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
 
@@ -57,7 +57,7 @@ class ImaginedProgram:
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
-        self.watch, self._fake = Watch(options.group.journal, fake), fake
+        self.watch, self._fake = MemoryWatch(options.group.journal, fake), fake
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
@@ -114,7 +114,7 @@ class _ImaginedAgreement:
     """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
     a step sends is sent."""
 
-    def __init__(self, options: Options, watch: Watch):
+    def __init__(self, options: Options, watch: MemoryWatch):
         self._agreement = ProgramAgreement(options, BackgroundTasks())
         self._rank, self._watch = options.group.rank, watch
 
@@ -149,7 +149,7 @@ class _ImaginedAgreement:
 class _AnnouncedEngine:
     """An engine that tells a watch the phase of each call, and asks nobody for values."""
 
-    def __init__(self, engine: ShardedEngine, watch: Watch):
+    def __init__(self, engine: ShardedEngine, watch: MemoryWatch):
         self._engine, self._watch = engine, watch
         self.rank, self.orders = engine.rank, engine.orders
         self.reduced = 0

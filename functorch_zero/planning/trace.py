@@ -5,7 +5,7 @@ Three things are imagined, and the rest is the code that trains:
 - tensors: on the meta device, or fake ones of a device. `LiveBytes` makes them and counts the bytes
   that are alive, by kind.
 - the other ranks: a `Recorder` notes each collective, and leaves its tensors as they are.
-- time: a `Journal` knows the phase and the unit in use. A `Watch` makes samples.
+- time: a `Journal` knows the phase and the unit in use. A `MemoryWatch` makes samples.
 
 A step goes through `_open`, `differentiate`, `agree_on` and `advance`; the functions below follow
 that order.
@@ -30,14 +30,14 @@ from ..layout.sharded_tree import ShardedTree
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
-from ..sharded.phases import Local, Run, advance, agree_on, differentiate
+from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
 from .live_bytes import uncompiled
-from .watch import Watch, with_numbers
+from .watch import MemoryWatch, with_numbers
 
 
 class ImaginedStep:
@@ -66,7 +66,7 @@ class ImaginedStep:
         fake: FakeTensorMode | None,
     ):
         assert isinstance(options.group, Recorder)
-        self.watch = Watch(options.group.journal, fake)
+        self.watch = MemoryWatch(options.group.journal, fake)
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
@@ -167,7 +167,7 @@ class ImaginedStep:
             leaves = optree.tree_leaves(tree)
             self.live.adopt([leaf for leaf in leaves if isinstance(leaf, Tensor)], kind)
 
-    def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
+    def _differentiate(self, run: Run, order: PrefetchOrder) -> LocalResults:
         """Forward and backward, on the layout of the pass."""
         sharding = replace(run.sharding, layout=self._pass_layout)
         # Without the params' tree, which the pass layout may not fit: the pass goes by `flats`

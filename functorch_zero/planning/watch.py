@@ -24,7 +24,7 @@ from .live_bytes import LiveBytes
 from .report import Collective, Sample
 
 
-class Watch:
+class MemoryWatch:
     """Samples of the bytes alive.
 
     Args:

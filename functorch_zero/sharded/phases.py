@@ -1,6 +1,6 @@
 """The phases of a sharded step: functions from one frozen value to the next.
 
-    Run ── differentiate ──> Local ── agree_on ──> Agreed ── advance ──> the next state, metrics
+    Run ── differentiate ──> LocalResults ── agree_on ──> Agreed ── advance ──> state, metrics
 
 `ShardedTrainStep` runs them one after the other. A plan runs the same functions on tensors without
 values, and looks on between them.
@@ -102,7 +102,7 @@ class Run:
         return self.options.axes.piece_number
 
 
-class Local(NamedTuple):
+class LocalResults(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
@@ -123,7 +123,7 @@ class Agreed(NamedTuple):
     finite: NonFiniteState | None  # of the next state
 
 
-def differentiate(run: Run, order: PrefetchOrder) -> Local:
+def differentiate(run: Run, order: PrefetchOrder) -> LocalResults:
     """Run the loss forward and backward, micro-batch by micro-batch.
 
     Collectives: the units' gathers and reductions, as the level's row says, and one all-reduce of
@@ -168,10 +168,10 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     reduced = reduction.finish()
     # The host waits for the device there, so it asks only if the step looks
     fine = not run.step.policy.looks or in_range(reduced, run.layout, passed.outcome)
-    return Local(reduced, reduction.kept, passed, fine, log)
+    return LocalResults(reduced, reduction.kept, passed, fine, log)
 
 
-def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
+def agree_on(run: Run, local: LocalResults, background: BackgroundTasks) -> Agreed:
     """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
 
     Nothing of the state has been written to by then: see Note [before the first write].
@@ -216,7 +216,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
 
 @torch.no_grad()
-def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
+def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metrics]:
     """Update the params, and publish them to the ranks that hold them between steps. Returns the
     next state and the step's metrics.
 

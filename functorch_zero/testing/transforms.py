@@ -23,7 +23,7 @@ from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
-from ..optim.claims.operators import Watch
+from ..optim.claims.operators import OperatorWatch
 from ..optim.claims.pretended import REPEAT_REMEDY
 from ..optim.local import Local, one_leaf
 from ..sharded_optim.across import Sharded
@@ -198,7 +198,7 @@ def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equalit
             return str(error)
         return None
 
-    watch = Watch(name)
+    watch = OperatorWatch(name)
     # `regroup` also joins all leaves to one, as a flat does
     CutTest(alone(part), steps.params, steps.updates, watch, difference_of, regroup=True).check()
 

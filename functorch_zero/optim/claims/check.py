@@ -22,8 +22,8 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
-from .operators import Watch
+from .cuts import FIRST_PIECES, CutTest, TrialCut, alone, is_refusal
+from .operators import OperatorWatch
 from .pretended import MOST, PretendedRank, Silent, block_of
 
 # Steps of a test: the first, the second (some updates treat the first differently), and a late one
@@ -206,7 +206,7 @@ def _check_magnitudes(transform: Transform, tree: PyTree[Tensor]) -> None:
     assert transform.plain is not None
     # In float64, where round-off hides least
     params, updates = _draw(tree, torch.float64, MAGNITUDES)
-    watch = Watch(name_of(transform))
+    watch = OperatorWatch(name_of(transform))
     CutTest(alone(transform.plain), params, updates, watch, difference_of).check()
 
 
@@ -217,7 +217,7 @@ def _check_pointwise(
     of our own, every operator is watched, and whole leaves are tried with other strides, too."""
     assert transform.plain is not None
     params, updates = _draw(tree, dtype)
-    watch = Watch(name_of(transform))
+    watch = OperatorWatch(name_of(transform))
     # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
     part = alone(transform.plain)
     test = CutTest(
@@ -230,9 +230,9 @@ def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
     answers: list[Any] = []  # the first rank's questions, and their answers
     ranks: list[PretendedRank] = []  # one per run
-    watch = Watch(name_of(transform))
+    watch = OperatorWatch(name_of(transform))
 
-    def across_of(cut: Cut) -> Any:
+    def across_of(cut: TrialCut) -> Any:
         # A test begins anew with the first pieces: see `CutTest.across_of`
         if cut is FIRST_PIECES:
             answers.clear()

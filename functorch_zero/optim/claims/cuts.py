@@ -28,7 +28,7 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .operators import Watch
+from .operators import OperatorWatch
 
 # A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
 LATER = 720_720
@@ -42,7 +42,7 @@ CUT_REMEDY = (
 )
 
 
-class Cut(NamedTuple):
+class TrialCut(NamedTuple):
     """A way to hold the elements of a tree."""
 
     on: str  # the kind of leaves, for errors
@@ -83,11 +83,11 @@ def _laid_out(x: Tensor) -> Tensor:
     return view.copy_(x)
 
 
-WHOLE = Cut("whole leaves", lambda tree: tree)
-FIRST_PIECES = Cut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
-SECOND_PIECES = Cut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
-LAID_OUT = Cut("whole leaves with other strides", lambda tree: tree_map(_laid_out, tree))
-JOINED = Cut("all leaves joined to one", lambda tree: {"": _join(tree)})
+WHOLE = TrialCut("whole leaves", lambda tree: tree)
+FIRST_PIECES = TrialCut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
+SECOND_PIECES = TrialCut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
+LAID_OUT = TrialCut("whole leaves with other strides", lambda tree: tree_map(_laid_out, tree))
+JOINED = TrialCut("all leaves joined to one", lambda tree: {"": _join(tree)})
 
 
 class _Made(NamedTuple):
@@ -115,13 +115,13 @@ class CutTest:
     transform: Transform
     params: PyTree[Tensor]
     updates: Sequence[PyTree[Tensor]]
-    watch: Watch
+    watch: OperatorWatch
     compare: Callable[[Tensor, Tensor], str | None]
     operators: bool = False
     regroup: bool = False
     strides: bool = False
     # By default for pointwise functions, which are given no `across`
-    across_of: Callable[[Cut], Any] = lambda cut: None
+    across_of: Callable[[TrialCut], Any] = lambda cut: None
 
     def check(self) -> None:
         """Raise `TransformError` unless the results are the same for all cuts."""
@@ -175,7 +175,7 @@ class CutTest:
             others = [x.reshape(-1) for x in other.updates]
             self._compare_updates(made.updates, others, LAID_OUT)
 
-    def _run(self, cut: Cut, later: int, *, operators: bool = False) -> list[_Made]:
+    def _run(self, cut: TrialCut, later: int, *, operators: bool = False) -> list[_Made]:
         """All steps on one cut."""
         # A new `across` per run, since it counts the questions
         across, params = self.across_of(cut), cut.of(self.params)
@@ -207,7 +207,7 @@ class CutTest:
             story = f"returns {name} of {num} leaves where {expected} are expected"
             self.watch.refuse(story, "keep the structure")
 
-    def _check_shapes(self, new: Any, updates: PyTree[Tensor], cut: Cut) -> None:
+    def _check_shapes(self, new: Any, updates: PyTree[Tensor], cut: TrialCut) -> None:
         rows = zip(optree.tree_leaves(new), optree.tree_leaves(updates), strict=True)
         for i, (x, update) in enumerate(rows):
             if isinstance(x, Tensor) and x.shape == update.shape:
@@ -216,7 +216,9 @@ class CutTest:
             story = f"expected shape {tuple(update.shape)}, got {got}"
             self._refuse(f"updates of leaf {paths(updates)[i] or '(root)'}", cut, story)
 
-    def _compare_updates(self, whole: list[Tensor], others: Sequence[Tensor], cut: Cut) -> None:
+    def _compare_updates(
+        self, whole: list[Tensor], others: Sequence[Tensor], cut: TrialCut
+    ) -> None:
         for i, (x, y) in enumerate(zip(whole, others, strict=True)):
             if difference := self.compare(x.reshape(-1), y):
                 path = paths(self.params)[i] or "(root)"
@@ -241,7 +243,7 @@ class CutTest:
             if difference:
                 self._refuse(f"state {paths(whole)[i]}", FIRST_PIECES, difference)
 
-    def _refuse(self, result: str, cut: Cut, difference: str) -> NoReturn:
+    def _refuse(self, result: str, cut: TrialCut, difference: str) -> NoReturn:
         self.watch.refuse(
             f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
             f"leaves: {difference}",

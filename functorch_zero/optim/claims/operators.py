@@ -1,4 +1,4 @@
-"""`Watch`: sees every operator a transform runs, and refuses those that are not elementwise.
+"""`OperatorWatch`: sees each operator of a transform, and refuses those that are not elementwise.
 
 Updates and params are marked, and so is whatever an operator makes of something marked, storage by
 storage. Hyperparameters, step counts and `across`'s answers are not, and may be used at will. An
@@ -58,7 +58,7 @@ _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
 _VALUES_OUT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Watch:
+class OperatorWatch:
     """Watches the runs of one transform, of this name, and refuses its unfit operators."""
 
     def __init__(self, name: str):

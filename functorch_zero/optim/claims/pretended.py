@@ -33,8 +33,8 @@ from ..across import (
 )
 from ..local import Local, one_leaf
 from ..random_numbers import Kind, Number
-from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
-from .operators import Watch
+from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, TrialCut, middle
+from .operators import OperatorWatch
 
 # Few enough for milliseconds per transform
 MOST = 4096  # elements that are tried of a leaf
@@ -85,7 +85,7 @@ class PretendedRank(Local):
         answers: the first rank's questions and the answers, which it notes there.
     """
 
-    def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[_Answer]):
+    def __init__(self, tree: Tree, cut: TrialCut, watch: OperatorWatch, answers: list[_Answer]):
         # The full shape, which decisions go by, and the range that this rank has of the block
         def held(leaf: Tensor) -> Extent:
             numel = math.prod(block_of(leaf.shape))
