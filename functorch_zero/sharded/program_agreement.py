@@ -160,6 +160,9 @@ class ProgramAgreement:
         # The library's functions leave whole params alike; those of a program's own may not
         if watch.computes_with_whole:
             rest |= _whole_leaves(value, ShardedTree)
+        # A branch that one rank took in a step that nobody looked at shows in most of the elements
+        elif look:
+            rest |= _samples(_whole_leaves(value, ShardedTree))
         operations = watch.operations(value) if look else ()
         # Causes before their effects
         found: dict[str, Any] = {}
@@ -205,6 +208,14 @@ def _whole_leaves(value: Any, kind: type[ShardedTree] | type[ShardedOptState]) -
         for path, leaf in whole_leaves(node).items():
             if isinstance(leaf, Tensor | int | float | complex):
                 found[f"{prefix}.{path}".strip(".")] = leaf
+    return found
+
+
+def _samples(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The first elements of each tensor: digests of all of them would take long."""
+    found = {}
+    for path, leaf in leaves.items():
+        found[path] = leaf.detach().reshape(-1)[:_SMALL] if isinstance(leaf, Tensor) else leaf
     return found
 
 

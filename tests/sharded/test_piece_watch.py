@@ -769,3 +769,33 @@ def test_a_loaded_state_is_watched(tmp_path: Any) -> None:
         evaluation(copy.deepcopy(sharded.init(FIRST)), part(X, group))
 
     run_ranks(run, 2)
+
+
+SGD = optim.sgd(0.1)
+
+
+def test_a_branch_in_a_step_that_is_not_looked_at_shows_later() -> None:
+    """At level 0 each rank applies its own update, so that their params part."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, opt_state, number = value
+        grads = fz.value_and_grad(loss)(params, x)[1]
+        if int(number) == 3 and bool(x.sum() > X.sum() / 2):
+            grads = tree_map(lambda g: 0.5 * g, grads)
+        params, opt_state = SGD.apply(grads, opt_state, params)
+        return (params, opt_state, number + 1), {}
+
+    def init(params: Any) -> Any:
+        return params, SGD.init(params), torch.zeros((), dtype=torch.int64)
+
+    step = fz.program_step(program, init=init)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=0, group=group)
+        state = sharded.init(FIRST)
+        for _ in range(4):
+            state, _ = sharded(state, part(X, group))
+        with pytest.raises(MismatchError, match=r"leaf '0\.\w+' is"):
+            sharded(state, part(X, group))
+
+    run_ranks(run, 2)
