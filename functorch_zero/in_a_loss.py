@@ -18,7 +18,7 @@ class _Loss(NamedTuple):
 
 
 # A context variable, so that thread ranks each have their own. Threads that a loss starts have none
-_RUNNING: ContextVar[_Loss | None] = ContextVar("_RUNNING", default=None)
+_LOSS: ContextVar[_Loss | None] = ContextVar("_LOSS", default=None)
 
 
 @contextmanager
@@ -33,11 +33,11 @@ def running_a_loss(rank: int | None) -> Iterator[None]:
     """
     # The other functions that take gradients ask before they begin
     refuse_gradient("a training step was called")
-    token = _RUNNING.set(_Loss(rank))
+    token = _LOSS.set(_Loss(rank))
     try:
         yield
     finally:
-        _RUNNING.reset(token)
+        _LOSS.reset(token)
 
 
 def refuse_gradient(what: str) -> None:
@@ -61,7 +61,7 @@ def refuse(what: str, remedy: str) -> None:
         what: was done, as a clause.
         remedy: as in `explain`.
     """
-    running = _RUNNING.get()
+    running = _LOSS.get()
     if running is not None:
         raise StructureError(
             explain(

@@ -89,9 +89,9 @@ _USER: ContextVar[Callable[[Any], None] | None] = ContextVar("_USER", default=No
 
 
 @contextmanager
-def telling_uses(user: Callable[[Any], None]) -> Iterator[None]:
+def telling_uses(user: Callable[[Any], None] | None) -> Iterator[None]:
     """Tell the user of each use of a tree or state inside: one for which a tree that is used up
-    would raise `DonatedError`."""
+    would raise `DonatedError`. None: nobody is told."""
     token = _USER.set(user)
     try:
         yield

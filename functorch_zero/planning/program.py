@@ -139,11 +139,14 @@ class _ImaginedAgreement:
         metrics: Metrics,
         num_draws: int,
         watch: PieceWatch,
+        *,
+        look: bool,
     ) -> None:
         self._watch.enter("metrics")
         # The same message about no results: a digest has the same length whatever it is of
         with self._watch.live.paused():
-            self._agreement.on_results(step, calls, (), {}, num_draws, PieceWatch(self._rank))
+            nothing = PieceWatch(self._rank)
+            self._agreement.on_results(step, calls, (), {}, num_draws, nothing, look=False)
 
 
 class _AnnouncedEngine:

@@ -141,8 +141,9 @@ def _check_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> No
         raise GroupError(
             f"the ranks make different calls in step {step} of a program: call {number} is "
             f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
-            "make the same calls of the library on every rank, in the same order; a branch on a "
-            "rank's own batch belongs in a loss, or in torch.where"
+            "make the same calls of the library on every rank, in the same order; branch on a "
+            "number that is the same on all ranks, such as a metric that the loss gives by "
+            "fz.Aux(metrics=...)"
         )
 
 

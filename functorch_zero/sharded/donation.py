@@ -98,7 +98,7 @@ class Donation:
         # One that an update has used up before has no storage any more
         others = [x for x in self._nodes if x is not node and not _is_used_up(x)]
         # An average that began as a copy of the tree, say, or an older state
-        with reading_leaves(None):
+        with reading_leaves(None), telling_uses(None):
             written = _written_of(node)
             return all(written.isdisjoint(_storages_of(other)) for other in others)
 

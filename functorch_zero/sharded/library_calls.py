@@ -2,7 +2,7 @@
 
 Note [calls of a program]: a rank that makes one call more than the others starts collectives that
 meet those of another call. Over gloo, where their lengths differ, that ends a process by SIGABRT;
-where they are equal, it gives wrong sums. So in steps that are looked at, ranks compare each call
+where they are equal, it gives wrong sums. So in calls that all ranks look at, they compare each one
 before it starts a collective, by a message of the same length as the one that ends the step. In
 other steps they compare the calls at the end alone, which costs nothing.
 """
@@ -41,11 +41,11 @@ class LibraryCalls:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Note the calls inside."""
-        token = _RUNNING.set(self)
+        token = _CALLS.set(self)
         try:
             yield
         finally:
-            _RUNNING.reset(token)
+            _CALLS.reset(token)
 
     def begin(self, name: str, given: Sequence[Any]) -> None:
         """Note a call that is about to be made."""
@@ -65,7 +65,7 @@ class LibraryCalls:
 
 
 # Those of the program that runs in this thread, outside of the library's calls
-_RUNNING: ContextVar[LibraryCalls | None] = ContextVar("_RUNNING", default=None)
+_CALLS: ContextVar[LibraryCalls | None] = ContextVar("_CALLS", default=None)
 
 
 def compared(function: Function) -> Function:
@@ -74,15 +74,15 @@ def compared(function: Function) -> Function:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        calls = _RUNNING.get()
+        calls = _CALLS.get()
         if calls is None:
             return function(*args, **kwargs)
-        calls.begin(function.__name__, args)
+        calls.begin(function.__name__, (*args, *kwargs.values()))
         # The calls that it makes itself follow from it
-        token = _RUNNING.set(None)
+        token = _CALLS.set(None)
         try:
             return function(*args, **kwargs)
         finally:
-            _RUNNING.reset(token)
+            _CALLS.reset(token)
 
     return run  # type: ignore[return-value]

@@ -34,7 +34,7 @@ from .._torch_private import PYTREE_FILE, storage_id, version_of
 from ..errors import StructureError, explain
 from ..layout.extent import Extent
 from ..layout.levels import level_of
-from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
 from ..optim.base import Transform
 from ..optim.claims import operators
 from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
@@ -82,13 +82,13 @@ _SHAPE_READS = (
 _VIEWS_OF_ALL = {"_conj", "_neg_view", "alias", "detach", "expand", "view"}
 
 # The watch of the program that runs in this thread, outside of the library's calls
-_RUNNING: ContextVar[PieceWatch | None] = ContextVar("_RUNNING", default=None)
+_WATCH: ContextVar[PieceWatch | None] = ContextVar("_WATCH", default=None)
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Let everything pass inside: a loss, or an optimizer, which have checks of their own."""
-    watch = _RUNNING.get()
+    watch = _WATCH.get()
     if watch is not None:
         watch.stop()
     try:
@@ -105,7 +105,7 @@ def noted(function: Function) -> Function:
 
     @wraps(function)
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = _RUNNING.get()
+        watch = _WATCH.get()
         if watch is None:
             return function(engine, *args, **kwargs)
         call = watch.note_call(function.__name__, args, engine.description_of)
@@ -118,7 +118,7 @@ def noted(function: Function) -> Function:
 
 def check_leaves_of_loss(call: LossCall) -> None:
     """Raise if a loss can reach a leaf that is a piece, where the watch knows of it."""
-    watch = _RUNNING.get()
+    watch = _WATCH.get()
     if watch is not None:
         watch.check_loss(call)
 
@@ -157,9 +157,6 @@ class PieceWatch:
         remedy: for errors; None: that of a program.
         by_library: whether the library's functions are watched, too. In a program they work on
             sharded trees, and know them.
-
-    Attributes:
-        computes_with_whole: whether an operator was given a leaf that every rank holds whole.
     """
 
     def __init__(
@@ -172,7 +169,6 @@ class PieceWatch:
     ):
         self.rank = rank
         self._of, self._remedy, self._by_library = of, remedy, by_library
-        self.computes_with_whole = False
         self._operations: list[_Operation] = []
         # Leaves that are pieces, and what elementwise operators have made of them
         self._extents = WeakIdKeyDictionary()
@@ -187,17 +183,18 @@ class PieceWatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch the program that runs inside."""
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop()
+        # Not in `start`: others read leaves inside of this, and a pause would end theirs
+        with reading_leaves(self.note):
+            self.start()
+            try:
+                yield
+            finally:
+                self.stop()
 
     def start(self) -> None:
         """Begin, or go on."""
-        token = _RUNNING.set(self)
-        self._stack.callback(_RUNNING.reset, token)
-        self._stack.enter_context(reading_leaves(self.note))
+        token = _WATCH.set(self)
+        self._stack.callback(_WATCH.reset, token)
         self._stack.enter_context(telling_draws(self.note_draw))
         self._stack.enter_context(watching(self))
 
@@ -230,11 +227,7 @@ class PieceWatch:
         for x in given:
             self._note_alias(x)
         pieces = [x for x in given if x in self._extents]
-        whole = [x for x in given if x in self._whole]
-        if not (pieces or whole):
-            return func(*args, **kwargs)
         if not pieces:
-            self.computes_with_whole = True
             return func(*args, **kwargs)
         kind, extent = kind_of(func), self._extents[pieces[0]]
         if kind.random:
@@ -278,7 +271,7 @@ class PieceWatch:
             else:
                 operands += self._told_of(arg).values()
                 trees.append(arg)
-        given |= _named("whole leaves", self._own_of(trees))
+        given |= _named("whole leaves", self.own_whole_leaves(trees))
         self._operations.append(_Operation(name, operands, given=given))
         return f"{name}, operation {len(self._operations)}"
 
@@ -301,7 +294,7 @@ class PieceWatch:
                 continue
             if node not in self._names:
                 # No read of the program's
-                with reading_leaves(None):
+                with reading_leaves(None), telling_uses(None):
                     leaves = optree.tree_leaves(node.tree)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 told[n] = f"[{', '.join(self._names.get(x, 'a leaf') for x in tensors)}]"
@@ -309,9 +302,10 @@ class PieceWatch:
                 told[n] = self._names[node]
         return told
 
-    def _own_of(self, trees: Any) -> dict[str, str]:
-        """Of trees and states that a call is given, digests of the leaves that every rank holds
-        whole and that the program has made, or written to. They may be this rank's own."""
+    def own_whole_leaves(self, trees: Any) -> dict[str, str]:
+        """Of trees and states that a call is given, or a step returns, digests of the leaves that
+        every rank holds whole and that the program has made, or written to. They may be this rank's
+        own."""
         own: dict[str, Any] = {}
         for n, node in enumerate(optree.tree_leaves(trees, is_leaf=is_on_engine)):
             if not is_on_engine(node) or (node in self._names and node not in self._read):
@@ -446,7 +440,7 @@ def _place(x: Tensor) -> Any:
 def whole_leaves(node: ShardedTree | ShardedOptState) -> dict[str, Any]:
     """By path, the leaves of a tree or state that every rank holds whole."""
     # No read of the program's
-    with reading_leaves(None):
+    with reading_leaves(None), telling_uses(None):
         tree = node.tree
     extents = extents_of(node)
     if all(extents):

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
-from ..model.untouched import is_looked_at
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import Metrics
@@ -75,6 +74,8 @@ class Agreement(Protocol):
         metrics: Metrics,
         num_draws: int,
         watch: PieceWatch,
+        *,
+        look: bool,
     ) -> None:
         """Compare the results of a step.
 
@@ -84,7 +85,8 @@ class Agreement(Protocol):
             value: the next one.
             metrics: by name, 0-d.
             num_draws: of `fz.random`.
-            watch: of the program; it has seen nothing where the step wasn't looked at.
+            watch: of the program; it has seen nothing where the step isn't looked at.
+            look: whether it is, on all ranks alike.
         """
         ...
 
@@ -149,19 +151,18 @@ class ProgramAgreement:
         metrics: Metrics,
         num_draws: int,
         watch: PieceWatch,
+        *,
+        look: bool,
     ) -> None:
-        look = is_looked_at(step)
         # Small tensors in every step, large ones now and then: their digests take time
         limit = math.inf if look else _SMALL
         rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}
         # A program may have put a count or a rate of its own into an optimizer's state
         if look:
             rest |= _whole_leaves(value, ShardedOptState)
-        # The library's functions leave whole params alike; those of a program's own may not
-        if watch.computes_with_whole:
-            rest |= _whole_leaves(value, ShardedTree)
-        # A branch that one rank took in a step that nobody looked at shows in most of the elements
-        elif look:
+        # A branch that one rank took in a step that nobody looked at shows in most of the elements.
+        # Leaves that the program has made itself in this step are compared whole, as its operations
+        if look:
             rest |= _samples(_whole_leaves(value, ShardedTree))
         operations = watch.operations(value) if look else ()
         # Causes before their effects
@@ -174,6 +175,8 @@ class ProgramAgreement:
         near = {path: leaf for path, leaf in rest.items() if look or _is_here(leaf)}
         told = {path: _form_of(leaf) for path, leaf in rest.items() if path not in near}
         found |= {f"leaf {path!r}": words for path, words in (told | _digests(near)).items()}
+        if look:
+            found["whole leaves that the program has made"] = watch.own_whole_leaves(value)
         found["the number of draws of fz.random"] = str(num_draws)
         group = labelled(self._options.group, "step/agreement")
         failed = agree_on_results(step, calls, found, group, failed=self._background.failed())

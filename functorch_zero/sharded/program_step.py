@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups import labelled
+from ..groups.forwarding import era_of
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.joined import join_layouts
@@ -99,6 +100,7 @@ class ShardedProgramStep:
         self._forms: list[_Form] = []
         # What donations go by: the most gradients that a call has taken, and the nodes that a call
         # has used after their update, by their places in the value
+        self._num_calls, self._era = 0, era_of(self.group)  # in this era of the ranks' group
         self._num_gradients: int | None = None
         self._needed: set[int] = set()
 
@@ -167,9 +169,13 @@ class ShardedProgramStep:
         fills: Mapping[str, DigestedFill],
     ) -> State:
         """This rank's part of the value that the program's `init` makes."""
+        # All numbers first: a rank that fails at one tree must count as the others do
+        numbers = {name: next_number(self.group) for name in layouts}
         cut = {}
         for name, layout in layouts.items():
-            cut[name] = self._cut(given[name], layout, fills.get(name))
+            sharding, fill = self.options.sharding(layout), fills.get(name)
+            engine, number = self.engine, numbers[name]
+            cut[name] = hold(given[name], sharding, engine=engine, number=number, fill=fill)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
         watch = PieceWatch(self.group.rank)
@@ -234,12 +240,10 @@ class ShardedProgramStep:
             value = self._marked(state, state.value)
             watch = PieceWatch(axes.world.rank)
             number = int(state.step)
-            is_watched = is_looked_at(number)
-            watched = watch.running() if is_watched else nullcontext()
-            calls = LibraryCalls(
-                partial(self._agreement.before_call, number) if is_watched else None
-            )
-            if is_watched:
+            look = self._looks_at_next_call()
+            watched = watch.running() if look else nullcontext()
+            calls = LibraryCalls(partial(self._agreement.before_call, number) if look else None)
+            if look:
                 watch.name(value, "the value")
             rank, device = axes.world.rank, _device_of(value)
             running = streams(state.seed, state.step, device, rank)
@@ -250,13 +254,25 @@ class ShardedProgramStep:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
-            num_draws = drawn.num_draws
-            self._agreement.on_results(number, calls.made, new, metrics, num_draws, watch)
+            self._agreement.on_results(
+                number, calls.made, new, metrics, drawn.num_draws, watch, look=look
+            )
             # Once no rank has failed, so that all ranks know the same number
             if donation is not None:
                 self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
                 self._needed |= donation.needed
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
+
+    def _looks_at_next_call(self) -> bool:
+        """Whether the call of this step that begins is looked at. Ranks count calls alike, whatever
+        states they were given: ranks that look meet in messages that others don't send."""
+        # From 0 in each era: ranks that come back after a failure may differ in it
+        era = era_of(self.group)
+        if era != self._era:
+            self._era, self._num_calls = era, 0
+        number = self._num_calls
+        self._num_calls += 1
+        return is_looked_at(number)
 
     def _run(
         self, state: State, value: Any, args: Sequence[Any], calls: LibraryCalls
@@ -356,11 +372,6 @@ class ShardedProgramStep:
         )
         self.options.check_published(layout)
         return layout
-
-    def _cut(self, tree: Any, layout: Layout, fill: DigestedFill | None) -> ShardedTree:
-        """This rank's part of a whole tree: copies."""
-        sharding, number = self.options.sharding(layout), next_number(self.group)
-        return hold(tree, sharding, engine=self.engine, number=number, fill=fill)
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""

@@ -30,7 +30,8 @@ class _Found(NamedTuple):
 
     label: str  # for errors
     value: Any
-    names: frozenset[str]  # that the code that reaches it names; its other attributes aren't read
+    # Those that the code names which reaches it; its other attributes aren't read. None: all are
+    names: frozenset[str] | None
 
 
 def reachable_tensors(loss: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[_Found]:
@@ -40,18 +41,30 @@ def reachable_tensors(loss: Callable[..., Any], given: Mapping[str, Any]) -> Ite
     Args:
         given: its arguments, by their labels.
     """
-    waiting = deque(_Found(label, value, frozenset()) for label, value in given.items())
+    waiting = deque(_Found(label, value, None) for label, value in given.items())
     waiting.append(_Found("loss", loss, frozenset({"__call__"})))
-    seen: dict[int, Any] = {}  # by id, which the value keeps alive
+    seen: dict[int, _Found] = {}  # by id, which the value keeps alive, with all names so far
     while waiting and len(seen) < _MOST:
         found = waiting.popleft()
-        if isinstance(found.value, _PLAIN) or is_on_engine(found.value) or id(found.value) in seen:
+        if isinstance(found.value, _PLAIN) or is_on_engine(found.value):
             continue
-        seen[id(found.value)] = found.value
+        before = seen.get(id(found.value))
+        if before is not None:
+            names = _both(before.names, found.names)
+            # Another function may read other attributes of an object
+            if names == before.names:
+                continue
+            found = found._replace(names=names)
+        seen[id(found.value)] = found
         if isinstance(found.value, Tensor):
             yield found
         else:
             waiting += _parts(found)
+
+
+def _both(names: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
+    """The names of either; None stands for all."""
+    return None if names is None or others is None else names | others
 
 
 def _parts(found: _Found) -> Iterator[_Found]:
@@ -97,6 +110,11 @@ def _parts_of_function(function: FunctionType) -> Iterator[_Found]:
 def _parts_of_object(found: _Found) -> Iterator[_Found]:
     """The attributes that code names, and those that methods name which it may call."""
     label, value, names = found
+    own = getattr(value, "__dict__", {})
+    if names is None:
+        for name, part in own.items():
+            yield _Found(f"{label}.{name}", part, None)
+        return
     waiting, closed = {*names}, set[str]()
     while waiting:
         name = waiting.pop()
@@ -105,7 +123,6 @@ def _parts_of_object(found: _Found) -> Iterator[_Found]:
         if method is not None:
             yield _Found(label, method, names)
             waiting |= _names_in(method.__code__) - closed
-    own = getattr(value, "__dict__", {})
     for name in sorted(closed & own.keys()):
         yield _Found(f"{label}.{name}", own[name], frozenset(closed))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -104,6 +104,25 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
     return run
 
 
+@dataclass
+class _InnerGradient:
+    """Whether the inner gradient is being taken. Nodes keep this alone: a graph that reaches itself
+    through its own hooks is never freed."""
+
+    is_taken: bool = False
+
+    def refuse(self, grads: Any) -> None:
+        """Raise where a backward inside of the inner one has passed it by."""
+        if self.is_taken:
+            raise StructureError(
+                explain(
+                    "fz.hvp met a custom autograd.Function that runs a backward of its own in its "
+                    "backward, of which no second derivative can be taken",
+                    remedy="let the loss run those modules without the function, in fz.hvp alone",
+                )
+            )
+
+
 class _Watched:
     """Whole leaves for a loss whose gradient is taken inside of another one.
 
@@ -115,34 +134,24 @@ class _Watched:
     """
 
     def __init__(self, whole: PyTree[Tensor]):
-        self._inside = False  # whether the inner gradient is being taken
+        self._inner = _InnerGradient()
         self.tree = tree_map(self._view_of, whole)
 
     def _view_of(self, leaf: Tensor) -> Tensor:
         view = leaf.view_as(leaf)
         # The inner gradient ends at the view, before its node
         if view.grad_fn is not None:
-            view.grad_fn.register_prehook(self._refuse)
+            view.grad_fn.register_prehook(self._inner.refuse)
         return view
-
-    def _refuse(self, grads: Any) -> None:
-        if self._inside:
-            raise StructureError(
-                explain(
-                    "fz.hvp met a custom autograd.Function that runs a backward of its own in its "
-                    "backward, of which no second derivative can be taken",
-                    remedy="let the loss run those modules without the function, in fz.hvp alone",
-                )
-            )
 
     def gradients_of(self, value: Tensor) -> list[Tensor | None]:
         """The gradients of a loss by the trained leaves, whole, in a graph; None: not reached."""
         trained = [leaf for leaf in optree.tree_leaves(self.tree) if leaf.requires_grad]
-        self._inside = True
+        self._inner.is_taken = True
         found: Sequence[Tensor | None] = ()
         if trained:
             found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
-        self._inside = False
+        self._inner.is_taken = False
         return [*found]
 
 

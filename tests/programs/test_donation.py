@@ -604,3 +604,31 @@ def test_one_gradient_of_two_trees_donates_both() -> None:
 
     for kept, donated in chain(*run_ranks(run, 2)):
         assert_equal_values(kept, donated, grade="bitwise")
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_leaf_that_is_read_after_a_gradient_keeps_its_values(level: int) -> None:
+    """In steps that are looked at, too, where the library's calls pause the watch."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state, average = value
+        grads = fz.value_and_grad(loss)(params, x)[1]
+        old = params["w"]
+        params, state = adamw.apply(grads, state, params)
+        moved = {"w": 0.5 * average["w"] + 0.5 * old}
+        average = optree.tree_map_with_path(lambda path, a: moved.get(path[-1], a), average)
+        return (params, state, average), {}
+
+    def first(params: Any) -> Any:
+        return *init(params), tree_map(lambda p: p.detach().clone(), params)
+
+    step = fz.program_step(program, init=first)
+    expected = step.init(FIRST)
+    for x in BATCHES:
+        expected, _ = step(expected, x)
+
+    def run(group: Any) -> Any:
+        return trained_by(step, group, level, donate=True)[0]
+
+    for value in run_ranks(run, 2):
+        assert_equal_values(expected.value, value)

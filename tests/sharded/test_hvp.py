@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import optree
@@ -444,3 +445,18 @@ def test_params_stay_as_they_were() -> None:
         assert not torch.equal(moved["block.weight"], sharded["block.weight"])
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_nothing_of_a_product_stays(level: int | None) -> None:
+    """A graph that its own hooks reach is never freed."""
+    params = {"w": torch.randn(8, 8, requires_grad=True)}
+    if level is not None:
+        params = fz.shard_tree(params, level=level, group=CountingGroup(2))
+    zeros, x = fz.zero_updates(params), torch.ones(2, 8)
+    alive = []
+    for _ in range(4):
+        fz.hvp(lambda p, x: (x @ p["w"]).pow(3).mean())(params, zeros, x)
+        gc.collect()
+        alive.append(sum(type(o) is Tensor for o in gc.get_objects()))
+    assert alive[1:] == alive[1:2] * 3, alive

@@ -137,3 +137,32 @@ def test_only_steps_that_are_looked_at_compare_each_call() -> None:
         num_words.append(sum(call.dtype == torch.int64 for call in group.calls))
     # One for the gradient and one for the end, besides those of 3 calls
     assert num_words == [5, 5, 5, 2, 5, 2]
+
+
+def at_another_step(group: Any) -> str:
+    def program(value: Any, x: Tensor) -> Any:
+        one, state = value
+        mean, grads = fz.value_and_grad(loss)(one, x)
+        return adam.apply(grads, state, one), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda one: (one, adam.init(one)))
+    sharded = fz.shard(step, level=3, group=group)
+    states = [sharded.init(FIRST)]
+    for _ in range(4):
+        states.append(sharded(states[-1], X)[0])
+    try:
+        sharded(states[4 - group.rank], X)
+    except GroupError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_at_other_steps_are_told() -> None:
+    """Whether a call is looked at doesn't follow from the state: over gloo the messages of a rank
+    that looks would meet another's gather."""
+    found = launch(processes_at_other_steps, 2, start_method="fork", timeout=100)
+    assert all("different steps: [4, 3]" in text for text in found), found
+
+
+def processes_at_other_steps() -> str:
+    return at_another_step(ProcessGroup())

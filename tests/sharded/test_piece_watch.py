@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -799,3 +800,65 @@ def test_a_branch_in_a_step_that_is_not_looked_at_shows_later() -> None:
             sharded(state, part(X, group))
 
     run_ranks(run, 2)
+
+
+def test_one_rank_may_log_a_whole_leaf() -> None:
+    def program(value: Any, x: Tensor) -> Any:
+        params, rank = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        if LOGGING.get("rank") == threading.get_ident():
+            LOGGING["norm"] = float(params["a"].norm())
+        return (fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), rank), {"l": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, 0))
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(FIRST)
+        if group.rank == 0:
+            LOGGING["rank"] = threading.get_ident()
+        for _ in range(2):
+            state, _ = sharded(state, part(X, group))
+
+    run_ranks(run, 2)
+    assert LOGGING["norm"] > 0
+
+
+LOGGING: dict[str, Any] = {}
+
+
+class Two:
+    """Two attributes, which different functions read."""
+
+    def __init__(self, leaf: Tensor):
+        self.leaf, self.other = leaf, 1.0
+
+
+def test_a_leaf_is_found_behind_an_object_that_was_seen() -> None:
+    """Another function has read another attribute of it; or it is an argument itself."""
+
+    def by_two(params: Any, x: Tensor, leaf: Tensor) -> Any:
+        held = Two(leaf)
+
+        def other() -> float:
+            return held.other
+
+        def own() -> Tensor:
+            return held.leaf.square().sum()
+
+        return fz.value_and_grad(lambda p, x: loss(p, x) * other() * own())(params, x)
+
+    def by_argument(params: Any, x: Tensor, leaf: Tensor) -> Any:
+        return fz.value_and_grad(lambda p, x, held: loss(p, x) * held.leaf.sum())(
+            params, x, Two(leaf)
+        )
+
+    for take in (by_two, by_argument):
+        step = step_using(take, lambda other, grads: grads["a"])
+
+        def run(group: Any, step: Any = step) -> None:
+            sharded = fz.shard(step, level=1, group=group)
+            sharded(sharded.init(FIRST, OTHER), part(X, group))
+
+        with pytest.raises(StructureError, match=r"uses a single leaf.*path .*\.leaf"):
+            run_ranks(run, 2)

@@ -17,6 +17,7 @@ from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.planning.trace import Elsewhere
 from functorch_zero.runtime.reduce import Summed
+from functorch_zero.sharded import program_step
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 from tests.tiers import tiers
@@ -824,3 +825,36 @@ def test_two_leaves_of_one_path_are_refused() -> None:
         step.init(params)
     with pytest.raises(StructureError, match=r"same path.*p\.b"):
         fz.shard(step, level=1, group=SingleRank()).init(params)
+
+
+def test_an_init_that_failed_between_two_trees_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trees are numbered, and all ranks must count alike."""
+    failing, hold = [True], program_step.hold
+
+    def hold_or_fail(tree: Any, *args: Any, engine: Any, **options: Any) -> Any:
+        made = hold(tree, *args, engine=engine, **options)
+        if engine.rank == 1 and failing:
+            failing.clear()
+            raise MemoryError("once")
+        return made
+
+    monkeypatch.setattr(program_step, "hold", hold_or_fail)
+    first = {"w": torch.ones(4, 4, requires_grad=True)}
+
+    def program(value: Any, x: Tensor) -> Any:
+        one, two = value
+        grads = fz.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(one, x)[1]
+        return (fz.apply_updates(one, grads), two), {}
+
+    def run(group: Any) -> int:
+        step = fz.shard(
+            fz.program_step(program, init=lambda one, two: (one, two)), level=3, group=group
+        )
+        with pytest.raises((MemoryError, PeerError)):
+            step.init(first, first)
+        state, _ = step(step.init(first, first), torch.ones(2, 4))
+        return int(state.step)
+
+    assert run_ranks(run, 2) == [1, 1]
