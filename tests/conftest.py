@@ -188,7 +188,7 @@ def claims_checked_once(
             check_claims(transform, params)
             checked |= kinds
 
-    for module in ("train", "engine"):
+    for module in ("train", "program.engine"):
         sharded = importlib.import_module(f"functorch_zero.sharded.{module}")
         monkeypatch.setattr(sharded, "check_claims", check)
 

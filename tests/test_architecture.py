@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from functorch_zero.sharded.engine import ShardedEngine
+from functorch_zero.sharded.program.engine import ShardedEngine
 from tests.tiers import THOROUGH
 
 PACKAGE = "functorch_zero"

@@ -26,7 +26,7 @@ from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import is_on_engine
 from ..sharded.checks import sharding_of
-from ..sharded.program_step import ShardedProgramStep
+from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan

@@ -20,7 +20,7 @@ from .._torch_private import base_of, storage_id
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
-from ..sharded.program_step import ShardedProgramStep
+from ..sharded.program.step import ShardedProgramStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages

@@ -21,13 +21,13 @@ from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import is_on_engine
 from ..sharded.background import BackgroundTasks
-from ..sharded.donation import Donation
-from ..sharded.engine import ShardedEngine
-from ..sharded.gradient import agree_on, differentiate, finish
 from ..sharded.options import Options
-from ..sharded.piece_watch import PieceWatch, unwatched
-from ..sharded.program_agreement import ProgramAgreement
-from ..sharded.program_step import ShardedProgramStep
+from ..sharded.program.agreement import ProgramAgreement
+from ..sharded.program.donation import Donation
+from ..sharded.program.engine import ShardedEngine
+from ..sharded.program.gradient import agree_on, differentiate, finish
+from ..sharded.program.piece_watch import PieceWatch, unwatched
+from ..sharded.program.step import ShardedProgramStep
 from ..step.loss import Metrics, as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep

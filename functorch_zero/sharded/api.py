@@ -22,7 +22,7 @@ from .options import (
     check_of_program,
     check_state_axes,
 )
-from .program_step import ShardedProgramStep
+from .program.step import ShardedProgramStep
 from .storage import StateStorage
 from .train import ShardedTrainStep
 

@@ -27,7 +27,7 @@ from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
-from .program_step import ShardedProgramStep
+from .program.step import ShardedProgramStep
 from .train import ShardedTrainStep
 
 

@@ -31,11 +31,11 @@ from ..tree import PyTree
 from .average import average
 from .buffers import apart
 from .checks import check_batch, check_place, own_params, sharding_of
-from .engine import ShardedEngine
 from .failures import sharing_failures
 from .options import Options
 from .params import held_flats_of, make_unit_flats
-from .piece_watch import PieceWatch
+from .program.engine import ShardedEngine
+from .program.piece_watch import PieceWatch
 from .storage import fetched
 
 

@@ -44,11 +44,11 @@ from .agreement import agree
 from .background import BackgroundTasks
 from .checks import check_batch, own_params, sharding_of
 from .deferred_values import DigestedFill
-from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
+from .program.engine import ShardedEngine, next_number
 from .refit import agree_on_refit, carried, first_parts
 from .state import lay_out_state, shard_state, unshard_state
 from .update import PreparedUpdate

@@ -30,7 +30,7 @@ from functorch_zero.optim.base import (
     with_whole_tree,
 )
 from functorch_zero.params import OnEngine
-from functorch_zero.sharded.program_step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedProgramStep
 from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step

@@ -17,7 +17,7 @@ from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.planning.trace import Elsewhere
 from functorch_zero.runtime.reduce import Summed
-from functorch_zero.sharded import program_step
+from functorch_zero.sharded.program import step as program_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 from tests.tiers import tiers
@@ -831,7 +831,7 @@ def test_an_init_that_failed_between_two_trees_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Trees are numbered, and all ranks must count alike."""
-    failing, hold = [True], program_step.hold
+    failing, hold = [True], program_module.hold
 
     def hold_or_fail(tree: Any, *args: Any, engine: Any, **options: Any) -> Any:
         made = hold(tree, *args, engine=engine, **options)
@@ -840,7 +840,7 @@ def test_an_init_that_failed_between_two_trees_is_tried_again(
             raise MemoryError("once")
         return made
 
-    monkeypatch.setattr(program_step, "hold", hold_or_fail)
+    monkeypatch.setattr(program_module, "hold", hold_or_fail)
     first = {"w": torch.ones(4, 4, requires_grad=True)}
 
     def program(value: Any, x: Tensor) -> Any:

@@ -17,20 +17,20 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError
-from ..groups import labelled
-from ..layout.joined import Joined
-from ..layout.sharded_tree import ShardedTree
-from ..runtime.prefetch import PrefetchOrder
-from ..runtime.reduce import GradientReduction
-from ..step.program import LossCall
-from ..step.weight_reminder import total_size
-from .average import Report, report_of
-from .buffers import check_synchronizable, synchronize
-from .grad_mean import to_means
-from .options import Options
-from .params import grads_like
-from .passes import LossOnData, Passed, run_passes
+from ...errors import StructureError
+from ...groups import labelled
+from ...layout.joined import Joined
+from ...layout.sharded_tree import ShardedTree
+from ...runtime.prefetch import PrefetchOrder
+from ...runtime.reduce import GradientReduction
+from ...step.program import LossCall
+from ...step.weight_reminder import total_size
+from ..average import Report, report_of
+from ..buffers import check_synchronizable, synchronize
+from ..grad_mean import to_means
+from ..options import Options
+from ..params import grads_like
+from ..passes import LossOnData, Passed, run_passes
 
 
 class _GivenTree(NamedTuple):

@@ -17,24 +17,24 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
-from ..groups import labelled
-from ..groups.forwarding import era_of
-from ..groups.protocol import Group
-from ..layout.build import make_layout
-from ..layout.joined import join_layouts
-from ..layout.layout import Cut, Layout
-from ..layout.sharded_tree import Holding, ShardedTree, hold
-from ..layout.sharding import Sharding
-from ..model.deferred_init import DeferredInit
-from ..model.untouched import is_looked_at
-from ..optim.state_checks import check_opt_state
-from ..params import Engine, is_on_engine
-from ..runtime.prefetch import PrefetchOrders
-from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ..shared_elements import check_apart
-from ..step.loss import Metrics
-from ..step.program_step import (
+from ...errors import StructureError, explain
+from ...groups import labelled
+from ...groups.forwarding import era_of
+from ...groups.protocol import Group
+from ...layout.build import make_layout
+from ...layout.joined import join_layouts
+from ...layout.layout import Cut, Layout
+from ...layout.sharded_tree import Holding, ShardedTree, hold
+from ...layout.sharding import Sharding
+from ...model.deferred_init import DeferredInit
+from ...model.untouched import is_looked_at
+from ...optim.state_checks import check_opt_state
+from ...params import Engine, is_on_engine
+from ...runtime.prefetch import PrefetchOrders
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ...shared_elements import check_apart
+from ...step.loss import Metrics
+from ...step.program_step import (
     ProgramStep,
     check_next_value,
     check_result,
@@ -45,21 +45,21 @@ from ..step.program_step import (
     named_args,
     named_values,
 )
-from ..step.rng import streams
-from ..step.state import State, Trained
-from ..step.state import check_state as check_is_state
-from ..tree import check_tensors, paths, same_structure
-from .background import BackgroundTasks
-from .deferred_values import DigestedFill
+from ...step.rng import streams
+from ...step.state import State, Trained
+from ...step.state import check_state as check_is_state
+from ...tree import check_tensors, paths, same_structure
+from ..background import BackgroundTasks
+from ..deferred_values import DigestedFill
+from ..failures import sharing_failures
+from ..options import Options
+from ..refit import agree_on_refit, carried, check_same_ranks
+from ..state import part_of_state
+from .agreement import Agreement, ProgramAgreement, rest_of
 from .donation import Donation
 from .engine import ShardedEngine, next_number
-from .failures import sharing_failures
 from .library_calls import LibraryCalls
-from .options import Options
 from .piece_watch import PieceWatch
-from .program_agreement import Agreement, ProgramAgreement, rest_of
-from .refit import agree_on_refit, carried, check_same_ranks
-from .state import part_of_state
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
 

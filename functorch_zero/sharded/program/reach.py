@@ -15,9 +15,10 @@ import optree
 import torch
 from torch import Tensor
 
-from ..params import is_on_engine
+from ... import errors
+from ...params import is_on_engine
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+PACKAGE = os.path.dirname(errors.__file__) + os.sep
 _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 # Objects looked at: a loss may close over a data set
 _MOST = 10_000
@@ -101,7 +102,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[_Found]:
     yield _Found("defaults", function.__defaults__, names)
     yield _Found("defaults", function.__kwdefaults__, names)
     # Those of libraries hold nothing of the user's, and lead to everywhere
-    if code.co_filename.startswith((*_LIBRARIES, _PACKAGE)):
+    if code.co_filename.startswith((*_LIBRARIES, PACKAGE)):
         return
     for name in sorted(names & function.__globals__.keys()):
         yield _Found(name, function.__globals__[name], names)

@@ -12,18 +12,18 @@ import optree
 import torch
 from torch import Tensor
 
-from ..groups import labelled
-from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree
-from ..params import is_on_engine
-from ..sharded_optim.sharded_state import ShardedOptState
-from ..step.loss import Metrics
-from ..tree import content_digests, paths
-from ..version import __version__
-from .agreement import agree, agree_on_results
-from .background import BackgroundTasks
-from .deferred_values import DigestedFill
-from .options import Options
+from ...groups import labelled
+from ...layout.layout import Layout
+from ...layout.sharded_tree import ShardedTree
+from ...params import is_on_engine
+from ...sharded_optim.sharded_state import ShardedOptState
+from ...step.loss import Metrics
+from ...tree import content_digests, paths
+from ...version import __version__
+from ..agreement import agree, agree_on_results
+from ..background import BackgroundTasks
+from ..deferred_values import DigestedFill
+from ..options import Options
 from .piece_watch import PieceWatch, whole_leaves
 
 _SMALL = 4096  # elements of a tensor that ranks compare in every step

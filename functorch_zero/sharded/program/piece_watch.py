@@ -30,24 +30,23 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import PYTREE_FILE, storage_id, version_of
-from ..errors import StructureError, explain
-from ..layout.extent import Extent
-from ..layout.levels import level_of
-from ..layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
-from ..optim.base import Transform
-from ..optim.claims import operators
-from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
-from ..params import is_on_engine
-from ..sharded_optim.sharded_state import ShardedOptState
-from ..step.program import LossCall
-from ..step.rng import telling_draws
-from ..tree import content_digests, has_values, paths
-from .reach import reachable_tensors
+from ..._torch_private import PYTREE_FILE, storage_id, version_of
+from ...errors import StructureError, explain
+from ...layout.extent import Extent
+from ...layout.levels import level_of
+from ...layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
+from ...optim.base import Transform
+from ...optim.claims import operators
+from ...optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
+from ...params import is_on_engine
+from ...sharded_optim.sharded_state import ShardedOptState
+from ...step.program import LossCall
+from ...step.rng import telling_draws
+from ...tree import content_digests, has_values, paths
+from .reach import PACKAGE, reachable_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
 _BETWEEN = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 # Those that call a function of torch's for the user, who has passed it to `tree_map`
@@ -464,7 +463,7 @@ def _users_frame() -> Any:
 def _is_users() -> bool:
     """Whether an operator is called by the user's code, not by this library's."""
     frame = _users_frame()
-    return frame is None or not frame.f_code.co_filename.startswith(_PACKAGE)
+    return frame is None or not frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _told(noted: Any) -> str:
@@ -500,7 +499,7 @@ def _is_called_by_user() -> bool:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename.startswith((*_WATCHING, *_MAPPING)):
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith((*_BETWEEN, _PACKAGE))
+    return not frame.f_code.co_filename.startswith((*_BETWEEN, PACKAGE))
 
 
 def _read_by(func: Any) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import optree
 
-from ..layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
-from ..params import is_on_engine
-from ..sharded_optim.sharded_state import ShardedOptState
-from ..tree import storages
+from ...layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
+from ...params import is_on_engine
+from ...sharded_optim.sharded_state import ShardedOptState
+from ...tree import storages
 
 
 class Donation:

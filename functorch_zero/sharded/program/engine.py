@@ -17,48 +17,48 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
-from ..groups import as_group, labelled
-from ..groups.forwarding import era_of
-from ..groups.mesh import axes_of
-from ..groups.protocol import Group
-from ..layout.joined import Joined, join_layouts
-from ..layout.layout import Layout
-from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import ShardedTree, hold, pieces_of
-from ..model.untouched import is_looked_at
-from ..optim.base import Transform
-from ..optim.claims.check import check_claims
-from ..optim.naming import described
-from ..runtime.prefetch import PrefetchOrder, PrefetchOrders
-from ..runtime.reduce import SUMMED
-from ..sharded_optim.across import Sharded
-from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ..sharded_optim.state_plan import plan_state
-from ..shared_elements import check_apart
-from ..step.loss import independent
-from ..step.program import LossCall, PerLoss
-from ..step.rng import in_a_step, next_streams
-from ..step.state import check_not_on_meta
-from ..step.weight_reminder import WeightReminder
-from ..tree import PyTree, check_tensors, content_digests, same_structure
-from .agreement import agree
-from .donation import Donation
-from .failures import sharing_failures
-from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
-from .library_calls import compared
-from .options import Options
-from .params import (
+from ...errors import StructureError, explain
+from ...groups import as_group, labelled
+from ...groups.forwarding import era_of
+from ...groups.mesh import axes_of
+from ...groups.protocol import Group
+from ...layout.joined import Joined, join_layouts
+from ...layout.layout import Layout
+from ...layout.levels import LevelRule, Levels
+from ...layout.sharded_tree import ShardedTree, hold, pieces_of
+from ...model.untouched import is_looked_at
+from ...optim.base import Transform
+from ...optim.claims.check import check_claims
+from ...optim.naming import described
+from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
+from ...runtime.reduce import SUMMED
+from ...sharded_optim.across import Sharded
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ...sharded_optim.state_plan import plan_state
+from ...shared_elements import check_apart
+from ...step.loss import independent
+from ...step.program import LossCall, PerLoss
+from ...step.rng import in_a_step, next_streams
+from ...step.state import check_not_on_meta
+from ...step.weight_reminder import WeightReminder
+from ...tree import PyTree, check_tensors, content_digests, same_structure
+from ..agreement import agree
+from ..failures import sharing_failures
+from ..options import Options
+from ..params import (
     all_gather_params,
     all_gather_pieces,
     copies_to_update,
     make_reduction,
     publish,
 )
-from .passes import LossOnData
+from ..passes import LossOnData
+from ..state import all_gather_state, lay_out_state
+from ..update import PreparedUpdate
+from .donation import Donation
+from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
+from .library_calls import compared
 from .piece_watch import check_leaves_of_loss, noted, unwatched
-from .state import all_gather_state, lay_out_state
-from .update import PreparedUpdate
 
 
 class ShardedEngine:

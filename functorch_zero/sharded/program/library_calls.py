@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import optree
 
-from ..layout.sharded_tree import ShardedTree
-from ..params import is_on_engine
-from ..step.program import LossCall
+from ...layout.sharded_tree import ShardedTree
+from ...params import is_on_engine
+from ...step.program import LossCall
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
