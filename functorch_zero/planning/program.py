@@ -22,13 +22,13 @@ from ..optim.base import Transform
 from ..params import is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
-from ..sharded.program.agreement import ProgramAgreement
+from ..sharded.program.agreement import ProgramAgreement, StepResults
 from ..sharded.program.donation import Donation
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.piece_watch import PieceWatch, unwatched
 from ..sharded.program.step import ShardedProgramStep
-from ..step.loss import Metrics, as_metric
+from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
 from ..step.state import State
@@ -131,22 +131,12 @@ class _ImaginedAgreement:
         with self._watch.live.paused():
             self._agreement.before_writing(step, calls)
 
-    def on_results(
-        self,
-        step: int,
-        calls: Sequence[str],
-        value: Any,
-        metrics: Metrics,
-        num_draws: int,
-        watch: PieceWatch,
-        *,
-        look: bool,
-    ) -> None:
+    def on_results(self, results: StepResults) -> None:
         self._watch.enter("metrics")
         # The same message about no results: a digest has the same length whatever it is of
+        nothing = results._replace(value=(), metrics={}, watch=PieceWatch(self._rank), look=False)
         with self._watch.live.paused():
-            nothing = PieceWatch(self._rank)
-            self._agreement.on_results(step, calls, (), {}, num_draws, nothing, look=False)
+            self._agreement.on_results(nothing)
 
 
 class _AnnouncedEngine:

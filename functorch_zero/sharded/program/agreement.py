@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -27,6 +27,18 @@ from ..options import Options
 from .piece_watch import PieceWatch, whole_leaves
 
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
+
+
+class StepResults(NamedTuple):
+    """The results of one step of a program on this rank."""
+
+    step: int  # its number
+    calls: Sequence[str]  # of the library: all that the program has made
+    value: Any  # the next one
+    metrics: Metrics  # by name, 0-d
+    num_draws: int  # of `fz.random`
+    watch: PieceWatch  # of the program; it has seen nothing where the step isn't looked at
+    look: bool  # whether the step is looked at, on all ranks alike
 
 
 class Agreement(Protocol):
@@ -66,28 +78,8 @@ class Agreement(Protocol):
         """Make sure that all ranks are at this step, and that none has failed."""
         ...
 
-    def on_results(
-        self,
-        step: int,
-        calls: Sequence[str],
-        value: Any,
-        metrics: Metrics,
-        num_draws: int,
-        watch: PieceWatch,
-        *,
-        look: bool,
-    ) -> None:
-        """Compare the results of a step.
-
-        Args:
-            step: its number.
-            calls: all that the program has made.
-            value: the next one.
-            metrics: by name, 0-d.
-            num_draws: of `fz.random`.
-            watch: of the program; it has seen nothing where the step isn't looked at.
-            look: whether it is, on all ranks alike.
-        """
+    def on_results(self, results: StepResults) -> None:
+        """Compare the results of a step."""
         ...
 
 
@@ -143,17 +135,8 @@ class ProgramAgreement:
         group = labelled(self._options.group, label)
         return agree_on_results(step, calls, {}, group, failed=self._background.failed())
 
-    def on_results(
-        self,
-        step: int,
-        calls: Sequence[str],
-        value: Any,
-        metrics: Metrics,
-        num_draws: int,
-        watch: PieceWatch,
-        *,
-        look: bool,
-    ) -> None:
+    def on_results(self, results: StepResults) -> None:
+        step, calls, value, metrics, num_draws, watch, look = results
         # Small tensors in every step, large ones now and then: their digests take time
         limit = math.inf if look else _SMALL
         rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}

@@ -55,7 +55,7 @@ from ..failures import sharing_failures
 from ..options import Options
 from ..refit import agree_on_refit, carried, check_same_ranks
 from ..state import part_of_state
-from .agreement import Agreement, ProgramAgreement, rest_of
+from .agreement import Agreement, ProgramAgreement, StepResults, rest_of
 from .donation import Donation
 from .engine import ShardedEngine, next_number
 from .library_calls import LibraryCalls
@@ -255,7 +255,15 @@ class ShardedProgramStep:
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_next_value(*_without_fitting(value, new), axes.world.rank)
             self._agreement.on_results(
-                number, calls.made, new, metrics, drawn.num_draws, watch, look=look
+                StepResults(
+                    step=number,
+                    calls=calls.made,
+                    value=new,
+                    metrics=metrics,
+                    num_draws=drawn.num_draws,
+                    watch=watch,
+                    look=look,
+                )
             )
             # Once no rank has failed, so that all ranks know the same number
             if donation is not None:
