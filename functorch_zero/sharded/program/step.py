@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -24,14 +24,12 @@ from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
 from ...layout.layout import Cut, Layout
-from ...layout.sharded_tree import Holding, ShardedTree, hold
+from ...layout.sharded_tree import hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...model.untouched import is_looked_at
-from ...optim.state_checks import check_opt_state
 from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...shared_elements import check_apart
 from ...step.loss import Metrics
 from ...step.program_step import (
@@ -40,28 +38,33 @@ from ...step.program_step import (
     check_result,
     check_value,
     copy_of,
-    device_of,
-    leaf_form,
     named_args,
     named_values,
 )
 from ...step.rng import streams
 from ...step.state import State, Trained
 from ...step.state import check_state as check_is_state
-from ...tree import check_tensors, paths, same_structure
+from ...tree import check_tensors, paths
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..refit import agree_on_refit, carried, check_same_ranks
-from ..state import part_of_state
 from .agreement import Agreement, ProgramAgreement, StepResults, rest_of
 from .donation import Donation
 from .engine import ShardedEngine, next_number
 from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
-
-_OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
+from .value import (
+    ValueStructure,
+    device_of_value,
+    known_as_trained,
+    marked_like,
+    part_like,
+    trained_leaves,
+    whole_node,
+    without_fitting,
+)
 
 
 class ProgramEngine(Engine, Protocol):
@@ -97,7 +100,7 @@ class ShardedProgramStep:
         self._agreement = agreement or ProgramAgreement(options, self.background)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
-        self._forms: list[_Form] = []
+        self._structures: list[ValueStructure] = []
         # What donations go by: the most gradients that a call has taken, and the nodes that a call
         # has used after their update, by their places in the value
         self._num_calls, self._era = 0, era_of(self.group)  # in this era of the ranks' group
@@ -136,7 +139,7 @@ class ShardedProgramStep:
         # The optimizers' `init` may ask for collectives
         with sharing_failures(*axes.groups, call="init", settles=True), torch.no_grad():
             state = self._agreed_first_state(args, seed, values)
-            self._note_form(state)
+            self._note_structure(state)
             return state
 
     def _agreed_first_state(
@@ -183,7 +186,7 @@ class ShardedProgramStep:
         with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
-        value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
+        value = tree_map(known_as_trained, value, is_leaf=is_on_engine)
         sharding = self._sharding(layouts)
         return State.first(value, seed, sharding=sharding)
 
@@ -208,16 +211,16 @@ class ShardedProgramStep:
             group = labelled(axes.optimizer, "refit")
             value = carried(fresh.value, state.value, group, "the value")
             # A refit that fails changes nothing
-            self._note_form(fresh)
+            self._note_structure(fresh)
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
 
-    def _note_form(self, state: State) -> None:
-        """Remember how a first state is cut. States of other forms stay valid."""
+    def _note_structure(self, state: State) -> None:
+        """Remember how a first state is cut. States of other structures stay valid."""
         assert state.sharding is not None
-        form = _Form.of(state.value, state.sharding)
+        structure = ValueStructure.of(state.value, state.sharding)
         # One per layout
-        others = [known for known in self._forms if known.sharding != form.sharding]
-        self._forms = [*others, form]
+        others = [known for known in self._structures if known.sharding != structure.sharding]
+        self._structures = [*others, structure]
 
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program on this rank's part of the batch. The state given stays valid,
@@ -245,7 +248,7 @@ class ShardedProgramStep:
             calls = LibraryCalls(partial(self._agreement.before_call, number) if look else None)
             if look:
                 watch.name(value, "the value")
-            rank, device = axes.world.rank, _device_of(value)
+            rank, device = axes.world.rank, device_of_value(value)
             running = streams(state.seed, state.step, device, rank)
             with running as drawn, watched, calls.running():
                 result, donation = self._run(state, value, args, calls)
@@ -253,7 +256,7 @@ class ShardedProgramStep:
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_next_value(*_without_fitting(value, new), axes.world.rank)
+            check_next_value(*without_fitting(value, new), axes.world.rank)
             self._agreement.on_results(
                 StepResults(
                     step=number,
@@ -312,10 +315,12 @@ class ShardedProgramStep:
         """A value whose trees are trained, or read only, as `init` has made those in their
         places."""
         nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        known = [form for form in self._forms if form.sharding == state.sharding]
+        known = [
+            structure for structure in self._structures if structure.sharding == state.sharding
+        ]
         # Of another structure: as each tree was made
         noted = known[-1].nodes if known and known[-1].treedef == treedef else [None] * len(nodes)
-        return treedef.unflatten(map(_marked_like, nodes, noted))
+        return treedef.unflatten(map(marked_like, nodes, noted))
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
@@ -324,8 +329,8 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
-            value = tree_map(_whole, marked, is_leaf=is_on_engine)
-            trained = tree_map(_trained, marked, is_leaf=is_on_engine)
+            value = tree_map(whole_node, marked, is_leaf=is_on_engine)
+            trained = tree_map(trained_leaves, marked, is_leaf=is_on_engine)
             return State(
                 step=state.step.clone(),
                 value=value,
@@ -343,21 +348,21 @@ class ShardedProgramStep:
         check_is_state(state)
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
-        if not self._forms:
+        if not self._structures:
             raise StructureError(
                 "shard_state was called before init: how a program's value is cut follows from its "
                 "init. Remedy: like = step.init(...) once, then step.shard_state(state)"
             )
-        form, piece_number = self._forms[-1], self.options.axes.piece_number
+        structure, piece_number = self._structures[-1], self.options.axes.piece_number
         with torch.no_grad():
-            wholes = form.subtrees(state.value, self.group.rank)
-            rows = zip(form.paths, form.nodes, wholes, strict=True)
-            parts = [_part_like(path, node, whole, piece_number) for path, node, whole in rows]
+            wholes = structure.subtrees(state.value, self.group.rank)
+            rows = zip(structure.paths, structure.nodes, wholes, strict=True)
+            parts = [part_like(path, node, whole, piece_number) for path, node, whole in rows]
         return State(
             step=state.step.clone(),
-            value=form.treedef.unflatten(parts),
+            value=structure.treedef.unflatten(parts),
             seed=tree_map(torch.clone, state.seed),
-            sharding=form.sharding,
+            sharding=structure.sharding,
         )
 
     def _layout_of(self, name: str, tree: Any) -> Layout:
@@ -403,7 +408,7 @@ class ShardedProgramStep:
                 "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
             )
         state.sharding.donations.check(state.step, ())
-        known = [form.sharding for form in reversed(self._forms)]
+        known = [structure.sharding for structure in reversed(self._structures)]
         if not known or state.sharding in known:
             return
         raise StructureError(
@@ -415,37 +420,6 @@ class ShardedProgramStep:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
-
-
-class _Form(NamedTuple):
-    """How a program's value is cut: nodes without their tensors."""
-
-    sharding: Sharding  # of the state
-    treedef: Any  # down to the nodes
-    paths: list[str]  # of the nodes
-    nodes: list[Any]  # Holding or StateHolding; of a leaf that every rank holds, its `leaf_form`
-
-    @classmethod
-    def of(cls, value: Any, sharding: Sharding) -> _Form:
-        leaves, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        nodes = [leaf.holding if is_on_engine(leaf) else leaf_form(leaf) for leaf in leaves]
-        return cls(sharding, treedef, paths(value, is_on_engine), nodes)
-
-    def subtrees(self, whole: Any, rank: int) -> list[Any]:
-        """Of a whole value, the trees in place of the nodes."""
-        try:
-            found: list[Any] = self.treedef.flatten_up_to(whole)
-        except ValueError as error:
-            raise StructureError(
-                explain(
-                    "the whole state's value has another structure than the one of init",
-                    expected=self.treedef,
-                    got=f"a {type(whole).__name__}: {error}",
-                    rank=rank,
-                    remedy=_OF_THIS_PROGRAM,
-                )
-            ) from error
-        return found
 
 
 def _fills(
@@ -473,167 +447,3 @@ def _is_tree(arg: Any) -> bool:
     if isinstance(arg, Tensor) or is_on_engine(arg):
         return False
     return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(arg))
-
-
-def _whole(node: Any) -> Any:
-    """A node, or a leaf, as a whole state has it: copies."""
-    if is_on_engine(node):
-        return node.engine.unshard(node)
-    return node.clone() if isinstance(node, Tensor) else node
-
-
-def _marked_like(node: Any, noted: Any) -> Any:
-    """A node of a value, trained or read only as this one of a `_Form` says."""
-    if not isinstance(node, ShardedTree) or node.holding.form != "held":
-        return node
-    return node.as_read_only(noted.read_only) if isinstance(noted, Holding) else node.as_noted()
-
-
-def _trained(node: Any) -> Any:
-    """Per leaf of a node, whether it is trained."""
-    if isinstance(node, ShardedTree) and node.holding.form == "held":
-        return node.trained
-    return tree_map(lambda leaf: False, node)
-
-
-def _known_as_trained(node: Any) -> Any:
-    """A node of the value of `init`, which says whether its leaves are trained; other tensors
-    don't. The same for whole trees: a clone that is made without gradients isn't trained."""
-    if isinstance(node, Tensor):
-        return node.detach()
-    if not isinstance(node, ShardedTree) or node.holding.form != "held":
-        return tree_map(_detached, node)
-    return node.as_read_only(node.is_read_only)
-
-
-def _device_of(value: Any) -> torch.device:
-    """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if isinstance(node, ShardedTree) and node.holding.form == "held" and (own := node.flats()):
-            device: torch.device = own[0].device
-            return device
-    return device_of(value)
-
-
-def _without_fitting(old: Any, new: Any) -> tuple[Any, Any]:
-    """Both values, with None where the new one's node is known to fit: where its flats do and it
-    has no leaves yet, since to compare these would cut them; and where the old one is used up. Used
-    up nodes of the old one that don't fit keep their structure alone."""
-    before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
-    after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
-    if treedef != other:
-        return treedef.unflatten(map(_structure_of, before)), new
-    for n, (one, two) in enumerate(zip(before, after, strict=True)):
-        if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
-            before[n] = after[n] = None
-    return treedef.unflatten(map(_structure_of, before)), treedef.unflatten(after)
-
-
-def _structure_of(node: Any) -> Any:
-    """A used up node's structure, with numbers for leaves; any other node is itself."""
-    if not is_on_engine(node) or not node.is_used_up:
-        return node
-    if isinstance(node, ShardedOptState):
-        plan = node.holding.plan
-        return ShardedOptState(plan.treedef.unflatten(range(len(plan.leaves))), node.holding)
-    layout, in_pieces = node.sharding.layout, node.holding.form == "pieces"
-    # In pieces, frozen leaves are None
-    leaves = [None if in_pieces and not leaf.trainable else 0 for leaf in layout.leaves]
-    return ShardedTree(layout.treedef.unflatten(leaves), node.holding)
-
-
-def _fits(old: Any, new: Any) -> bool:
-    """Whether a node's holding says that it fits the old one's place."""
-    if type(old) is not type(new) or old.holding != new.holding or new.is_used_up:
-        return False
-    if old.is_used_up:
-        # Its leaves are gone; the next update compares a state's with its plan
-        if isinstance(new, ShardedTree):
-            new.check_leaves()
-        return True
-    # In pieces the flats may be of another dtype
-    is_held = isinstance(new, ShardedTree) and new.holding.form == "held"
-    return is_held and not new.are_leaves_cut
-
-
-def _detached(leaf: Any) -> Any:
-    # Others stay as they are: a detached view no longer knows the flat that it lies in
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def _part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:
-    """This rank's part of a whole tree, cut as a node of `init`: copies.
-
-    Args:
-        path: of the node, for errors.
-        holding: its own; of a leaf that every rank holds, its `leaf_form`.
-    """
-    if isinstance(holding, Holding):
-        _check_like(path, holding, whole)
-        if holding.form == "pieces":
-            given = _with_none(holding, whole)
-            device = next(leaf.device for leaf in given if leaf is not None)
-            filled = [
-                # Where a leaf is frozen there is none
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) if leaf is None else leaf
-                for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True)
-            ]
-            held = hold(filled, holding.sharding, engine=holding.engine, number=holding.number)
-            return held.pieces()
-        part = hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
-        return part.as_read_only(holding.read_only)
-    if isinstance(holding, StateHolding):
-        layout, rank = holding.sharding.layout, holding.sharding.rank
-        like = _whole_like(holding)
-        check_opt_state(like, whole, rank, what=f"the whole state's {path}")
-        return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)
-    if leaf_form(whole) != holding:
-        raise _unlike(path, holding, leaf_form(whole), None)
-    return whole.clone() if isinstance(whole, Tensor) else whole
-
-
-def _check_like(path: str, holding: Holding, whole: Any) -> None:
-    """Raise unless a whole tree has the structure, shapes and dtypes of a sharded one."""
-    layout, rank = holding.sharding.layout, holding.sharding.rank
-    expected = layout.trainable
-    if holding.form == "pieces":
-        expected = tree_map(lambda on: on or None, expected)
-    what = f"the whole state's {path or 'value'}"
-    same_structure(expected, whole, what=what, rank=rank, remedy=_OF_THIS_PROGRAM)
-    for spec, leaf in zip(layout.leaves, _with_none(holding, whole), strict=True):
-        wanted, got = (spec.shape, spec.dtype), leaf_form(leaf)
-        if leaf is not None and got != wanted:
-            raise _unlike(f"{path}.{spec.path}".strip("."), wanted, got, rank)
-
-
-def _with_none(holding: Holding, whole: Any) -> list[Any]:
-    """The leaves of a whole tree in the layout's order; None stands for itself."""
-    leaves: list[Any] = holding.sharding.layout.treedef.flatten_up_to(whole)
-    return leaves
-
-
-def _whole_like(holding: StateHolding) -> Any:
-    """The structure of the whole state of an optimizer, for `check_opt_state`. On meta, in their
-    shapes, the leaves that belong to a param; others may have any."""
-    outline: list[Any] = []
-    for leaf in holding.plan.leaves:
-        if leaf.kind == "replicated":
-            outline.append(leaf.kind)
-            continue
-        follows = leaf.kind == "follows"
-        shape = holding.sharding.layout.leaves[leaf.leaf].shape if follows else leaf.shape
-        outline.append(torch.empty(shape, device="meta"))
-    return holding.plan.treedef.unflatten(outline)
-
-
-def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureError:
-    return StructureError(
-        explain(
-            "a leaf of the whole state has another shape or dtype than in init",
-            path=path,
-            expected=expected,
-            got=got,
-            rank=rank,
-            remedy=_OF_THIS_PROGRAM,
-        )
-    )
