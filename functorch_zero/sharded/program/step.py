@@ -34,7 +34,6 @@ from ...shared_elements import check_apart
 from ...step.loss import Metrics
 from ...step.program_step import (
     ProgramStep,
-    check_next_value,
     check_result,
     check_value,
     copy_of,
@@ -57,13 +56,12 @@ from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
 from .value import (
     ValueStructure,
+    as_marked,
+    check_fits,
     device_of_value,
-    known_as_trained,
     marked_like,
-    part_like,
     trained_leaves,
-    whole_node,
-    without_fitting,
+    whole_value,
 )
 
 
@@ -186,9 +184,7 @@ class ShardedProgramStep:
         with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
-        value = tree_map(known_as_trained, value, is_leaf=is_on_engine)
-        sharding = self._sharding(layouts)
-        return State.first(value, seed, sharding=sharding)
+        return State.first(as_marked(value), seed, sharding=self._sharding(layouts))
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -256,7 +252,7 @@ class ShardedProgramStep:
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_next_value(*without_fitting(value, new), axes.world.rank)
+            check_fits(value, new, axes.world.rank)
             self._agreement.on_results(
                 StepResults(
                     step=number,
@@ -314,13 +310,8 @@ class ShardedProgramStep:
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
         places."""
-        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        known = [
-            structure for structure in self._structures if structure.sharding == state.sharding
-        ]
-        # Of another structure: as each tree was made
-        noted = known[-1].nodes if known and known[-1].treedef == treedef else [None] * len(nodes)
-        return treedef.unflatten(map(marked_like, nodes, noted))
+        noted = [known for known in self._structures if known.sharding == state.sharding]
+        return marked_like(value, noted[-1] if noted else None)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
@@ -329,13 +320,12 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
-            value = tree_map(whole_node, marked, is_leaf=is_on_engine)
-            trained = tree_map(trained_leaves, marked, is_leaf=is_on_engine)
+            value, trained = whole_value(marked), trained_leaves(marked)
             return State(
                 step=state.step.clone(),
                 value=value,
                 seed=tree_map(torch.clone, state.seed),
-                trained=Trained(tuple(zip(paths(value), optree.tree_leaves(trained), strict=True))),
+                trained=Trained(tuple(zip(paths(value), trained, strict=True))),
             )
 
     def shard_state(self, state: State) -> State:
@@ -353,14 +343,12 @@ class ShardedProgramStep:
                 "shard_state was called before init: how a program's value is cut follows from its "
                 "init. Remedy: like = step.init(...) once, then step.shard_state(state)"
             )
-        structure, piece_number = self._structures[-1], self.options.axes.piece_number
+        structure = self._structures[-1]
         with torch.no_grad():
-            wholes = structure.subtrees(state.value, self.group.rank)
-            rows = zip(structure.paths, structure.nodes, wholes, strict=True)
-            parts = [part_like(path, node, whole, piece_number) for path, node, whole in rows]
+            value = structure.part_of(state.value)
         return State(
             step=state.step.clone(),
-            value=structure.treedef.unflatten(parts),
+            value=value,
             seed=tree_map(torch.clone, state.seed),
             sharding=structure.sharding,
         )

@@ -6,6 +6,7 @@ A value's nodes are sharded trees, optimizers' states, and leaves that every ran
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -19,7 +20,7 @@ from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
 from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ...step.program_step import device_of, leaf_form
+from ...step.program_step import check_next_value, device_of, leaf_form
 from ...tree import paths, same_structure
 from ..state import part_of_state
 
@@ -27,7 +28,7 @@ _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the
 
 
 class ValueStructure(NamedTuple):
-    """How a program's value is cut: nodes without their tensors."""
+    """How a program's value is cut: its nodes without their tensors."""
 
     sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
@@ -40,8 +41,17 @@ class ValueStructure(NamedTuple):
         nodes = [leaf.holding if is_on_engine(leaf) else leaf_form(leaf) for leaf in leaves]
         return cls(sharding, treedef, paths(value, is_on_engine), nodes)
 
-    def subtrees(self, whole: Any, rank: int) -> list[Any]:
-        """Of a whole value, the trees in place of the nodes."""
+    def part_of(self, whole: Any) -> Any:
+        """This rank's part of a whole value, in tensors of its own.
+
+        Raises:
+            StructureError: the value has another structure, or a leaf another shape or dtype.
+        """
+        rows = zip(self.paths, self.nodes, self._whole_nodes(whole), strict=True)
+        return self.treedef.unflatten([_part_like(*row) for row in rows])
+
+    def _whole_nodes(self, whole: Any) -> list[Any]:
+        """Of a whole value, the trees and leaves in place of the nodes."""
         try:
             found: list[Any] = self.treedef.flatten_up_to(whole)
         except ValueError as error:
@@ -50,42 +60,44 @@ class ValueStructure(NamedTuple):
                     "the whole state's value has another structure than the one of init",
                     expected=self.treedef,
                     got=f"a {type(whole).__name__}: {error}",
-                    rank=rank,
+                    rank=self.sharding.rank,
                     remedy=_OF_THIS_PROGRAM,
                 )
             ) from error
         return found
 
 
-def whole_node(node: Any) -> Any:
-    """A node, or a leaf, as a whole state has it: copies."""
-    if is_on_engine(node):
-        return node.engine.unshard(node)
-    return node.clone() if isinstance(node, Tensor) else node
+def marked_like(value: Any, structure: ValueStructure | None) -> Any:
+    """A value whose trees are trained, or read only, as the structure says of those in their
+    places. Where that is None, or another one: as each tree was made."""
+    nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+    noted: list[Any] = [None] * len(nodes)
+    if structure is not None and structure.treedef == treedef:
+        noted = structure.nodes
+    return treedef.unflatten(map(_marked_like, nodes, noted))
 
 
-def marked_like(node: Any, noted: Any) -> Any:
-    """A node of a value, trained or read only as this one of a `ValueStructure` says."""
-    if not isinstance(node, ShardedTree) or node.holding.form != "held":
+def _marked_like(node: Any, noted: Any) -> Any:
+    if not _is_held(node):
         return node
     return node.as_read_only(noted.read_only) if isinstance(noted, Holding) else node.as_noted()
 
 
-def trained_leaves(node: Any) -> Any:
-    """Per leaf of a node, whether it is trained."""
-    if isinstance(node, ShardedTree) and node.holding.form == "held":
-        return node.trained
-    return tree_map(lambda leaf: False, node)
+def _is_held(node: Any) -> bool:
+    """Whether this is a sharded tree in the form of params."""
+    return isinstance(node, ShardedTree) and node.holding.form == "held"
 
 
-def known_as_trained(node: Any) -> Any:
-    """A node of the value of `init`, which says whether its leaves are trained; other tensors
-    don't. The same for whole trees: a clone that is made without gradients isn't trained."""
-    if isinstance(node, Tensor):
-        return node.detach()
-    if not isinstance(node, ShardedTree) or node.holding.form != "held":
-        return tree_map(_detached, node)
-    return node.as_read_only(node.is_read_only)
+def as_marked(value: Any) -> Any:
+    """The value of `init`: its trees remember whether their leaves are trained, and other tensors
+    are not. The same as of whole trees: a clone that is made without gradients isn't trained."""
+
+    def mark(node: Any) -> Any:
+        if _is_held(node):
+            return node.as_read_only(node.is_read_only)
+        return node.detach() if isinstance(node, Tensor) else tree_map(_detached, node)
+
+    return tree_map(mark, value, is_leaf=is_on_engine)
 
 
 def _detached(leaf: Any) -> Any:
@@ -93,27 +105,49 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
+def whole_value(value: Any) -> Any:
+    """A value as a whole state has it: copies. Collectives: those of `fz.unshard`."""
+
+    def whole(node: Any) -> Any:
+        if is_on_engine(node):
+            return node.engine.unshard(node)
+        return node.clone() if isinstance(node, Tensor) else node
+
+    return tree_map(whole, value, is_leaf=is_on_engine)
+
+
+def trained_leaves(value: Any) -> list[bool]:
+    """Per leaf of the whole value, in flatten order, whether it is trained."""
+
+    def trained(node: Any) -> Any:
+        return node.trained if _is_held(node) else tree_map(lambda leaf: False, node)
+
+    leaves: list[bool] = optree.tree_leaves(tree_map(trained, value, is_leaf=is_on_engine))
+    return leaves
+
+
 def device_of_value(value: Any) -> torch.device:
     """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if isinstance(node, ShardedTree) and node.holding.form == "held" and (own := node.flats()):
+        if _is_held(node) and (own := node.flats()):
             device: torch.device = own[0].device
             return device
     return device_of(value)
 
 
-def without_fitting(old: Any, new: Any) -> tuple[Any, Any]:
-    """Both values, with None where the new one's node is known to fit: where its flats do and it
-    has no leaves yet, since to compare these would cut them; and where the old one is used up. Used
-    up nodes of the old one that don't fit keep their structure alone."""
+def check_fits(old: Any, new: Any, rank: int) -> None:
+    """Raise unless a program's next value fits in the place of the one that it was given, as
+    `check_next_value`. To compare the leaves of a tree would cut them, so nodes whose holdings say
+    that they fit are left out."""
     before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
-    after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
-    if treedef != other:
-        return treedef.unflatten(map(_structure_of, before)), new
-    for n, (one, two) in enumerate(zip(before, after, strict=True)):
-        if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
-            before[n] = after[n] = None
-    return treedef.unflatten(map(_structure_of, before)), treedef.unflatten(after)
+    after, new_treedef = optree.tree_flatten(new, is_leaf=is_on_engine)
+    if treedef == new_treedef:
+        for n, (one, two) in enumerate(zip(before, after, strict=True)):
+            if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
+                before[n] = after[n] = None
+        new = new_treedef.unflatten(after)
+    old = treedef.unflatten(map(_structure_of, before))
+    check_next_value(old, new, rank)
 
 
 def _structure_of(node: Any) -> Any:
@@ -139,39 +173,44 @@ def _fits(old: Any, new: Any) -> bool:
             new.check_leaves()
         return True
     # In pieces the flats may be of another dtype
-    is_held = isinstance(new, ShardedTree) and new.holding.form == "held"
-    return is_held and not new.are_leaves_cut
+    return _is_held(new) and not new.are_leaves_cut
 
 
-def part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:
-    """This rank's part of a whole tree, cut as a node of `init`: copies.
+def _part_like(path: str, noted: Any, whole: Any) -> Any:
+    """This rank's part of a whole node, in tensors of its own.
 
     Args:
         path: of the node, for errors.
-        holding: its own; of a leaf that every rank holds, its `leaf_form`.
+        noted: how it is cut, as a `ValueStructure` has it.
     """
-    if isinstance(holding, Holding):
-        _check_like(path, holding, whole)
-        if holding.form == "pieces":
-            given = _with_none(holding, whole)
-            device = next(leaf.device for leaf in given if leaf is not None)
-            filled = [
-                # Where a leaf is frozen there is none
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) if leaf is None else leaf
-                for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True)
-            ]
-            held = hold(filled, holding.sharding, engine=holding.engine, number=holding.number)
-            return held.pieces()
-        part = hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
-        return part.as_read_only(holding.read_only)
-    if isinstance(holding, StateHolding):
-        layout, rank = holding.sharding.layout, holding.sharding.rank
-        like = _whole_like(holding)
-        check_opt_state(like, whole, rank, what=f"the whole state's {path}")
-        return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)
-    if leaf_form(whole) != holding:
-        raise _unlike(path, holding, leaf_form(whole), None)
+    if isinstance(noted, Holding):
+        _check_like(path, noted, whole)
+        return _part_of_tree(noted, whole)
+    if isinstance(noted, StateHolding):
+        sharding, plan = noted.sharding, noted.plan
+        like = _whole_like(noted)
+        check_opt_state(like, whole, sharding.rank, what=f"the whole state's {path}")
+        part = part_of_state(whole, plan, sharding.layout, sharding.piece_number)
+        return ShardedOptState(part, noted)
+    if leaf_form(whole) != noted:
+        raise _unlike(path, noted, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole
+
+
+def _part_of_tree(holding: Holding, whole: Any) -> ShardedTree:
+    """This rank's part of a whole tree that fits the holding: copies."""
+    cut = partial(hold, sharding=holding.sharding, engine=holding.engine, number=holding.number)
+    if holding.form == "held":
+        return cut(whole).as_read_only(holding.read_only)
+    given = _with_none(holding, whole)
+    device = next(leaf.device for leaf in given if leaf is not None)
+    filled = []
+    for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True):
+        # Where a leaf is frozen there is none
+        if leaf is None:
+            leaf = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        filled.append(leaf)
+    return cut(filled).pieces()
 
 
 def _check_like(path: str, holding: Holding, whole: Any) -> None:
