@@ -13,7 +13,7 @@ from .sharded.api import shard
 from .sharded.describe import describe
 from .sharded.failures import propagate_failures
 from .sharded.loop import any_rank, broadcast, equalize_batches
-from .sharded.program.engine import shard_tree
+from .sharded.program.shard_tree import shard_tree
 from .step import random
 from .step.evaluate import eval_step
 from .step.host import host

@@ -48,9 +48,10 @@ from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
-from .program.engine import ShardedEngine, next_number
+from .program.engine import ShardedEngine
 from .refit import agree_on_refit, carried, first_parts
 from .state import lay_out_state, shard_state, unshard_state
+from .tree_numbers import next_number
 from .update import PreparedUpdate
 
 

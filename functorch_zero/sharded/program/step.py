@@ -49,9 +49,10 @@ from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..refit import agree_on_refit, carried, check_same_ranks
+from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement, StepResults, rest_of
 from .donation import Donation
-from .engine import ShardedEngine, next_number
+from .engine import ShardedEngine
 from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
 from .value import (

@@ -1,0 +1,117 @@
+"""`shard_tree`: a whole tree, cut for programs without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ...errors import StructureError, explain
+from ...groups import as_group, labelled
+from ...groups.mesh import axes_of
+from ...layout.layout import Layout
+from ...layout.levels import LevelRule, Levels
+from ...layout.sharded_tree import ShardedTree, hold
+from ...shared_elements import check_apart
+from ...tree import PyTree, check_tensors, content_digests, same_structure
+from ..agreement import agree
+from ..failures import sharing_failures
+from ..options import Options
+from ..tree_numbers import next_number
+from .engine import ShardedEngine
+from .library_calls import compared
+
+
+@compared
+def shard_tree(
+    tree: PyTree[Tensor],
+    *,
+    level: LevelRule | None = None,
+    group: Any = None,
+    layout_like: ShardedTree | None = None,
+) -> ShardedTree:
+    """This rank's part of a whole tree that every rank passes: copies, which know how they are cut.
+
+    `fz.value_and_grad`, `fz.apply_updates`, `fz.unshard`, and a transform's `init` and `update`
+    take such trees as they take whole ones.
+
+    Args:
+        tree: leaves with `requires_grad` are trained, the others are frozen.
+        level: as `shard` takes it.
+        group: as `shard` takes it; trees that are used together lie on one.
+        layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
+            and dtypes are the same. The same leaves are trained, unless none of `tree` is.
+
+    Collectives: one exchange, which compares layout, levels and values.
+
+    Raises:
+        MismatchError: on every rank, naming the first leaf in which ranks differ.
+        StructureError: the tree does not fit `layout_like`, or neither it nor a level is given.
+
+    >>> from functorch_zero.groups import SingleRank
+    >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
+    ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
+    """
+    if (level is None) == (layout_like is None):
+        raise StructureError("shard_tree takes either a level or layout_like, and not both")
+    if layout_like is not None:
+        # Of the same ranks and options, so that trees can be used together
+        engine = layout_like.engine
+        assert isinstance(engine, ShardedEngine)
+    else:
+        assert level is not None
+        options = Options(
+            Levels(level),
+            axes_of(as_group(group)),
+            donate=False,
+            sync_buffers="mean",
+            reshard_after_forward=True,
+        )
+        engine = ShardedEngine(options)
+    options, axes = engine.options, engine.options.axes
+    with sharing_failures(*axes.groups, call="shard_tree"), torch.no_grad():
+        check_tensors(tree, "the tree")
+        check_apart(tree)
+        if layout_like is not None:
+            sharding = layout_like.sharding
+            read_only = _check_like(tree, sharding.layout)
+        else:
+            read_only = False
+            sharding = options.sharding(options.layout_of(tree))
+        layout = sharding.layout
+        # Each rank cuts its own copy, and no later collective would show that copies differ
+        facts = {
+            "layout": layout.describe(),
+            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
+            "values": content_digests(tree),
+        }
+        agree(labelled(axes.world, "shard_tree/agreement"), facts)
+        made = hold(tree, sharding, engine=engine, number=next_number(axes.world))
+        return made.as_read_only(read_only)
+
+
+def _check_like(tree: PyTree[Tensor], layout: Layout) -> bool:
+    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and trained
+    where those are, unless none of the tree's is. Returns whether none is."""
+    same_structure(layout.trainable, tree, what="the tree")
+    leaves = optree.tree_leaves(tree)
+    # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
+    read_only = not any(leaf.requires_grad for leaf in leaves)
+    for leaf, spec in zip(leaves, layout.leaves, strict=True):
+        trained = spec.trainable if read_only else leaf.requires_grad
+        got = tuple(leaf.shape), leaf.dtype, "trained" if trained else "frozen"
+        expected = spec.shape, spec.dtype, "trained" if spec.trainable else "frozen"
+        if got != expected:
+            remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
+            raise StructureError(
+                explain(
+                    "a leaf can't be cut like that of layout_like",
+                    path=spec.path,
+                    expected=expected,
+                    got=got,
+                    remedy=remedy,
+                )
+            )
+    return read_only
