@@ -56,30 +56,18 @@ def shard_tree(
     """
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")
-    if layout_like is not None:
-        # Of the same ranks and options, so that trees can be used together
-        engine = layout_like.engine
-        assert isinstance(engine, ShardedEngine)
-    else:
-        assert level is not None
-        options = Options(
-            Levels(level),
-            axes_of(as_group(group)),
-            donate=False,
-            sync_buffers="mean",
-            reshard_after_forward=True,
-        )
-        engine = ShardedEngine(options)
+    # That of `layout_like`, of the same ranks and options, so that the trees can be used together
+    engine = _new_engine(level, group) if layout_like is None else layout_like.engine
+    assert isinstance(engine, ShardedEngine)
     options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups, call="shard_tree"), torch.no_grad():
         check_tensors(tree, "the tree")
         check_apart(tree)
-        if layout_like is not None:
+        if layout_like is None:
+            sharding, read_only = options.sharding(options.layout_of(tree)), False
+        else:
             sharding = layout_like.sharding
             read_only = _check_like(tree, sharding.layout)
-        else:
-            read_only = False
-            sharding = options.sharding(options.layout_of(tree))
         layout = sharding.layout
         # Each rank cuts its own copy, and no later collective would show that copies differ
         facts = {
@@ -90,6 +78,18 @@ def shard_tree(
         agree(labelled(axes.world, "shard_tree/agreement"), facts)
         made = hold(tree, sharding, engine=engine, number=next_number(axes.world))
         return made.as_read_only(read_only)
+
+
+def _new_engine(level: Any, group: Any) -> ShardedEngine:
+    """An engine whose trees are cut over a group, with the defaults of `shard`."""
+    options = Options(
+        Levels(level),
+        axes_of(as_group(group)),
+        donate=False,
+        sync_buffers="mean",
+        reshard_after_forward=True,
+    )
+    return ShardedEngine(options)
 
 
 def _check_like(tree: PyTree[Tensor], layout: Layout) -> bool:
@@ -104,14 +104,13 @@ def _check_like(tree: PyTree[Tensor], layout: Layout) -> bool:
         got = tuple(leaf.shape), leaf.dtype, "trained" if trained else "frozen"
         expected = spec.shape, spec.dtype, "trained" if spec.trainable else "frozen"
         if got != expected:
-            remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
             raise StructureError(
                 explain(
                     "a leaf can't be cut like that of layout_like",
                     path=spec.path,
                     expected=expected,
                     got=got,
-                    remedy=remedy,
+                    remedy="cut it on its own, fz.shard_tree(tree, level=, group=)",
                 )
             )
     return read_only
