@@ -3,15 +3,12 @@ batch."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from glob import escape
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from optree import tree_map
 from torch import Tensor
 
@@ -24,28 +21,15 @@ from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
-from ..step.loss import Metrics, Outcome, as_metric
 from ..step.program_step import ProgramStep
-from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
-from ..tree import PyTree, named_leaves, paths, same_structure
-from .equality import (
-    Equality,
-    Grade,
-    ProvesNothing,
-    apart,
-    as_equality,
-    assert_equal_updates,
-    assert_equal_values,
-    is_visible,
-)
+from ..tree import paths, same_structure
+from .comparison import Comparison, is_trained
+from .equality import Equality, Grade, ProvesNothing, as_equality
+from .runs import ProgramStart, Run, Start, Step, run_in_parts, run_whole, split
 
-# Last places of a leaf's largest gradient: about the difference that sums in another order make
-JITTER = 16
 JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
-# The sharded step may be this many times as far off as round-off makes the unsharded one
-ROUND_OFF = 10
 
 HINT = (
     "If the loss is a sum over the batch, make it a mean: a sharded step returns the mean over "
@@ -124,6 +108,7 @@ def assert_sharded_equals_unsharded(
             move.
         ValueError: a batch can't be split so that the comparison would be fair.
 
+    >>> import torch
     >>> from functorch_zero import optim
     >>> from functorch_zero import train_step
     >>> def loss_fn(params, buffers, x):
@@ -310,7 +295,7 @@ class _ProgramOracle:
     @cached_property
     def _whole(self) -> Run:
         run = run_whole(self.step, self.start, self.batches)
-        if not any(map(_is_trained, run.start.params.values())):
+        if not any(map(is_trained, run.start.params.values())):
             raise ProvesNothing(
                 "no tree of the program's value has a trained leaf, whose update could be "
                 "compared. Remedy: return the trees that init is given as they are"
@@ -402,406 +387,3 @@ def _run_sharded(
         at = f"level {settings['level']}, ranks {mesh.num_ranks}"
         error.add_note(f"While running the sharded step at {at}.")
         raise
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The oracle's run and each rank's, to be compared step by step."""
-
-    expected: Run
-    got: Sequence[Run]
-    equality: Equality
-    unused: tuple[str, ...]
-    local: list[int] | None  # each rank's part of the batch, if ranks keep buffers of their own
-    at: dict[str, Any]  # for errors: level and ranks
-
-    def run(self, jittered: Sequence[Run] = ()) -> None:
-        """Raise at the first difference that the grade does not allow, nor round-off as in the
-        `jittered` runs."""
-        # By the oracle's run alone: the other's may be wrong
-        moving = self._moving()
-        for k, want in enumerate(self.expected.steps):
-            have = [run.steps[k] for run in self.got]
-            at = {"step": k, **self.at}
-            # Rank 0 against the oracle; the others against rank 0, to the bit
-            self._compare_updates(k, moving, jittered, at)
-            self._compare_others(want, have[0], [run.steps[k] for run in jittered], at)
-            self._compare_ranks(want, have, at)
-
-    def holds(self, jittered: Sequence[Run]) -> bool:
-        """Whether round-off explains all differences."""
-        try:
-            self.run(jittered)
-        except AssertionError:
-            return False
-        return True
-
-    def _moving(self) -> list[str]:
-        """The paths of the leaves that some step moves visibly: in another they may rest, as with
-        Rprop and SOAP."""
-        moved = set()
-        for before, after in itertools.pairwise(state.params for state in self.expected.states):
-            leaves = optree.tree_leaves(before), optree.tree_leaves(after)
-            for path, old, new in zip(paths(before), *leaves, strict=True):
-                if old.numel() and self._moves(old, new):
-                    moved.add(escape(path))  # a path may have characters that patterns use
-        return sorted(moved)
-
-    def _moves(self, old: Tensor, new: Tensor) -> bool:
-        if self.equality.grade == "reordered":
-            return is_visible(old, new)
-        return not torch.equal(old, new)
-
-    def _compare_updates(
-        self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
-    ) -> None:
-        """Step k's updates of the params; leaves that don't move in any step are refused."""
-        before, after = self.expected.states[k : k + 2]
-        got_before, got_after = self.got[0].states[k : k + 2]
-        trained = tree_map(_is_trained, before.params)
-        # A tree that is only read, such as an average, moves or rests as the oracle's does
-        moves = tree_map(
-            lambda on, old, new: on or _differ(old, new), trained, before.params, after.params
-        )
-        # The oracle's, then the jittered runs' of the same step
-        updates = [run.update(k) for run in (self.expected, *jittered)]
-        assert_equal_updates(
-            before.params,
-            after.params,
-            got_after.params,
-            grade=self.equality,
-            old_got=got_before.params,
-            trained=moves,
-            unused=self.unused,
-            resting=moving,
-            slack=_slack(*updates),
-            # Zero without jittered runs
-            context=at,
-        )
-
-    def _compare_others(
-        self, want: Step, have: Step, jittered: Sequence[Step], at: dict[str, Any]
-    ) -> None:
-        """All results of a step but its params."""
-        # Counters and metrics come from computations in these dtypes
-        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
-        got, off = have.others(), [step.others() for step in jittered]
-        for name, expected in want.others().items():
-            assert_equal_values(
-                expected,
-                got[name],
-                grade=self.equality,
-                what=name,
-                dtypes=dtypes,
-                slack=_slack(expected, *(others[name] for others in off)),
-                context=at,
-            )
-
-    def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
-        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
-        oracle's."""
-        # Same data, same arithmetic: ranks may not differ in a single bit. `_compare_others` has
-        # compared rank 0's own results
-        first, *others = have
-        for rank, other in enumerate(others, start=1):
-            here = {**at, "rank": rank}
-            assert_equal_values(
-                self._shared(first),
-                self._shared(other),
-                grade="bitwise",
-                what="rank 0's results and this rank's",
-                context=here,
-            )
-            # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
-            # several ranks may have one part
-            if self.local and len(want.buffers) > self.local[rank]:
-                expected = want.buffers[self.local[rank]]
-                got = other.buffers[0]
-                assert_equal_values(
-                    expected, got, grade=self.equality, what="buffers", context=here
-                )
-
-    def _shared(self, step: Step) -> Any:
-        """The results that all ranks must have alike."""
-        state: State = step.state.replace(buffers=None) if self.local else step.state
-        return {"state": state, "metrics": step.metrics}
-
-
-def _is_trained(leaf: Tensor) -> bool:
-    return leaf.requires_grad
-
-
-def _differ(old: Tensor, new: Tensor) -> bool:
-    return not torch.equal(old, new)
-
-
-def _slack(expected: Any, *jittered: Any) -> list[float]:
-    """For each leaf, the difference that round-off may make."""
-    others = [optree.tree_leaves(tree) for tree in jittered]
-    slack = []
-    for n, leaf in enumerate(optree.tree_leaves(expected)):
-        # Over all jittered runs
-        largest = max((apart(leaf, other[n]) for other in others), default=0.0)
-        slack.append(ROUND_OFF * largest)
-    return slack
-
-
-class Step(NamedTuple):
-    """The results of one step."""
-
-    state: State  # whole leaves: gathered, where the step is sharded
-    # A rank's run has its own; the oracle's, where it takes a batch in parts, has each part's
-    buffers: list[PyTree[Tensor]]
-    metrics: Metrics
-
-    def others(self) -> dict[str, Any]:
-        """All results but the params, by the names that errors give them."""
-        state = self.state
-        return {
-            "opt_state": state.opt_state,
-            "buffers": self.buffers[0],
-            "metrics": self.metrics,
-            "counters": (state.step, state.seed, state.finite),
-        }
-
-
-class Run(NamedTuple):
-    """A run from the first state on."""
-
-    start: State
-    steps: list[Step]
-    weighted: bool = True  # whether the loss says how much a batch counts
-
-    @property
-    def states(self) -> list[State]:
-        """The first state, and the one after each step."""
-        return [self.start, *(step.state for step in self.steps)]
-
-    def update(self, k: int) -> PyTree[Tensor]:
-        """Step k's update of the params."""
-        before, after = self.states[k : k + 2]
-        return tree_map(torch.sub, after.params, before.params)  # in the params' dtypes
-
-
-class Start(NamedTuple):
-    """The beginning of a run: the arguments of `step.init`."""
-
-    params: PyTree[Tensor]  # whole leaves
-    buffers: PyTree[Tensor] | None
-    seed: int | None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.params, self.buffers
-
-    def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """Those of the step, after the state."""
-        return (batch,)
-
-    def arranged(self, state: State) -> State:
-        """A whole state of the run: its params are those that are compared by their updates."""
-        return state
-
-
-class ProgramStart(NamedTuple):
-    """The same of a program."""
-
-    args: tuple[Any, ...]  # whole trees, and whatever else init takes
-    seed: int | None
-    of_trees: list[bool]  # per leaf of the value, whether it is one of a tree
-
-    def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """Those of the step, after the state."""
-        return batch if type(batch) is tuple else (batch,)
-
-    def arranged(self, state: State) -> State:
-        """A whole state as a training step's: the leaves of trees are its params, by path, and all
-        others its optimizer's state."""
-        params: dict[str, Tensor] = {}
-        others: dict[str, Any] = {}
-        rows = zip(named_leaves(state.value).items(), self.of_trees, strict=True)
-        for (path, leaf), of_tree in rows:
-            if of_tree:
-                params[path] = leaf
-            else:
-                others[path] = leaf
-        return state.replace(value=TrainValue(params, {}, others), trained=None)
-
-    def jittered(self, seed: int) -> ProgramStart:
-        """The same with trained leaves that are off in their last places."""
-        leaves, treedef = optree.tree_flatten(self.args)
-        trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        with torch.no_grad():
-            new = iter(_jittered(trained, torch.Generator().manual_seed(seed)))
-        for n, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[n] = next(new).requires_grad_()
-        return self._replace(args=treedef.unflatten(leaves))
-
-
-def split(batch: Any, num_ranks: int) -> list[Any]:
-    """Each rank's part of a batch: consecutive rows, as equal in number as possible."""
-    leaves, treedef = optree.tree_flatten(batch)
-    # The sizes of first dims, of all tensors that have one
-    rows = {x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()}
-    # Some rank would get no row
-    if rows and min(rows) < num_ranks:
-        raise ValueError(
-            f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
-            "batches"
-        )
-    by_leaf: list[Sequence[Any]] = []  # each leaf's parts, in rank order
-    for leaf in leaves:
-        has_rows = isinstance(leaf, Tensor) and leaf.dim()
-        # Sizes differ by 1 at most
-        by_leaf.append(leaf.tensor_split(num_ranks) if has_rows else [leaf] * num_ranks)
-    return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
-
-
-def run_whole(
-    step: TrainStep | ProgramStep, start: Start | ProgramStart, batches: Sequence[Any]
-) -> Run:
-    """The unsharded step as it is, on whole batches."""
-    state = step.init(*start.args, seed=start.seed)
-    first, steps = start.arranged(state), []
-    for batch in batches:
-        state, metrics = step(state, *start.arguments(batch))
-        whole = start.arranged(state)
-        steps.append(Step(whole, [whole.buffers], metrics))
-    if isinstance(step, ProgramStep):
-        return Run(first, steps)
-    # One more loss tells: `step` does not say whether it was weighted
-    weighted = not batches or step.loss_and_grads(first, batches[0])[1].weight is not None
-    return Run(first, steps, weighted)
-
-
-def run_in_parts(
-    step: TrainStep,
-    start: Start,
-    batches: Sequence[list[Any]],
-    *,
-    rule: str = "mean",
-    jitter: int | None = None,
-) -> Run:
-    """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by
-    `shard`'s rule.
-
-    `jitter` seeds changes of the gradients in their last places.
-    """
-    first = state = step.init(start.params, start.buffers, seed=start.seed)
-    num_parts = len(batches[0]) if batches else 1
-    held = [state.buffers] * num_parts  # each rank's
-    # Apart from the global generator, from which the loss may draw
-    generator = None if jitter is None else torch.Generator().manual_seed(jitter)
-    steps = []
-    for parts in batches:
-        gradients, outcomes = [], []
-        # One part after the other, each with its rank's buffers and its rank's random stream
-        for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
-            own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
-            gradients.append(own)
-            outcomes.append(outcome)
-        # As ranks do: shares first, then the weighted sum in rank order
-        shares = _shares(outcomes)
-        grads = _mean_trees(gradients, shares)
-        if generator is not None:
-            grads = _jittered(grads, generator)
-        metrics = _average_metrics(outcomes, shares)
-        combined = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
-        # The optimizer runs once, on the mean
-        before = state
-        state, measured = step.update_measured(before, grads, combined[0], metrics["loss"])
-        if not _skipped(before, state):  # after a skipped step each rank has its old buffers
-            held = combined
-        steps.append(Step(state, held, metrics | measured))
-    return Run(first, steps)
-
-
-def _skipped(old: State, new: State) -> bool:
-    """Whether the step in between was skipped, since its loss or gradients were not finite."""
-    return (
-        old.finite is not None
-        and new.finite is not None
-        and bool(new.finite.skipped > old.finite.skipped)
-    )
-
-
-def _shares(outcomes: Sequence[Outcome]) -> list[float]:
-    """Each part's share of the mean, by its loss's weight."""
-    weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
-    total = sum(weights) or 1.0  # all of weight 0: every share is 0, not NaN
-    return [weight / total for weight in weights]
-
-
-def _mean_trees(trees: Sequence[PyTree[Tensor]], shares: Sequence[float]) -> PyTree[Tensor]:
-    return tree_map(lambda *leaves: _mean(leaves, shares), *trees)
-
-
-def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean, added up in rank order, as ranks do."""
-    # Left to right: another order would give other bits
-    total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
-    for value in rest:
-        total = total + value
-    return total
-
-
-def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
-    """The loss and the metrics of all parts, each as its weighted mean."""
-    seen = []
-    for outcome in outcomes:
-        measured = {"loss": outcome.loss, **outcome.metrics}
-        seen.append({name: as_metric(value) for name, value in measured.items()})
-    return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
-
-
-def _combine_buffers(
-    rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
-) -> list[PyTree[Tensor]]:
-    """The buffers that each rank holds after a step, from those that each rank's loss made. A batch
-    of weight 0 isn't averaged.
-
-    Written out over whole buffers, and of nothing that the sharded step uses: else a mistake in its
-    rule would be one here, too.
-    """
-    if rule == "local":
-        return held
-    if rule == "rank0":
-        return [held[0]] * len(held)
-    counted = [tree for tree, share in zip(held, shares, strict=True) if share]
-    return [tree_map(_mean_buffer, *(counted or held[:1]))] * len(held)
-
-
-def _mean_buffer(*buffers: Tensor) -> Tensor:
-    """The mean over ranks of one buffer; of integers and bools, the first rank's."""
-    first = buffers[0]
-    if first.is_complex():
-        wide = torch.complex128
-    elif first.is_floating_point():
-        wide = torch.float64
-    else:
-        return first
-    # The mean of equal numbers could be rounded to another one
-    if all(other is first or torch.equal(first, other) for other in buffers):
-        return first
-    total = torch.zeros_like(first, dtype=wide)
-    for buffer in buffers:
-        total = total + buffer
-    return (total / len(buffers)).to(first.dtype)
-
-
-def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:
-    """The gradients with noise of the size that sums in another order would make."""
-    leaves = optree.tree_leaves(grads)
-    # The coarsest dtype counts for all: gradients pass through every dtype of the model
-    last_place = max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
-
-    def jitter(grad: Tensor) -> Tensor:
-        if not grad.numel():  # no largest magnitude to go by
-            return grad
-        drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64, device="cpu")
-        noise = (2 * drawn - 1).to(grad.device)  # from -1 to 1
-        size = JITTER * last_place * grad.abs().max()  # absolute, for all elements of the leaf
-        return grad + (size * noise).to(grad.dtype)
-
-    return tree_map(jitter, grads)

@@ -20,7 +20,7 @@ from functorch_zero.sharded.buffers import ask_changes, check_sync_buffers, sync
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from functorch_zero.testing.step import Start, run_in_parts
+from functorch_zero.testing.runs import Start, run_in_parts
 from tests.tiers import crossed, thinned
 
 INF = float("inf")

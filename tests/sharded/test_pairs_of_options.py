@@ -35,7 +35,8 @@ from functorch_zero.groups import (
     run_ranks,
 )
 from functorch_zero.testing import Equality, assert_equal_values
-from functorch_zero.testing.step import Comparison, Run, Start, Step, run_in_parts, run_whole
+from functorch_zero.testing.comparison import Comparison
+from functorch_zero.testing.runs import Run, Start, Step, run_in_parts, run_whole
 from tests.models import split
 from tests.tiers import drawn, thinned, tiers
 

@@ -20,7 +20,7 @@ from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
-from functorch_zero.testing.step import split
+from functorch_zero.testing.runs import split
 from tests.tiers import THOROUGH, crossed, thinned
 
 LEVELS = (0, 1, 2, 3)

@@ -1,0 +1,164 @@
+"""`Comparison`: the oracle's run and each rank's, compared step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import escape
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..step.state import State
+from ..tree import paths
+from .equality import Equality, apart, assert_equal_updates, assert_equal_values, is_visible
+from .runs import Run, Step
+
+# The sharded step may be this many times as far off as round-off makes the unsharded one
+ROUND_OFF = 10
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The oracle's run and each rank's, to be compared step by step."""
+
+    expected: Run
+    got: Sequence[Run]
+    equality: Equality
+    unused: tuple[str, ...]
+    local: list[int] | None  # each rank's part of the batch, if ranks keep buffers of their own
+    at: dict[str, Any]  # for errors: level and ranks
+
+    def run(self, jittered: Sequence[Run] = ()) -> None:
+        """Raise at the first difference that the grade does not allow, nor round-off as in the
+        `jittered` runs."""
+        # By the oracle's run alone: the other's may be wrong
+        moving = self._moving()
+        for k, want in enumerate(self.expected.steps):
+            have = [run.steps[k] for run in self.got]
+            at = {"step": k, **self.at}
+            # Rank 0 against the oracle; the others against rank 0, to the bit
+            self._compare_updates(k, moving, jittered, at)
+            self._compare_others(want, have[0], [run.steps[k] for run in jittered], at)
+            self._compare_ranks(want, have, at)
+
+    def holds(self, jittered: Sequence[Run]) -> bool:
+        """Whether round-off explains all differences."""
+        try:
+            self.run(jittered)
+        except AssertionError:
+            return False
+        return True
+
+    def _moving(self) -> list[str]:
+        """The paths of the leaves that some step moves visibly: in another they may rest, as with
+        Rprop and SOAP."""
+        moved = set()
+        for before, after in itertools.pairwise(state.params for state in self.expected.states):
+            leaves = optree.tree_leaves(before), optree.tree_leaves(after)
+            for path, old, new in zip(paths(before), *leaves, strict=True):
+                if old.numel() and self._moves(old, new):
+                    moved.add(escape(path))  # a path may have characters that patterns use
+        return sorted(moved)
+
+    def _moves(self, old: Tensor, new: Tensor) -> bool:
+        if self.equality.grade == "reordered":
+            return is_visible(old, new)
+        return not torch.equal(old, new)
+
+    def _compare_updates(
+        self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
+    ) -> None:
+        """Step k's updates of the params; leaves that don't move in any step are refused."""
+        before, after = self.expected.states[k : k + 2]
+        got_before, got_after = self.got[0].states[k : k + 2]
+        trained = tree_map(is_trained, before.params)
+        # A tree that is only read, such as an average, moves or rests as the oracle's does
+        moves = tree_map(
+            lambda on, old, new: on or _differ(old, new), trained, before.params, after.params
+        )
+        # The oracle's, then the jittered runs' of the same step
+        updates = [run.update(k) for run in (self.expected, *jittered)]
+        assert_equal_updates(
+            before.params,
+            after.params,
+            got_after.params,
+            grade=self.equality,
+            old_got=got_before.params,
+            trained=moves,
+            unused=self.unused,
+            resting=moving,
+            slack=_slack(*updates),
+            # Zero without jittered runs
+            context=at,
+        )
+
+    def _compare_others(
+        self, want: Step, have: Step, jittered: Sequence[Step], at: dict[str, Any]
+    ) -> None:
+        """All results of a step but its params."""
+        # Counters and metrics come from computations in these dtypes
+        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
+        got, off = have.others(), [step.others() for step in jittered]
+        for name, expected in want.others().items():
+            assert_equal_values(
+                expected,
+                got[name],
+                grade=self.equality,
+                what=name,
+                dtypes=dtypes,
+                slack=_slack(expected, *(others[name] for others in off)),
+                context=at,
+            )
+
+    def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
+        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
+        oracle's."""
+        # Same data, same arithmetic: ranks may not differ in a single bit. `_compare_others` has
+        # compared rank 0's own results
+        first, *others = have
+        for rank, other in enumerate(others, start=1):
+            here = {**at, "rank": rank}
+            assert_equal_values(
+                self._shared(first),
+                self._shared(other),
+                grade="bitwise",
+                what="rank 0's results and this rank's",
+                context=here,
+            )
+            # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
+            # several ranks may have one part
+            if self.local and len(want.buffers) > self.local[rank]:
+                expected = want.buffers[self.local[rank]]
+                got = other.buffers[0]
+                assert_equal_values(
+                    expected, got, grade=self.equality, what="buffers", context=here
+                )
+
+    def _shared(self, step: Step) -> Any:
+        """The results that all ranks must have alike."""
+        state: State = step.state.replace(buffers=None) if self.local else step.state
+        return {"state": state, "metrics": step.metrics}
+
+
+def is_trained(leaf: Tensor) -> bool:
+    return leaf.requires_grad
+
+
+def _differ(old: Tensor, new: Tensor) -> bool:
+    return not torch.equal(old, new)
+
+
+def _slack(expected: Any, *jittered: Any) -> list[float]:
+    """For each leaf, the difference that round-off may make."""
+    others = [optree.tree_leaves(tree) for tree in jittered]
+    slack = []
+    for n, leaf in enumerate(optree.tree_leaves(expected)):
+        # Over all jittered runs
+        largest = max((apart(leaf, other[n]) for other in others), default=0.0)
+        slack.append(ROUND_OFF * largest)
+    return slack

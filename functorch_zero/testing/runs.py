@@ -1,0 +1,282 @@
+"""Runs of the unsharded step, on whole batches or on their parts. Sharded ones are compared with
+them, so nothing of the sharded step is used here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..step.loss import Metrics, Outcome, as_metric
+from ..step.program_step import ProgramStep
+from ..step.state import State, TrainValue
+from ..step.train import TrainStep
+from ..tree import PyTree, named_leaves
+
+# Last places of a leaf's largest gradient: about the difference that sums in another order make
+JITTER = 16
+
+
+class Step(NamedTuple):
+    """The results of one step."""
+
+    state: State  # whole leaves: gathered, where the step is sharded
+    # A rank's run has its own; the oracle's, where it takes a batch in parts, has each part's
+    buffers: list[PyTree[Tensor]]
+    metrics: Metrics
+
+    def others(self) -> dict[str, Any]:
+        """All results but the params, by the names that errors give them."""
+        state = self.state
+        return {
+            "opt_state": state.opt_state,
+            "buffers": self.buffers[0],
+            "metrics": self.metrics,
+            "counters": (state.step, state.seed, state.finite),
+        }
+
+
+class Run(NamedTuple):
+    """A run from the first state on."""
+
+    start: State
+    steps: list[Step]
+    weighted: bool = True  # whether the loss says how much a batch counts
+
+    @property
+    def states(self) -> list[State]:
+        """The first state, and the one after each step."""
+        return [self.start, *(step.state for step in self.steps)]
+
+    def update(self, k: int) -> PyTree[Tensor]:
+        """Step k's update of the params."""
+        before, after = self.states[k : k + 2]
+        return tree_map(torch.sub, after.params, before.params)  # in the params' dtypes
+
+
+class Start(NamedTuple):
+    """The beginning of a run: the arguments of `step.init`."""
+
+    params: PyTree[Tensor]  # whole leaves
+    buffers: PyTree[Tensor] | None
+    seed: int | None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.params, self.buffers
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Those of the step, after the state."""
+        return (batch,)
+
+    def arranged(self, state: State) -> State:
+        """A whole state of the run: its params are those that are compared by their updates."""
+        return state
+
+
+class ProgramStart(NamedTuple):
+    """The same of a program."""
+
+    args: tuple[Any, ...]  # whole trees, and whatever else init takes
+    seed: int | None
+    of_trees: list[bool]  # per leaf of the value, whether it is one of a tree
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Those of the step, after the state."""
+        return batch if type(batch) is tuple else (batch,)
+
+    def arranged(self, state: State) -> State:
+        """A whole state as a training step's: the leaves of trees are its params, by path, and all
+        others its optimizer's state."""
+        params: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
+        rows = zip(named_leaves(state.value).items(), self.of_trees, strict=True)
+        for (path, leaf), of_tree in rows:
+            if of_tree:
+                params[path] = leaf
+            else:
+                others[path] = leaf
+        return state.replace(value=TrainValue(params, {}, others), trained=None)
+
+    def jittered(self, seed: int) -> ProgramStart:
+        """The same with trained leaves that are off in their last places."""
+        leaves, treedef = optree.tree_flatten(self.args)
+        trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        with torch.no_grad():
+            new = iter(_jittered(trained, torch.Generator().manual_seed(seed)))
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[n] = next(new).requires_grad_()
+        return self._replace(args=treedef.unflatten(leaves))
+
+
+def split(batch: Any, num_ranks: int) -> list[Any]:
+    """Each rank's part of a batch: consecutive rows, as equal in number as possible."""
+    leaves, treedef = optree.tree_flatten(batch)
+    # The sizes of first dims, of all tensors that have one
+    rows = {x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()}
+    # Some rank would get no row
+    if rows and min(rows) < num_ranks:
+        raise ValueError(
+            f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
+            "batches"
+        )
+    by_leaf: list[Sequence[Any]] = []  # each leaf's parts, in rank order
+    for leaf in leaves:
+        has_rows = isinstance(leaf, Tensor) and leaf.dim()
+        # Sizes differ by 1 at most
+        by_leaf.append(leaf.tensor_split(num_ranks) if has_rows else [leaf] * num_ranks)
+    return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
+
+
+def run_whole(
+    step: TrainStep | ProgramStep, start: Start | ProgramStart, batches: Sequence[Any]
+) -> Run:
+    """The unsharded step as it is, on whole batches."""
+    state = step.init(*start.args, seed=start.seed)
+    first, steps = start.arranged(state), []
+    for batch in batches:
+        state, metrics = step(state, *start.arguments(batch))
+        whole = start.arranged(state)
+        steps.append(Step(whole, [whole.buffers], metrics))
+    if isinstance(step, ProgramStep):
+        return Run(first, steps)
+    # One more loss tells: `step` does not say whether it was weighted
+    weighted = not batches or step.loss_and_grads(first, batches[0])[1].weight is not None
+    return Run(first, steps, weighted)
+
+
+def run_in_parts(
+    step: TrainStep,
+    start: Start,
+    batches: Sequence[list[Any]],
+    *,
+    rule: str = "mean",
+    jitter: int | None = None,
+) -> Run:
+    """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by
+    `shard`'s rule.
+
+    `jitter` seeds changes of the gradients in their last places.
+    """
+    first = state = step.init(start.params, start.buffers, seed=start.seed)
+    num_parts = len(batches[0]) if batches else 1
+    held = [state.buffers] * num_parts  # each rank's
+    # Apart from the global generator, from which the loss may draw
+    generator = None if jitter is None else torch.Generator().manual_seed(jitter)
+    steps = []
+    for parts in batches:
+        gradients, outcomes = [], []
+        # One part after the other, each with its rank's buffers and its rank's random stream
+        for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
+            own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
+            gradients.append(own)
+            outcomes.append(outcome)
+        # As ranks do: shares first, then the weighted sum in rank order
+        shares = _shares(outcomes)
+        grads = _mean_trees(gradients, shares)
+        if generator is not None:
+            grads = _jittered(grads, generator)
+        metrics = _average_metrics(outcomes, shares)
+        combined = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
+        # The optimizer runs once, on the mean
+        before = state
+        state, measured = step.update_measured(before, grads, combined[0], metrics["loss"])
+        if not _skipped(before, state):  # after a skipped step each rank has its old buffers
+            held = combined
+        steps.append(Step(state, held, metrics | measured))
+    return Run(first, steps)
+
+
+def _skipped(old: State, new: State) -> bool:
+    """Whether the step in between was skipped, since its loss or gradients were not finite."""
+    return (
+        old.finite is not None
+        and new.finite is not None
+        and bool(new.finite.skipped > old.finite.skipped)
+    )
+
+
+def _shares(outcomes: Sequence[Outcome]) -> list[float]:
+    """Each part's share of the mean, by its loss's weight."""
+    weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
+    total = sum(weights) or 1.0  # all of weight 0: every share is 0, not NaN
+    return [weight / total for weight in weights]
+
+
+def _mean_trees(trees: Sequence[PyTree[Tensor]], shares: Sequence[float]) -> PyTree[Tensor]:
+    return tree_map(lambda *leaves: _mean(leaves, shares), *trees)
+
+
+def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The weighted mean, added up in rank order, as ranks do."""
+    # Left to right: another order would give other bits
+    total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
+    for value in rest:
+        total = total + value
+    return total
+
+
+def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
+    """The loss and the metrics of all parts, each as its weighted mean."""
+    seen = []
+    for outcome in outcomes:
+        measured = {"loss": outcome.loss, **outcome.metrics}
+        seen.append({name: as_metric(value) for name, value in measured.items()})
+    return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
+
+
+def _combine_buffers(
+    rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
+) -> list[PyTree[Tensor]]:
+    """The buffers that each rank holds after a step, from those that each rank's loss made. A batch
+    of weight 0 isn't averaged.
+
+    Written out over whole buffers, and of nothing that the sharded step uses: else a mistake in its
+    rule would be one here, too.
+    """
+    if rule == "local":
+        return held
+    if rule == "rank0":
+        return [held[0]] * len(held)
+    counted = [tree for tree, share in zip(held, shares, strict=True) if share]
+    return [tree_map(_mean_buffer, *(counted or held[:1]))] * len(held)
+
+
+def _mean_buffer(*buffers: Tensor) -> Tensor:
+    """The mean over ranks of one buffer; of integers and bools, the first rank's."""
+    first = buffers[0]
+    if first.is_complex():
+        wide = torch.complex128
+    elif first.is_floating_point():
+        wide = torch.float64
+    else:
+        return first
+    # The mean of equal numbers could be rounded to another one
+    if all(other is first or torch.equal(first, other) for other in buffers):
+        return first
+    total = torch.zeros_like(first, dtype=wide)
+    for buffer in buffers:
+        total = total + buffer
+    return (total / len(buffers)).to(first.dtype)
+
+
+def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:
+    """The gradients with noise of the size that sums in another order would make."""
+    leaves = optree.tree_leaves(grads)
+    # The coarsest dtype counts for all: gradients pass through every dtype of the model
+    last_place = max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
+
+    def jitter(grad: Tensor) -> Tensor:
+        if not grad.numel():  # no largest magnitude to go by
+            return grad
+        drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64, device="cpu")
+        noise = (2 * drawn - 1).to(grad.device)  # from -1 to 1
+        size = JITTER * last_place * grad.abs().max()  # absolute, for all elements of the leaf
+        return grad + (size * noise).to(grad.dtype)
+
+    return tree_map(jitter, grads)
