@@ -161,18 +161,7 @@ class _Load:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
         manifest = self._manifest
         assert manifest is not None and self._old is not None
-        # `like`'s storage becomes the result's
-        reuse = donates(self._step)
-        is_program = isinstance(self._step, ShardedProgramStep)
-        state = (
-            _handed_on(self._like) if reuse and is_program else blank_state(self._like, reuse=reuse)
-        )
-        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
-        if reuse and self._like.sharding is not None:
-            donations = self._like.sharding.donations
-            donations.take(self._like.step)
-            if not is_program:
-                donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
+        state = self._state_to_fill()
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):
@@ -188,6 +177,23 @@ class _Load:
                 held.tensor.copy_(before.tensor)  # missing, and allowed to be
         reading.run(step_folder(self._root, manifest.step))
         self._state = _finished(state, self._old._replace(held=new), manifest)
+
+    def _state_to_fill(self) -> State:
+        """A state of `like`'s structure: in `like`'s storage, where the step donates."""
+        like = self._like
+        if not donates(self._step):
+            return blank_state(like, reuse=False)
+        assert like.sharding is not None  # only sharded steps donate
+        donations = like.sharding.donations
+        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
+        if isinstance(self._step, ShardedProgramStep):
+            state = _handed_on(like)
+            donations.take(like.step)
+        else:
+            state = blank_state(like, reuse=True)
+            donations.take(like.step)
+            donations.take_counters(like.step, like.opt_state, state.opt_state)
+        return state
 
 
 class _Reading:
