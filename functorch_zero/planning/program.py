@@ -22,11 +22,12 @@ from ..optim.base import Transform
 from ..params import is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
-from ..sharded.program.agreement import ProgramAgreement, StepResults
+from ..sharded.program.agreement import ProgramAgreement
 from ..sharded.program.donation import Donation
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.piece_watch import PieceWatch, unwatched
+from ..sharded.program.results import StepResults
 from ..sharded.program.step import ShardedProgramStep
 from ..step.loss import as_metric
 from ..step.program import LossCall

@@ -38,11 +38,11 @@ from ..step.train import TrainStep, merged_metrics
 from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
-from .agreement import refuse
 from .average import report_of
 from .background import BackgroundTasks
 from .buffers import apart, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
+from .nonfinite import refuse
 from .options import Options
 from .params import grads_like, make_reduction, publish
 from .parts import ReductionParts

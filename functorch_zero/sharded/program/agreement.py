@@ -3,42 +3,39 @@ each step on its results."""
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, Protocol
 
-import optree
 import torch
-from torch import Tensor
 
+from ...errors import GroupError, MismatchError
 from ...groups import labelled
+from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
-from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
-from ...step.loss import Metrics
 from ...tree import content_digests, paths
 from ...version import __version__
-from ..agreement import agree, agree_on_results
+from ..agreement import agree, first_difference, shortened
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..options import Options
-from .piece_watch import PieceWatch, whole_leaves
-
-_SMALL = 4096  # elements of a tensor that ranks compare in every step
-
-
-class StepResults(NamedTuple):
-    """The results of one step of a program on this rank."""
-
-    step: int  # its number
-    calls: Sequence[str]  # of the library: all that the program has made
-    value: Any  # the next one
-    metrics: Metrics  # by name, 0-d
-    num_draws: int  # of `fz.random`
-    watch: PieceWatch  # of the program; it has seen nothing where the step isn't looked at
-    look: bool  # whether the step is looked at, on all ranks alike
+from ..words import tell
+from .results import (
+    _SMALL,
+    StepResults,
+    _form_of,
+    _is_here,
+    _numel,
+    _samples,
+    _whole_leaves,
+    digests,
+)
+from .value import rest_of
 
 
 class Agreement(Protocol):
@@ -118,7 +115,7 @@ class ProgramAgreement:
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
         # Nothing else would show that the rest beside sharded trees differs
-        facts: dict[str, Any] = {"value": paths(value), "values": _digests(rest_of(value))}
+        facts: dict[str, Any] = {"value": paths(value), "values": digests(rest_of(value))}
         for name, fill in fills.items():
             facts[f"deferred values of {name}"] = fill.digests
         agree(labelled(self._options.group, "init/agreement"), facts)
@@ -157,7 +154,7 @@ class ProgramAgreement:
             found[f"metric {name!r}"] = float(metric).hex() if known else _form_of(metric)
         near = {path: leaf for path, leaf in rest.items() if look or _is_here(leaf)}
         told = {path: _form_of(leaf) for path, leaf in rest.items() if path not in near}
-        found |= {f"leaf {path!r}": words for path, words in (told | _digests(near)).items()}
+        found |= {f"leaf {path!r}": words for path, words in (told | digests(near)).items()}
         if look:
             found["whole leaves that the program has made"] = watch.own_whole_leaves(value)
         found["the number of draws of fz.random"] = str(num_draws)
@@ -166,51 +163,65 @@ class ProgramAgreement:
         self._background.raise_if(failed)
 
 
-def _is_here(leaf: Any) -> bool:
-    """Whether the host reads a value without a wait for a device."""
-    return not isinstance(leaf, Tensor) or leaf.is_cpu
+def agree_on_results(
+    step: int,
+    calls: Sequence[str],
+    found: Mapping[str, Any],
+    group: Group,
+    *,
+    failed: bool,
+) -> bool:
+    """Raise, on every rank, unless all ranks have made the same calls in a program, and its results
+    are equal to the bit. Returns whether any rank has `failed`. One all-reduce of words; only when
+    ranks differ, an exchange of JSON.
+
+    Args:
+        step: its number.
+        calls: of the library so far; see Note [calls of a program] in `library_calls`.
+        found: the results as plain data, equal where values are equal to the bit; causes before
+            their effects.
+        failed: whether a background task of this rank has.
+    """
+    # Ranks at different calls of a step send equal lengths, since `tell` does
+    words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, found.items())]
+    told = tell(words, [failed], group)
+    if told.alike:
+        return told.flags[0]
+    messages = group.exchange(json.dumps([step, calls, found]).encode())
+    everyone = [json.loads(message) for message in messages]
+    steps = [message[0] for message in everyone]
+    if len(set(steps)) > 1:
+        raise GroupError(
+            f"the ranks are at different steps: {steps}, in the order of ranks. Remedy: make every "
+            "rank take the same steps"
+        )
+    _check_calls(step, [message[1] for message in everyone], group.rank)
+    first = everyone[0][2]
+    rank, theirs = next((rank, each[2]) for rank, each in enumerate(everyone) if each[2] != first)
+    name, ours, other = first_difference(first, theirs)
+    raise MismatchError(
+        f"the program's results differ between ranks: {name} is {shortened(ours)} on rank 0 and "
+        f"{shortened(other)} on rank {rank} (this is rank {group.rank}). Remedy: make of each "
+        "rank's own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which "
+        "are means over ranks"
+    )
 
 
-def _form_of(leaf: Tensor) -> str:
-    """Words for a tensor whose values aren't read. Those of a leaf that differs are read when the
-    next step is looked at."""
-    return f"a {leaf.dtype} of shape {(*leaf.shape,)} on a device"
-
-
-def rest_of(value: Any) -> dict[str, Any]:
-    """By path, the tensors and numbers of a value that every rank holds whole."""
-    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
-    rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
-
-
-def _whole_leaves(value: Any, kind: type[ShardedTree] | type[ShardedOptState]) -> dict[str, Any]:
-    """By path, the tensors and numbers that every rank holds whole: in trees, or in states."""
-    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-    found = {}
-    for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
-        if not isinstance(node, kind):
+def _check_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> None:
+    """Raise `GroupError` unless all ranks, in their order, have made the same calls."""
+    for rank, theirs in enumerate(calls):
+        if theirs == calls[0]:
             continue
-        for path, leaf in whole_leaves(node).items():
-            if isinstance(leaf, Tensor | int | float | complex):
-                found[f"{prefix}.{path}".strip(".")] = leaf
-    return found
+        # An end that comes sooner is a difference, too
+        rows = enumerate(zip_longest(calls[0], theirs, fillvalue=_NO_CALL), start=1)
+        number, (expected, other) = next((n, pair) for n, pair in rows if pair[0] != pair[1])
+        raise GroupError(
+            f"the ranks make different calls in step {step} of a program: call {number} is "
+            f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
+            "make the same calls of the library on every rank, in the same order; branch on a "
+            "number that is the same on all ranks, such as a metric that the loss gives by "
+            "fz.Aux(metrics=...)"
+        )
 
 
-def _samples(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The first elements of each tensor: digests of all of them would take long."""
-    found = {}
-    for path, leaf in leaves.items():
-        found[path] = leaf.detach().reshape(-1)[:_SMALL] if isinstance(leaf, Tensor) else leaf
-    return found
-
-
-def _numel(leaf: Any) -> int:
-    return leaf.numel() if isinstance(leaf, Tensor) else 1
-
-
-def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
-    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
-    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
-    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
-    return numbers | content_digests(tensors)
+_NO_CALL = "missing"

@@ -50,17 +50,19 @@ from ..failures import sharing_failures
 from ..options import Options
 from ..refit import agree_on_refit, carried, check_same_ranks
 from ..tree_numbers import next_number
-from .agreement import Agreement, ProgramAgreement, StepResults, rest_of
+from .agreement import Agreement, ProgramAgreement
 from .donation import Donation
 from .engine import ShardedEngine
 from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
+from .results import StepResults
 from .value import (
     ValueStructure,
     as_marked,
     check_fits,
     device_of_value,
     marked_like,
+    rest_of,
     trained_leaves,
     whole_value,
 )

@@ -258,3 +258,10 @@ def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureEr
             remedy=_OF_THIS_PROGRAM,
         )
     )
+
+
+def rest_of(value: Any) -> dict[str, Any]:
+    """By path, the tensors and numbers of a value that every rank holds whole."""
+    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
+    rows = zip(paths(value, is_on_engine), leaves, strict=True)
+    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}

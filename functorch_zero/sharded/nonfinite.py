@@ -1,0 +1,43 @@
+"""The refusal of a loss or gradient that is not finite, with the findings of all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NoReturn
+
+from torch import Tensor
+
+from ..groups.protocol import Group
+from ..layout.flat_buffers import cut
+from ..layout.layout import Layout
+from ..step.nonfinite import not_finite, refusal
+
+
+def refuse(
+    step: int,
+    loss: Tensor,
+    reduced: Mapping[int, Tensor],
+    layout: Layout,
+    piece_number: int,
+    group: Group,
+) -> NoReturn:
+    """Raise, on every rank with the same words: which loss or gradient is not finite on which
+    rank. One exchange of JSON.
+
+    Args:
+        step: its number.
+        loss: this rank's, 0-d.
+        reduced: the reduced gradients (piece,), by bucket.
+        piece_number: of this rank's pieces in a bucket.
+        group: all ranks; every one of them calls this.
+    """
+    # By path, this rank's gradients (n,)
+    pieces: dict[str, Tensor] = {}
+    for b, flat in reduced.items():
+        bucket = layout.buckets[b]
+        for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
+            pieces[layout.leaves[n].path] = piece
+    found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
+    everyone = group.exchange(json.dumps([float(loss), found]).encode())
+    raise refusal(step, [json.loads(data) for data in everyone])

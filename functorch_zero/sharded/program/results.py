@@ -1,0 +1,73 @@
+"""The results of a step of a program, as ranks compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from ...layout.sharded_tree import ShardedTree
+from ...params import is_on_engine
+from ...sharded_optim.sharded_state import ShardedOptState
+from ...step.loss import Metrics
+from ...tree import content_digests, paths
+from .piece_watch import PieceWatch, whole_leaves
+
+_SMALL = 4096  # elements of a tensor that ranks compare in every step
+
+
+class StepResults(NamedTuple):
+    """The results of one step of a program on this rank."""
+
+    step: int  # its number
+    calls: Sequence[str]  # of the library: all that the program has made
+    value: Any  # the next one
+    metrics: Metrics  # by name, 0-d
+    num_draws: int  # of `fz.random`
+    watch: PieceWatch  # of the program; it has seen nothing where the step isn't looked at
+    look: bool  # whether the step is looked at, on all ranks alike
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether the host reads a value without a wait for a device."""
+    return not isinstance(leaf, Tensor) or leaf.is_cpu
+
+
+def _form_of(leaf: Tensor) -> str:
+    """Words for a tensor whose values aren't read. Those of a leaf that differs are read when the
+    next step is looked at."""
+    return f"a {leaf.dtype} of shape {(*leaf.shape,)} on a device"
+
+
+def _whole_leaves(value: Any, kind: type[ShardedTree] | type[ShardedOptState]) -> dict[str, Any]:
+    """By path, the tensors and numbers that every rank holds whole: in trees, or in states."""
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    found = {}
+    for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        if not isinstance(node, kind):
+            continue
+        for path, leaf in whole_leaves(node).items():
+            if isinstance(leaf, Tensor | int | float | complex):
+                found[f"{prefix}.{path}".strip(".")] = leaf
+    return found
+
+
+def _samples(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The first elements of each tensor: digests of all of them would take long."""
+    found = {}
+    for path, leaf in leaves.items():
+        found[path] = leaf.detach().reshape(-1)[:_SMALL] if isinstance(leaf, Tensor) else leaf
+    return found
+
+
+def _numel(leaf: Any) -> int:
+    return leaf.numel() if isinstance(leaf, Tensor) else 1
+
+
+def digests(rest: Mapping[str, Any]) -> dict[str, str]:
+    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
+    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
+    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
+    return numbers | content_digests(tensors)
