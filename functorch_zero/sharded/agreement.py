@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import MismatchError
+from ..groups.checks import ranks_text
 from ..groups.protocol import Group
+from .words import exchange_data
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:
@@ -21,17 +24,21 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
     if len(set(group.exchange(digest))) == 1:
         return
     # The keys in the order given: causes come before their effects
-    everyone = [json.loads(message) for message in group.exchange(json.dumps(facts).encode())]
-    first = everyone[0]
+    everyone = exchange_data(group, facts)
     # Two of the facts are enough to name: rank 0's, and the first that differ
-    other = next(theirs for theirs in everyone if theirs != first)
+    other = everyone[first_unlike(everyone)]
     like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
-    field, ours, theirs = first_difference(first, other)
+    field, ours, theirs = first_difference(everyone[0], other)
     raise MismatchError(
         f"the ranks were given different things: {field} is {shortened(ours)} on rank 0 and "
-        f"{shortened(theirs)} on {_ranks(like_other)} (this is rank {group.rank}). Remedy: "
+        f"{shortened(theirs)} on {ranks_text(like_other)} (this is rank {group.rank}). Remedy: "
         f"{_remedy(field)}"
     )
+
+
+def first_unlike(values: Sequence[Any]) -> int:
+    """The first rank whose value isn't that of rank 0; there is one."""
+    return next(rank for rank, value in enumerate(values) if value != values[0])
 
 
 def _remedy(field: str) -> str:
@@ -81,12 +88,8 @@ class _Absent:
 
 
 def shortened(value: Any) -> str:
+    """Plain data in an error: as JSON, of 120 characters at most."""
     if value is _Absent:
         return "absent"
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _ranks(numbers: list[int]) -> str:
-    noun = "rank" if len(numbers) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, numbers))}"

@@ -1,5 +1,4 @@
-"""The end of a pass: means of its metrics over ranks, and the ranks' agreement that all have done
-the same.
+"""Means of metrics over ranks, and the ranks' agreement that all have done the same.
 
 Note [two planes]: values and words travel apart. Values, of metrics and weights, lie on the params'
 device, and so do their means: no host reads them, so that none waits for its device. In a step they
@@ -93,28 +92,40 @@ def report_of(
         copy: which copy of which part of the batch this rank has.
         size: of this rank's batch, for the ranks to compare.
     """
-    values, weight, vector, work = means
+    has_weight = "no weight" if means.weight is None else "a weight"
     # Names in their order, since sums are matched by position
-    told = tell([*values, f"{'no' if weight is None else 'a'} weight", *log], flags, group, size)
-    work.wait()
+    told = tell([*means.values, has_weight, *log], flags, group, size)
+    means.work.wait()
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
         raise _other_collectives(group, log)
     if copy.num > 1:
-        own = {**values, "weight of its batch": 1.0 if weight is None else weight}  # unweighted
-        # The host waits for the device, once for all
-        numbers = [number_on(vector.device, number) for number in own.values()]
-        found = torch.stack(numbers).tolist()
-        check_copies(copy, dict(zip(own, found, strict=True)), group)
+        check_copies(copy, _own_numbers(means), group)
 
-    # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
-    num_weighty, total, *sums = vector[: 2 + len(values)].unbind()  # zeros come behind
+    sent = means.vector[: 2 + len(means.values)]  # zeros come behind
+    num_weighty, total, *sums = sent.unbind()
     # Where no batch weighs anything the sums are 0
     divisor = torch.where(total == 0, 1.0, total)
-    by_name = {}
-    for (name, value), weighted in zip(values.items(), sums, strict=True):
-        by_name[name] = (weighted / divisor).to(value.dtype)
-    return Report(by_name, total / copy.num, num_weighty / copy.num, told.flags, told.sizes)
+    metrics = {}
+    for (name, value), weighted in zip(means.values.items(), sums, strict=True):
+        metrics[name] = (weighted / divisor).to(value.dtype)
+    # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
+    return Report(
+        metrics,
+        weight=total / copy.num,
+        num_weighty=num_weighty / copy.num,
+        flags=told.flags,
+        sizes=told.sizes,
+    )
+
+
+def _own_numbers(means: MeansUnderWay) -> dict[str, float]:
+    """This rank's metrics and weight by name, read by the host. It waits for the device, once for
+    all."""
+    weight = 1.0 if means.weight is None else means.weight
+    own = {**means.values, "weight of its batch": weight}
+    on_device = [number_on(means.vector.device, number) for number in own.values()]
+    return dict(zip(own, torch.stack(on_device).tolist(), strict=True))
 
 
 def average(
@@ -127,8 +138,8 @@ def average(
     size: int = 0,
     device: torch.device | None = None,
 ) -> Report:
-    """Both one after the other, where no backward could hide the means' way. For the arguments, see
-    `start_means` and `report_of`; without a device, means are on the CPU."""
+    """`start_means` and `report_of`, one after the other, where no backward could hide the means'
+    way. Without a device, means are on the CPU."""
     device = torch.device("cpu") if device is None else device
     return report_of(start_means(metrics, weight, group, device), group, log, flags, copy, size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
 from ..step.nonfinite import not_finite, refusal
+from .words import exchange_data
 
 
 def refuse(
@@ -39,5 +39,4 @@ def refuse(
         for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
             pieces[layout.leaves[n].path] = piece
     found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
-    everyone = group.exchange(json.dumps([float(loss), found]).encode())
-    raise refusal(step, [json.loads(data) for data in everyone])
+    raise refusal(step, exchange_data(group, [float(loss), found]))

@@ -1,10 +1,13 @@
-"""Words of the hosts: each rank tells the others a digest of what it has done, and flags."""
+"""Words of the hosts: each rank tells the others a digest of what it has done, and flags; and, once
+ranks know that they differ, the data that say in what.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,18 +35,28 @@ def tell(log: Sequence[str], flags: Sequence[bool], group: Group, size: int = 0)
         flags: this rank's. Any one rank raises a flag for all.
         size: a number for the ranks to compare, from 0.
     """
-    # Of 63 bits, so that it fits an int64 with either sign. A mistake is caught, no attack.
-    words = "\n".join([f"{len(flags)} flags", *log]).encode()
-    digest = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1
+    digest = _digest([f"{len(flags)} flags", *log])
     # Of maxima alone: the largest of -x is minus the smallest of x
     entries = [digest, -digest, size, -size, *flags]
     # Digests meet digests even where ranks have other numbers of flags
-    num_zeros = -len(entries) % WIDTH
-    vector = torch.tensor([*entries, *[0] * num_zeros], dtype=torch.int64, device="cpu")
+    entries += [0] * (-len(entries) % WIDTH)
+    vector = torch.tensor(entries, dtype=torch.int64, device="cpu")
     group.all_reduce(vector, op="max").wait()
-    most, least, largest, smallest, *raised = vector.tolist()
+    digest, minus_digest, largest, minus_smallest, *raised = vector.tolist()
+    smallest = -minus_smallest
     return Told(
-        alike=most == -least,
+        alike=digest == -minus_digest,
         flags=[bool(flag) for flag in raised[: len(flags)]],
-        sizes=None if largest == -smallest else (-smallest, largest),
+        sizes=None if smallest == largest else (smallest, largest),
     )
+
+
+def _digest(words: Sequence[str]) -> int:
+    """Of 63 bits, so that an int64 holds it with either sign. A mistake is caught, no attack."""
+    text = "\n".join(words).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def exchange_data(group: Group, data: Any) -> list[Any]:
+    """The plain data of all ranks, in their order. One exchange of JSON."""
+    return [json.loads(message) for message in group.exchange(json.dumps(data).encode())]

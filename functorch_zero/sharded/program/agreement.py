@@ -3,39 +3,25 @@ each step on its results."""
 
 from __future__ import annotations
 
-import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
-from ...groups.protocol import Group
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree
-from ...sharded_optim.sharded_state import ShardedOptState
 from ...tree import content_digests, paths
 from ...version import __version__
-from ..agreement import agree, first_difference, shortened
+from ..agreement import agree, first_difference, first_unlike, shortened
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..options import Options
-from ..words import tell
-from .results import (
-    _SMALL,
-    StepResults,
-    _form_of,
-    _is_here,
-    _numel,
-    _samples,
-    _whole_leaves,
-    digests,
-)
-from .value import rest_of
+from ..words import exchange_data, tell
+from .results import StepResults, digests, facts_of
+from .value import unsharded_leaves
 
 
 class Agreement(Protocol):
@@ -115,113 +101,80 @@ class ProgramAgreement:
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
         # Nothing else would show that the rest beside sharded trees differs
-        facts: dict[str, Any] = {"value": paths(value), "values": digests(rest_of(value))}
+        facts: dict[str, Any] = {"value": paths(value), "values": digests(unsharded_leaves(value))}
         for name, fill in fills.items():
             facts[f"deferred values of {name}"] = fill.digests
         agree(labelled(self._options.group, "init/agreement"), facts)
 
     def before_call(self, step: int, calls: Sequence[str]) -> None:
-        self._compare_calls(step, calls, "step/calls")
+        self._compare(step, calls, {}, "step/calls")
 
     def before_writing(self, step: int, calls: Sequence[str]) -> None:
-        failed = self._compare_calls(step, calls, "step/before writing")
+        failed = self._compare(step, calls, {}, "step/before writing")
         self._background.raise_if(failed)
-
-    def _compare_calls(self, step: int, calls: Sequence[str], label: str) -> bool:
-        """Compare the calls so far. Returns whether a background task of any rank has failed."""
-        group = labelled(self._options.group, label)
-        return agree_on_results(step, calls, {}, group, failed=self._background.failed())
 
     def on_results(self, results: StepResults) -> None:
-        step, calls, value, metrics, num_draws, watch, look = results
-        # Small tensors in every step, large ones now and then: their digests take time
-        limit = math.inf if look else _SMALL
-        rest = {path: leaf for path, leaf in rest_of(value).items() if _numel(leaf) <= limit}
-        # A program may have put a count or a rate of its own into an optimizer's state
-        if look:
-            rest |= _whole_leaves(value, ShardedOptState)
-        # A branch that one rank took in a step that nobody looked at shows in most of the elements.
-        # Leaves that the program has made itself in this step are compared whole, as its operations
-        if look:
-            rest |= _samples(_whole_leaves(value, ShardedTree))
-        operations = watch.operations(value) if look else ()
-        # Causes before their effects
-        found: dict[str, Any] = {}
-        for i, told_of in enumerate(operations, 1):
-            found[f"operation {i} on parts of leaves"] = told_of
-        for name, metric in metrics.items():
-            known = look or _is_here(metric)
-            found[f"metric {name!r}"] = float(metric).hex() if known else _form_of(metric)
-        near = {path: leaf for path, leaf in rest.items() if look or _is_here(leaf)}
-        told = {path: _form_of(leaf) for path, leaf in rest.items() if path not in near}
-        found |= {f"leaf {path!r}": words for path, words in (told | digests(near)).items()}
-        if look:
-            found["whole leaves that the program has made"] = watch.own_whole_leaves(value)
-        found["the number of draws of fz.random"] = str(num_draws)
-        group = labelled(self._options.group, "step/agreement")
-        failed = agree_on_results(step, calls, found, group, failed=self._background.failed())
+        failed = self._compare(results.step, results.calls, facts_of(results), "step/agreement")
         self._background.raise_if(failed)
 
+    def _compare(
+        self, step: int, calls: Sequence[str], facts: Mapping[str, Any], label: str
+    ) -> bool:
+        """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
+        same facts. Returns whether a background task of any rank has failed. One all-reduce of
+        words; only when ranks differ, an exchange of JSON."""
+        group = labelled(self._options.group, label)
+        # Ranks at different calls of a step send equal lengths, since `tell` does
+        words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, facts.items())]
+        told = tell(words, [self._background.failed()], group)
+        if told.alike:
+            return told.flags[0]
+        findings = _Findings(step, calls, facts)
+        everyone = [_Findings(*theirs) for theirs in exchange_data(group, findings)]
+        raise _difference(everyone, group.rank)
 
-def agree_on_results(
-    step: int,
-    calls: Sequence[str],
-    found: Mapping[str, Any],
-    group: Group,
-    *,
-    failed: bool,
-) -> bool:
-    """Raise, on every rank, unless all ranks have made the same calls in a program, and its results
-    are equal to the bit. Returns whether any rank has `failed`. One all-reduce of words; only when
-    ranks differ, an exchange of JSON.
 
-    Args:
-        step: its number.
-        calls: of the library so far; see Note [calls of a program] in `library_calls`.
-        found: the results as plain data, equal where values are equal to the bit; causes before
-            their effects.
-        failed: whether a background task of this rank has.
-    """
-    # Ranks at different calls of a step send equal lengths, since `tell` does
-    words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, found.items())]
-    told = tell(words, [failed], group)
-    if told.alike:
-        return told.flags[0]
-    messages = group.exchange(json.dumps([step, calls, found]).encode())
-    everyone = [json.loads(message) for message in messages]
-    steps = [message[0] for message in everyone]
+class _Findings(NamedTuple):
+    """The words of one rank in a step, for errors."""
+
+    step: int  # its number
+    calls: Sequence[str]  # of the library
+    facts: Mapping[str, Any]  # plain data, causes before their effects
+
+
+def _difference(everyone: Sequence[_Findings], own_rank: int) -> Exception:
+    """The error that tells in what the ranks differ first: causes before their effects."""
+    steps = [each.step for each in everyone]
     if len(set(steps)) > 1:
-        raise GroupError(
+        return GroupError(
             f"the ranks are at different steps: {steps}, in the order of ranks. Remedy: make every "
             "rank take the same steps"
         )
-    _check_calls(step, [message[1] for message in everyone], group.rank)
-    first = everyone[0][2]
-    rank, theirs = next((rank, each[2]) for rank, each in enumerate(everyone) if each[2] != first)
-    name, ours, other = first_difference(first, theirs)
-    raise MismatchError(
+    calls = [each.calls for each in everyone]
+    if any(theirs != calls[0] for theirs in calls):
+        return _other_calls(steps[0], calls, own_rank)
+    facts = [each.facts for each in everyone]
+    rank = first_unlike(facts)
+    name, ours, other = first_difference(facts[0], facts[rank])
+    return MismatchError(
         f"the program's results differ between ranks: {name} is {shortened(ours)} on rank 0 and "
-        f"{shortened(other)} on rank {rank} (this is rank {group.rank}). Remedy: make of each "
-        "rank's own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which "
-        "are means over ranks"
+        f"{shortened(other)} on rank {rank} (this is rank {own_rank}). Remedy: make of each rank's "
+        "own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which are means "
+        "over ranks"
     )
 
 
-def _check_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> None:
-    """Raise `GroupError` unless all ranks, in their order, have made the same calls."""
-    for rank, theirs in enumerate(calls):
-        if theirs == calls[0]:
-            continue
-        # An end that comes sooner is a difference, too
-        rows = enumerate(zip_longest(calls[0], theirs, fillvalue=_NO_CALL), start=1)
-        number, (expected, other) = next((n, pair) for n, pair in rows if pair[0] != pair[1])
-        raise GroupError(
-            f"the ranks make different calls in step {step} of a program: call {number} is "
-            f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
-            "make the same calls of the library on every rank, in the same order; branch on a "
-            "number that is the same on all ranks, such as a metric that the loss gives by "
-            "fz.Aux(metrics=...)"
-        )
-
-
-_NO_CALL = "missing"
+def _other_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> GroupError:
+    """The error of ranks that have made other calls: it tells the first one that differs."""
+    rank = first_unlike(calls)
+    # An end that comes sooner is a difference, too
+    pairs = [*zip_longest(calls[0], calls[rank], fillvalue="missing")]
+    number = next(n for n, (expected, other) in enumerate(pairs) if expected != other)
+    expected, other = pairs[number]
+    return GroupError(
+        f"the ranks make different calls in step {step} of a program: call {number + 1} is "
+        f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
+        "make the same calls of the library on every rank, in the same order; branch on a "
+        "number that is the same on all ranks, such as a metric that the loss gives by "
+        "fz.Aux(metrics=...)"
+    )

@@ -14,6 +14,7 @@ from ...sharded_optim.sharded_state import ShardedOptState
 from ...step.loss import Metrics
 from ...tree import content_digests, paths
 from .piece_watch import PieceWatch, whole_leaves
+from .value import unsharded_leaves
 
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
@@ -28,6 +29,47 @@ class StepResults(NamedTuple):
     num_draws: int  # of `fz.random`
     watch: PieceWatch  # of the program; it has seen nothing where the step isn't looked at
     look: bool  # whether the step is looked at, on all ranks alike
+
+
+def facts_of(results: StepResults) -> dict[str, Any]:
+    """The results as plain data, equal on ranks whose results are equal to the bit. Causes come
+    before their effects."""
+    value, watch, look = results.value, results.watch, results.look
+    facts: dict[str, Any] = {}
+    if look:
+        for number, operation in enumerate(watch.operations(value), start=1):
+            facts[f"operation {number} on parts of leaves"] = operation
+    for name, metric in results.metrics.items():
+        known = look or _is_here(metric)
+        facts[f"metric {name!r}"] = float(metric).hex() if known else _form_of(metric)
+    for path, words in _in_words(_compared_leaves(value, look), look).items():
+        facts[f"leaf {path!r}"] = words
+    if look:
+        facts["whole leaves that the program has made"] = watch.own_whole_leaves(value)
+    facts["the number of draws of fz.random"] = str(results.num_draws)
+    return facts
+
+
+def _compared_leaves(value: Any, look: bool) -> dict[str, Any]:
+    """By path, the leaves that every rank holds and that ranks compare in this step: small tensors
+    in each, large ones where the step is looked at, since their digests take time."""
+    leaves = unsharded_leaves(value)
+    if not look:
+        return {path: leaf for path, leaf in leaves.items() if _numel(leaf) <= _SMALL}
+    # A program may have put a count or a rate of its own into an optimizer's state
+    states = _whole_leaves(value, ShardedOptState)
+    # A branch that one rank took in a step that nobody looked at shows in most of the elements.
+    # Leaves that the program has made itself in this step are compared whole, as its operations
+    trees = _samples(_whole_leaves(value, ShardedTree))
+    return leaves | states | trees
+
+
+def _in_words(leaves: Mapping[str, Any], look: bool) -> dict[str, str]:
+    """Of each leaf by path: equal where values are. Values on a device are only read where the step
+    is looked at."""
+    unread = {} if look else {path: leaf for path, leaf in leaves.items() if not _is_here(leaf)}
+    forms = {path: _form_of(leaf) for path, leaf in unread.items()}
+    return forms | digests({path: leaf for path, leaf in leaves.items() if path not in unread})
 
 
 def _is_here(leaf: Any) -> bool:

@@ -62,8 +62,8 @@ from .value import (
     check_fits,
     device_of_value,
     marked_like,
-    rest_of,
     trained_leaves,
+    unsharded_leaves,
     whole_value,
 )
 
@@ -205,7 +205,7 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
-            agree_on_refit(state, rest_of(state.value), self.options)
+            agree_on_refit(state, unsharded_leaves(state.value), self.options)
             fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
             value = carried(fresh.value, state.value, group, "the value")

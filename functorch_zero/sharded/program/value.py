@@ -126,6 +126,14 @@ def trained_leaves(value: Any) -> list[bool]:
     return leaves
 
 
+def unsharded_leaves(value: Any) -> dict[str, Any]:
+    """By path, the tensors and numbers of a value beside its sharded trees and states: every rank
+    holds them whole."""
+    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
+    rows = zip(paths(value, is_on_engine), leaves, strict=True)
+    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+
+
 def device_of_value(value: Any) -> torch.device:
     """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
@@ -258,10 +266,3 @@ def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureEr
             remedy=_OF_THIS_PROGRAM,
         )
     )
-
-
-def rest_of(value: Any) -> dict[str, Any]:
-    """By path, the tensors and numbers of a value that every rank holds whole."""
-    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
-    rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
