@@ -22,7 +22,8 @@ from ..params import check_one_group, is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ..step.evaluate import EvalStep, call_eval, total_weight
+from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
+from ..step.loss import Metrics
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
 from ..step.weight_reminder import total_size
@@ -47,6 +48,10 @@ class _Reading(NamedTuple):
     order: PrefetchOrder  # in which the last evaluation gathered units
     arguments: Callable[[Any], tuple[Any, ...]]  # of the function, from lazy params
     others: PyTree[Tensor]  # given to it as they are; None: it is given copies
+
+    @property
+    def device(self) -> torch.device:
+        return self.flats[0].device
 
 
 class ShardedEvalStep:
@@ -75,60 +80,72 @@ class ShardedEvalStep:
         failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
         with failures, self.gather_order.forgotten_on_failure():
             check_place(state, self.options)
-            axes = self.options.axes
             if isinstance(state.value, TrainValue):
                 reading = self._of_training(state, *args)
             else:
                 reading = self._of_program(state, args)
-            flats, layout, order, arguments, others = reading
-            device = flats[0].device
             batch = tree_map(
                 lambda x: None if is_on_engine(x) else x,
                 args[0] if len(args) == 1 else args,
                 is_leaf=is_on_engine,
             )
-            check_batch(batch, device, self.group.rank)
+            check_batch(batch, reading.device, self.group.rank)
             # Ranks compare it with their metrics
             log = [f"evaluation at step {int(state.step)}"]
-            units = make_unit_flats(flats, layout, axes, log, self.options.gather)
-            overlap = self.options.overlap
-            # Without a reduction leaves bring no gradients: units are used and freed
             look = is_looked_at(next(self.unsharded.calls))
-            run = Pass(
-                layout,
-                units,
-                None,
-                device=device,
-                order=order,
-                overlap=overlap,
-                look=look,
-            )
-            untouched = Untouched(optree.tree_leaves(others), look=look)
-            # The numbers that a training step draws from this state, so evaluations repeat
-            random = replayed(state.seed, state.step, axes.data.rank, device)
-            # As in training, a backward of the loss's own runs in this thread: it may gather
-            with random, torch.autograd.set_multithreading_enabled(False):
-                params = run.lazy_params()
-                mark_policies(params)
-                with in_a_loss():
-                    found = call_eval(self.unsharded.fn, arguments(params), args, self.group.rank)
-            run.finish()
-            untouched.check(others)
-            if look:
-                check_weight_value(found.weight, self.group.rank)
-            group = labelled(self.group, "evaluation/metrics")
-            size = total_size(batch)
-            report = average(
-                found.metrics, found.weight, group, log, copy=axes.copy, size=size, device=device
-            )
-            reminder = self.unsharded.reminder
-            reminder.compare_ranks(batch, found.weight, report.sizes, group.rank)
-            order.record(run.following.gathered, run.uses)
-            weight = None if found.weight is None else report.weight
-            metrics = report.metrics
-            metrics |= total_weight(self.unsharded.metrics, metrics, weight, group.rank)
+            run = self._pass(reading, log, look=look)
+            found = self._call(run, reading, state, args, look=look)
+            metrics = self._means(found, batch, log, reading.device)
+            reading.order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
-            return found._replace(rows=apart(found.rows, flats)).with_rows(metrics)
+            return found._replace(rows=apart(found.rows, reading.flats)).with_rows(metrics)
+
+    def _pass(self, reading: _Reading, log: list[str], *, look: bool) -> Pass:
+        """A pass without a reduction: leaves bring no gradients, so units are used and freed."""
+        options = self.options
+        units = make_unit_flats(reading.flats, reading.layout, options.axes, log, options.gather)
+        return Pass(
+            reading.layout,
+            units,
+            None,
+            device=reading.device,
+            order=reading.order,
+            overlap=options.overlap,
+            look=look,
+        )
+
+    def _call(
+        self, run: Pass, reading: _Reading, state: State, args: tuple[Any, ...], *, look: bool
+    ) -> Evaluated:
+        """The evaluation of this rank's part of the batch. Collectives: those of the pass."""
+        rank, others = self.group.rank, reading.others
+        untouched = Untouched(optree.tree_leaves(others), look=look)
+        # The numbers that a training step draws from this state, so evaluations repeat
+        random = replayed(state.seed, state.step, self.options.axes.data.rank, reading.device)
+        # As in training, a backward of the loss's own runs in this thread: it may gather
+        with random, torch.autograd.set_multithreading_enabled(False):
+            params = run.lazy_params()
+            mark_policies(params)
+            with in_a_loss():
+                found = call_eval(self.unsharded.fn, reading.arguments(params), args, rank)
+        run.finish()
+        untouched.check(others)
+        if look:
+            check_weight_value(found.weight, rank)
+        return found
+
+    def _means(self, found: Evaluated, batch: Any, log: list[str], device: torch.device) -> Metrics:
+        """The metrics for all ranks. Collectives: two all-reduces, of metrics and words."""
+        group, copy = labelled(self.group, "evaluation/metrics"), self.options.axes.copy
+        size = total_size(batch)
+        report = average(
+            found.metrics, found.weight, group, log, copy=copy, size=size, device=device
+        )
+        reminder = self.unsharded.reminder
+        reminder.compare_ranks(batch, found.weight, report.sizes, group.rank)
+        weight = None if found.weight is None else report.weight
+        metrics = report.metrics
+        return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)
 
     def _of_training(self, state: State, batch: Any) -> _Reading:
         """A training step's params, or those that are chosen in their place."""
