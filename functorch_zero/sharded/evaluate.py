@@ -34,9 +34,10 @@ from .buffers import apart
 from .checks import check_batch, check_place, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
-from .params import held_flats_of, make_unit_flats
+from .params import make_unit_flats
 from .program.engine import ShardedEngine
 from .program.piece_watch import PieceWatch
+from .publish import held_flats_of
 from .storage import fetched
 
 

@@ -44,9 +44,10 @@ from .buffers import apart, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
 from .nonfinite import refuse
 from .options import Options
-from .params import grads_like, make_reduction, publish
+from .params import grads_like, make_reduction
 from .parts import ReductionParts
 from .passes import LossOnData, Passed, run_passes
+from .publish import publish
 
 
 class Updater(Protocol):

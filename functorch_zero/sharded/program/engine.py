@@ -40,14 +40,9 @@ from ...tree import PyTree, same_structure
 from ..agreement import agree
 from ..failures import sharing_failures
 from ..options import Options
-from ..params import (
-    all_gather_params,
-    all_gather_pieces,
-    copies_to_update,
-    make_reduction,
-    publish,
-)
+from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
+from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
 from .donation import Donation

@@ -1,0 +1,195 @@
+"""Params after an update, published to the ranks that hold them between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optree
+import torch
+from torch import Tensor
+
+from ..groups import labelled
+from ..groups.mesh import Axes
+from ..groups.protocol import Group, Work
+from ..layout.flat_buffers import (
+    cut,
+    flat_of_pieces,
+    own_piece,
+)
+from ..layout.layout import Bucket, Layout
+from ..layout.levels import level_of
+from ..layout.sharded_tree import ShardedTree
+from ..optim.apply_updates import check_no_complex_for_real
+from ..runtime.unshard import Gather
+from ..tree import PyTree
+
+
+def publish(
+    params: ShardedTree,
+    flats: Sequence[Tensor],
+    updates: PyTree[Tensor] | None,
+    axes: Axes,
+    gather: Gather,
+    *,
+    donate: bool,
+) -> ShardedTree:
+    """params + updates, as held between steps; with updates None the flats hold the sums already.
+
+    Args:
+        flats: of the params, one per bucket.
+        updates: this rank's pieces; where one is None, the leaf stays as it is.
+
+    Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
+    is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
+
+    Raises:
+        StructureError: an update is complex, and its leaf is real. Nothing has been written then.
+    """
+    piece_number, layout = axes.piece_number, params.sharding.layout
+    # Per leaf in tree order, (n,) or None
+    given = None if updates is None else layout.treedef.flatten_up_to(updates)
+    if given is not None:
+        # Before anything is written
+        check_no_complex_for_real(
+            given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
+        )
+    made, started = [], []
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        # A frozen flat stays the same one; without donation the given params stay valid
+        new = flat if donate or not bucket.trainable else torch.empty_like(flat)
+        made.append(new)
+        if not bucket.trainable:
+            continue
+        if given is not None:
+            old_piece = own_piece(flat, bucket, piece_number)
+            piece = own_piece(new, bucket, piece_number)
+            own = [given[n] for n in bucket.leaves]
+            if any(update is None for update in own):
+                own = _zeros_for_none(own, cut(old_piece, bucket, piece_number))
+            # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
+            if len({update.dtype for update in own}) > 1:
+                own = [update.to(flat.dtype) for update in own]
+            update = flat_of_pieces(own, bucket, piece_number)  # (piece,)
+            # Rounded to the param's dtype before the sum, as the oracle does
+            torch.add(old_piece, update.to(flat.dtype), out=piece)
+        # The all-gather runs while the next bucket is added
+        if over := _published_along(bucket, axes):
+            started.append(_Publishing(new, bucket, over, gather))
+    _finish(started)
+    return params.with_flats(made)
+
+
+def copies_to_update(flats: Sequence[Tensor], layout: Layout, piece_number: int) -> list[Tensor]:
+    """Flats of which this rank's pieces are copies, to be updated in place and published; of
+    frozen buckets the flats themselves."""
+    made = []
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if bucket.trainable:
+            new = torch.empty_like(flat)
+            own_piece(new, bucket, piece_number).copy_(own_piece(flat, bucket, piece_number))
+            flat = new
+        made.append(flat)
+    return made
+
+
+def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.zeros_like(piece) if update is None else update
+        for update, piece in zip(updates, pieces, strict=True)
+    ]
+
+
+class _Publishing:
+    """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
+    along each axis."""
+
+    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group], gather: Gather):
+        self._gather = gather
+        # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
+        self._arriving: tuple[Group, Tensor, Tensor] | None = None
+        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view. Taken
+        # from the end: the innermost axis is the last one.
+        self._stages: list[tuple[Group, Tensor, Tensor]] = []
+        for axis in over:
+            group = labelled(axis, f"{bucket.name}/publish")
+            piece = held.view(group.size, -1)[group.rank]
+            self._stages.append((group, held, piece))
+            # The piece is itself cut along the next axis
+            held = piece
+        self._work = self._next()
+
+    def _next(self) -> Work | None:
+        if not self._stages:
+            return None
+        # The innermost axis first: it fills the piece that travels along the next
+        group, out, piece = self._stages.pop()
+        message = self._gather.encode(piece)
+        # Not encoded: pieces arrive where they belong, without a copy
+        if message is piece:
+            return group.all_gather(out, piece)
+        # (num_ranks * m,)
+        messages = message.new_empty(group.size * message.numel())
+        self._arriving = group, out, messages
+        return group.all_gather(messages, message)
+
+    def go_on(self) -> bool:
+        """Wait for the all-gather under way, and start the next one, if there is one."""
+        if self._work is not None:
+            self._work.wait()
+            if self._arriving is not None:
+                (group, out, messages), self._arriving = self._arriving, None
+                out.copy_(self._gather.decode(messages, group.size, out.dtype))
+            self._work = self._next()
+        return self._work is not None
+
+
+def _finish(started: list[_Publishing]) -> None:
+    """Wait for all of them. Each starts its next all-gather before the last ones have ended."""
+    while started:
+        # In bucket order on every rank, so the second axis's gathers start in one order, too
+        started = [publishing for publishing in started if publishing.go_on()]
+
+
+def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
+    """The axes along which ranks update pieces of a flat that each holds between steps, outermost
+    first."""
+    level = level_of(bucket)
+    # Levels 1 and 2 hold params whole, and level 3 cut over the shard axis alone
+    shard = [axes.shard.group] if level.cuts_state and not level.cuts_params else []
+    return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
+
+
+def held_flats_of(
+    chosen: PyTree[Tensor],
+    flats: Sequence[Tensor],
+    layout: Layout,
+    axes: Axes,
+    gather: Gather,
+) -> list[Tensor]:
+    """The flats that would hold the params between steps, were the trained ones `chosen`, as
+    `eval_step(params=...)` chooses them: an average, say.
+
+    Args:
+        chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
+        flats: that hold the params between steps. Those of frozen buckets are passed on.
+
+    Collectives: those of `publish`, for all buckets under way at once.
+    """
+    # Trained leaves alone are given, in tree order
+    leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
+    pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if bucket.trainable:
+            in_bucket = [pieces[n] for n in bucket.leaves]
+            own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
+            # Never in place: the state's own params stay as they are
+            flat = torch.empty_like(flat)
+            own_piece(flat, bucket, axes.piece_number).copy_(own)
+            started.append(_Publishing(flat, bucket, _published_along(bucket, axes), gather))
+        held.append(flat)
+    _finish(started)
+    return held
+
+
+def _trained_numbers(layout: Layout) -> list[int]:
+    return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
