@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._torch_private import storage_id
 from ..errors import StructureError
-from ..groups.mesh import Axes
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..layout.sharded_tree import ShardedTree
@@ -167,12 +166,18 @@ def describe(step: AnyStep, state: State) -> Description:
     gather = step.options.gather if step.group.size > 1 else None
     rows = _rows(others, sharding.layout, plan, gather)
     rows += _rows_of_parts(step, state)
+    return _on_this_rank(step, rows, repr(step.unsharded.optimizer))
+
+
+def _on_this_rank(
+    step: ShardedTrainStep | ShardedProgramStep, rows: Sequence[Row], optimizer: str
+) -> Description:
     seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
     return Description(
         rows=tuple(rows),
         rank=step.group.rank,
         num_ranks=step.group.size,
-        optimizer=repr(step.unsharded.optimizer),
+        optimizer=optimizer,
         seams=", ".join(seams),
         mesh=step.options.axes.mesh,
     )
@@ -205,20 +210,13 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
             rows += _rows_of_tree(name, node, gather)
         elif isinstance(node, ShardedOptState):
             tensors = [x for x in optree.tree_leaves(node) if isinstance(x, Tensor)]
-            rows.append(_plain(name, tensors, _shares(node.holding.plan, step.options.axes)))
+            shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
+            rows.append(_plain(name, tensors, shares or "whole"))
     # Sharded nodes are left out: they have rows already
     others = tree_map(lambda x: None if is_on_engine(x) else x, state, is_leaf=is_on_engine)
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
-    seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
-    return Description(
-        rows=tuple(rows),
-        rank=step.group.rank,
-        num_ranks=step.group.size,
-        optimizer=repr(step.unsharded),
-        seams=", ".join(seams),
-        mesh=step.options.axes.mesh,
-    )
+    return _on_this_rank(step, rows, repr(step.unsharded))
 
 
 def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[Row]:
@@ -243,15 +241,17 @@ def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[R
     return rows
 
 
-def _shares(plan: StatePlan, axes: Axes) -> str:
-    """The share of an optimizer's state that is here."""
-    kinds = {leaf.kind for leaf in plan.leaves}
+def _shares(leaves: Iterable[StateLeaf], num_pieces: int) -> str:
+    """The share of these leaves of an optimizer's state that is here; "" where they belong to no
+    param."""
+    # A chain may hold both kinds of state for one param
+    kinds = {leaf.kind for leaf in leaves}
     shares = []
     if "follows" in kinds:
-        shares.append(_share(axes.optimizer.size))
+        shares.append(_share(num_pieces))
     if "owned" in kinds:
         shares.append("at owners")
-    return ", ".join(shares) or "whole"
+    return ", ".join(shares)
 
 
 def _by_field(state: State) -> dict[str, list[Tensor]]:
@@ -337,13 +337,6 @@ def _row(
     """
     # Without padding, which the bytes include
     numel = sum(bucket.numels)
-    # A chain may hold both kinds of state for one leaf
-    kinds = {slot.planned.kind for slot in slots}
-    shares = []
-    if "follows" in kinds:
-        shares.append(_share(bucket.cut.num_pieces))
-    if "owned" in kinds:
-        shares.append("at owners")
     state = [slot.tensor for slot in slots]
     return Row(
         unit=unit,
@@ -355,7 +348,7 @@ def _row(
         where=_share(bucket.cut.num_held),
         nbytes=_nbytes(held),
         state=_distinct_dtypes(state),
-        state_where=", ".join(shares),
+        state_where=_shares([slot.planned for slot in slots], bucket.cut.num_pieces),
         state_nbytes=_nbytes(state),
     )
 
