@@ -17,6 +17,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, hold
+from ..layout.sharding import Sharding
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.claims.check import check_claims
@@ -256,26 +257,14 @@ class ShardedTrainStep:
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             self._agree_on_new(state, before.layout, params, buffers)
-            was, now = (
-                select(_without_values(one), one.trainable) for one in (before.layout, layout)
-            )
+            was, now = _trained_without_values(before.layout), _trained_without_values(layout)
             check_own_leaves(self.unsharded.optimizer, was, now, self.group.rank)
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
-            axis = labelled(self.options.axes.optimizer, "refit")
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout, prepared.plan)
-            first = first_parts(params, sharding, self.engine, next_number(self.group))
-            old_params = own_params(state, self.group.rank)
-            old_params.check_leaves()
-            held = carried(first, old_params, axis, "params")
-            # First states of new leaves follow from the params as they are now
-            fresh = self.unsharded.optimizer.init(held.pieces().tree, prepared.across)
-            check_reported(self.unsharded.metrics, fresh)
-            first_state = ShardedOptState(fresh, StateHolding(sharding, prepared.plan))
-            old_state = past.fetched(state.opt_state)
-            old_state = ShardedOptState(old_state, StateHolding(before, past.plan))
-            opt_state = carried(first_state, old_state, axis, "the optimizer's state").tree
+            held = self._carried_params(state, params, sharding)
+            opt_state = self._carried_opt_state(state, past, held, prepared)
             given = tree_map(torch.detach, buffers)
             # Copies of those that the state has; the others stay the caller's
             new_buffers = carried_whole(given, state.buffers, "buffers")
@@ -290,6 +279,38 @@ class ShardedTrainStep:
                 # None so far: a reduction begins with what it keeps
                 parts=prepared.parts.init(held.flats()[0].device),
             )
+
+    def _carried_params(
+        self, state: State, params: PyTree[Tensor], sharding: Sharding
+    ) -> ShardedTree:
+        """The given params, cut anew, with the elements of those that the state has."""
+        new = first_parts(params, sharding, self.engine, next_number(self.group))
+        old = own_params(state, self.group.rank)
+        old.check_leaves()
+        held: ShardedTree = carried(new, old, self._refit_group, "params")
+        return held
+
+    def _carried_opt_state(
+        self, state: State, past: PreparedUpdate, params: ShardedTree, prepared: PreparedUpdate
+    ) -> Any:
+        """The optimizer's state for new params, with the elements that the state has of it.
+
+        Args:
+            past: the update that the state is of; `prepared` is the new params'.
+        """
+        # First states of new leaves follow from the params as they are now
+        fresh = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
+        check_reported(self.unsharded.metrics, fresh)
+        new = ShardedOptState(fresh, StateHolding(params.sharding, prepared.plan))
+        assert state.sharding is not None
+        holding = StateHolding(state.sharding, past.plan)
+        old = ShardedOptState(past.fetched(state.opt_state), holding)
+        return carried(new, old, self._refit_group, "the optimizer's state").tree
+
+    @property
+    def _refit_group(self) -> Group:
+        """The ranks among which elements travel in `refit`."""
+        return labelled(self.options.axes.optimizer, "refit")
 
     def _agree_on_new(
         self,
@@ -386,6 +407,11 @@ def _without_values(layout: Layout) -> PyTree[Tensor]:
         for leaf in layout.leaves
     ]
     return layout.treedef.unflatten(leaves)
+
+
+def _trained_without_values(layout: Layout) -> PyTree[Tensor]:
+    """The same of trained leaves alone."""
+    return select(_without_values(layout), layout.trainable)
 
 
 def _parts_stay(rank: int) -> NotImplementedError:
