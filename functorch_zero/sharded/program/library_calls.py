@@ -25,10 +25,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class LibraryCalls:
-    """Those of one call of a program, on this rank.
+    """The library's calls in one call of a program, on this rank.
 
     Args:
-        meet: told before each call of the calls up to it, in steps that are looked at.
+        meet: given the calls up to each one before it begins, for ranks to compare; None: they
+            compare them at the end of the step alone.
 
     Attributes:
         made: so far, in words that are the same on all ranks.
@@ -49,19 +50,24 @@ class LibraryCalls:
 
     def begin(self, name: str, given: Sequence[Any]) -> None:
         """Note a call that is about to be made."""
-        numbers = []
+        words, trees = [name], []
         for argument in given:
             if isinstance(argument, LossCall):
                 loss = argument.counted
-                name += f" of {getattr(loss, '__qualname__', type(loss).__name__)}"
-                argument = argument.args
-            for node in optree.tree_leaves(argument, is_leaf=is_on_engine):
-                if isinstance(node, ShardedTree):
-                    # The same on all ranks; a tree's gradients have its number
-                    numbers.append(node.holding.number)
-        self.made.append(f"{name} at trees {numbers}")
+                words.append(f"of {getattr(loss, '__qualname__', type(loss).__name__)}")
+                trees.append(argument.args)
+            else:
+                trees.append(argument)
+        self.made.append(f"{' '.join(words)} at trees {_numbers_of(trees)}")
         if self._meet is not None:
             self._meet(self.made)
+
+
+def _numbers_of(trees: Any) -> list[int]:
+    """The numbers of the sharded trees in a tree, the same on all ranks; a tree's gradients have
+    its number."""
+    nodes = optree.tree_leaves(trees, is_leaf=is_on_engine)
+    return [node.holding.number for node in nodes if isinstance(node, ShardedTree)]
 
 
 # Those of the program that runs in this thread, outside of the library's calls

@@ -183,7 +183,7 @@ class PieceWatch:
     def running(self) -> Iterator[None]:
         """Watch the program that runs inside."""
         # Not in `start`: others read leaves inside of this, and a pause would end theirs
-        with reading_leaves(self.note):
+        with reading_leaves(self.note_read):
             self.start()
             try:
                 yield
@@ -201,7 +201,9 @@ class PieceWatch:
         """End, or pause. Operators are not slowed down then, and units may be compiled."""
         self._stack.close()
 
-    def note(self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]) -> None:
+    def note_read(
+        self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]
+    ) -> None:
         """Remember the extents of the leaves of a tree, or of a state, which somebody reads."""
         name = self._names.get(node, "a tree")
         # Later the program may have put in leaves of its own
@@ -264,11 +266,11 @@ class PieceWatch:
             if isinstance(arg, Transform):
                 given["optimizer"] = partial(description_of, arg)
             elif isinstance(arg, LossCall):
-                operands += self._told_of(arg.args).values()
+                operands += self._names_of(arg.args).values()
                 trees.append(arg.args)
                 given |= _named("buffers", _digests_of(arg.buffers))
             else:
-                operands += self._told_of(arg).values()
+                operands += self._names_of(arg).values()
                 trees.append(arg)
         given |= _named("whole leaves", self.own_whole_leaves(trees))
         self._operations.append(_Operation(name, operands, given=given))
@@ -284,7 +286,7 @@ class PieceWatch:
             if is_on_engine(node):
                 self._names.setdefault(node, f"tree {n} of {name}")
 
-    def _told_of(self, tree: Any) -> dict[int, str]:
+    def _names_of(self, tree: Any) -> dict[int, str]:
         """The names of the sharded trees and states in a tree, by their numbers among its leaves.
         One that the program has made by `tree_map` has those of its leaves."""
         told = {}
@@ -368,7 +370,7 @@ class PieceWatch:
         """Those on pieces so far, and the trees of the next value: plain data, the same on all
         ranks. Waits for numbers that are on a device."""
         told = [operation.told() for operation in self._operations]
-        for n, name in self._told_of(value).items():
+        for n, name in self._names_of(value).items():
             told.append(f"the return of {name} as tree {n} of the next value")
         return told
 
