@@ -128,7 +128,7 @@ def ask_changes(
     return Changes(known, asked, host(answers) if answers else {})
 
 
-def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
+def apart_from(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
     """The tree, with copies of tensors that lie in the params' storage, which a step overwrites: of
     a buffer that is a target network, say."""
     # Without leaves no storage need be looked up

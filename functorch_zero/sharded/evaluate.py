@@ -30,7 +30,7 @@ from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import average
-from .buffers import apart
+from .buffers import apart_from
 from .checks import check_batch, check_place, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
@@ -99,7 +99,7 @@ class ShardedEvalStep:
             metrics = self._means(found, batch, log, reading.device)
             reading.order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
-            return found._replace(rows=apart(found.rows, reading.flats)).with_rows(metrics)
+            return found._replace(rows=apart_from(found.rows, reading.flats)).with_rows(metrics)
 
     def _pass(self, reading: _Reading, log: list[str], *, look: bool) -> Pass:
         """A pass without a reduction: leaves bring no gradients, so units are used and freed."""

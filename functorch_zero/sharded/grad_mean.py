@@ -66,29 +66,29 @@ class LossSeed(NamedTuple):
 
 
 def loss_seed_of(
-    outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None
+    outcome: Outcome, layout: Layout, num_ranks: int, num_micro: int, scale: float | None
 ) -> LossSeed:
-    """The seed and scale of one of `count` micro-batches on one of `num_ranks` ranks; see Note
+    """The seed and scale of one of `num_micro` micro-batches on one of `num_ranks` ranks; see Note
     [seeds] and Note [overflow].
 
     `scale`: of the loss; None: it isn't scaled.
     """
     loss, weight = outcome.loss, outcome.weight
     # Weights are divided by their sum at the end, in `to_means`
-    share = 1 / (num_ranks * count) if weight is None else as_weight(weight)
-    first: Tensor | float  # the part of the share that the seed carries
-    factor: Tensor | float | None  # the rest, for packed gradients; None: 1
+    share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
+    carried: Tensor | float  # the part of the share that the seed carries
+    rest: Tensor | float | None  # for packed gradients; None: 1
     if _is_exact(loss.dtype, layout):
-        first, factor = share, None
+        carried, rest = share, None
     else:
         # A power of two rounds nothing; with a loss scale 1/N, see Note [overflow]
-        first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
+        carried = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
         # Of a power of two nothing is left, and gradients needn't be copied to be multiplied
-        factor = None if weight is None and share == first else share / first
+        rest = None if weight is None and share == carried else share / carried
     if scale is not None:
-        first = first * scale
-    seed = number_on(loss.device, first, loss.dtype)
-    return LossSeed(seed, GradScale(factor, weight))
+        carried = carried * scale
+    seed = number_on(loss.device, carried, loss.dtype)
+    return LossSeed(seed, GradScale(rest, weight))
 
 
 def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
@@ -131,8 +131,8 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
         total: the sum of the weights over ranks, 0-d; None: the seeds have divided already.
         scale: of the loss; None: it isn't scaled.
     """
-    # Where nothing has weight, gradients are 0 and stay 0
-    # In float64, since a half precision may not hold the total
+    # Where nothing has weight, gradients are 0 and stay 0. In float64, since a half precision may
+    # not hold the total.
     divisor = None if total is None else torch.where(total == 0, 1.0, total)
     for flat in reduced.values():
         if divisor is not None:

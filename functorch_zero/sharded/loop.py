@@ -127,7 +127,7 @@ def broadcast(
         # Ranks that differ in it would hang in the broadcasts, or mix up leaves
         agree(labelled(group, "broadcast/agreement"), {"source": source, "leaves": shapes})
         values = labelled(group, "broadcast/values")
-        return tree_map(lambda leaf: _from(source, leaf, values), tree)
+        return tree_map(lambda leaf: _broadcast_leaf(leaf, source, values), tree)
 
 
 def _check_has_values(path: str, leaf: Any, rank: int) -> None:
@@ -137,7 +137,7 @@ def _check_has_values(path: str, leaf: Any, rank: int) -> None:
         raise StructureError(explain(what, path=path, got=got, rank=rank))
 
 
-def _from(source: int, leaf: Tensor, group: Group) -> Tensor:
+def _broadcast_leaf(leaf: Tensor, source: int, group: Group) -> Tensor:
     """The source's values of a leaf, in a new tensor. One broadcast, of bytes: transports don't
     know every dtype."""
     new = leaf.detach().clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import report_of
 from .background import BackgroundTasks
-from .buffers import apart, check_synchronizable, synchronize
+from .buffers import apart_from, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
 from .nonfinite import refuse
 from .options import Options
@@ -232,7 +232,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     params, opt_state = state.params, state.opt_state
     # From here on the given state is used up: see Note [before the first write]
     if options.donate:
-        buffers = apart(buffers, run.flats)
+        buffers = apart_from(buffers, run.flats)
         run.sharding.donations.take(state.step)
         params = params.handed_on(run.flats)
     # This rank's pieces: views of what is held

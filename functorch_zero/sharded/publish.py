@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import optree
 import torch
@@ -61,22 +62,32 @@ def publish(
         if not bucket.trainable:
             continue
         if given is not None:
-            old_piece = own_piece(flat, bucket, piece_number)
-            piece = own_piece(new, bucket, piece_number)
-            own = [given[n] for n in bucket.leaves]
-            if any(update is None for update in own):
-                own = _zeros_for_none(own, cut(old_piece, bucket, piece_number))
-            # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
-            if len({update.dtype for update in own}) > 1:
-                own = [update.to(flat.dtype) for update in own]
-            update = flat_of_pieces(own, bucket, piece_number)  # (piece,)
-            # Rounded to the param's dtype before the sum, as the oracle does
-            torch.add(old_piece, update.to(flat.dtype), out=piece)
+            piece, out = (own_piece(x, bucket, piece_number) for x in (flat, new))
+            _add(piece, [given[n] for n in bucket.leaves], bucket, piece_number, out=out)
         # The all-gather runs while the next bucket is added
         if over := _published_along(bucket, axes):
             started.append(_Publishing(new, bucket, over, gather))
     _finish(started)
     return params.with_flats(made)
+
+
+def _add(
+    piece: Tensor,
+    updates: Sequence[Any],
+    bucket: Bucket,
+    piece_number: int,
+    *,
+    out: Tensor,
+) -> None:
+    """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each."""
+    if any(update is None for update in updates):
+        updates = _zeros_for_none(updates, cut(piece, bucket, piece_number))
+    # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
+    if len({update.dtype for update in updates}) > 1:
+        updates = [update.to(piece.dtype) for update in updates]
+    update = flat_of_pieces(updates, bucket, piece_number)  # (piece,)
+    # Rounded to the param's dtype before the sum, as the oracle does
+    torch.add(piece, update.to(piece.dtype), out=out)
 
 
 def copies_to_update(flats: Sequence[Tensor], layout: Layout, piece_number: int) -> list[Tensor]:

@@ -88,7 +88,7 @@ class PreparedUpdate:
         if self._split is not None and self.fuses(params):
             head, fused = self._split
             # (piece,) each, views of the params' own, to which a kernel writes
-            flats = _trained(params)
+            flats = _trained_flats(params)
             kernel = partial(self.across.fused, fused, params=flats, donate=donate)
             return None, self._update_fused(head, kernel, grads, state, params)
         updates, state = self._update(grads.tree, state, params.tree, self.across)
@@ -103,7 +103,7 @@ class PreparedUpdate:
         if self._split is None:
             return False
         _, fused = self._split
-        return self.across.fuses(fused, _trained(params))
+        return self.across.fuses(fused, _trained_flats(params))
 
     def _update_fused(
         self,
@@ -121,7 +121,7 @@ class PreparedUpdate:
         """
         # The kernel takes the gradients as they come
         if head is None:
-            return kernel(_trained(grads), state)
+            return kernel(_trained_flats(grads), state)
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
         updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
@@ -139,6 +139,6 @@ class PreparedUpdate:
         return stored(self._storage, state, old)
 
 
-def _trained(pieces: ShardedTree) -> list[Tensor]:
+def _trained_flats(pieces: ShardedTree) -> list[Tensor]:
     """The flats (piece,) of the trained buckets."""
     return [flat for flat in pieces.flats() if flat is not None]
