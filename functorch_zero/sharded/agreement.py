@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from ..errors import MismatchError
 from ..groups.checks import ranks_text
 from ..groups.protocol import Group
+from ..version import __version__
 from .words import exchange_data
 
 
@@ -34,6 +38,16 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
         f"{shortened(theirs)} on {ranks_text(like_other)} (this is rank {group.rank}). Remedy: "
         f"{_remedy(field)}"
     )
+
+
+def releases_and_ranks(group: Group) -> dict[str, Any]:
+    """The facts that come before all others: a difference in one of them causes others."""
+    return {
+        "functorch_zero": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": group.size,
+    }
 
 
 def first_unlike(values: Sequence[Any]) -> int:

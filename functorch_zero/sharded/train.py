@@ -4,7 +4,6 @@ it composes.
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import optree
@@ -40,8 +39,7 @@ from ..step.state import (
 )
 from ..step.train import TrainStep, check_trained, mark_trainable, optimizer_view
 from ..tree import PyTree, check_tensors, content_digests, named_leaves, paths, select
-from ..version import __version__
-from .agreement import agree
+from .agreement import agree, releases_and_ranks
 from .background import BackgroundTasks
 from .checks import check_batch, own_params, sharding_of
 from .deferred_values import DigestedFill
@@ -367,13 +365,7 @@ class ShardedTrainStep:
         of ranks gives another layout, too.
         """
         step, options = self.unsharded, self.options
-        # Causes: another release or number of ranks
-        facts: dict[str, Any] = {
-            "functorch_zero": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "ranks": self.group.size,
-        }
+        facts = releases_and_ranks(self.group)
         # The choices of `train_step` and `shard`
         facts |= {
             "level": options.levels.describe(),

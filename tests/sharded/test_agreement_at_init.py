@@ -171,7 +171,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: Any) -> str:
         with pytest.raises(MismatchError) as caught, monkeypatch.context() as context:
             context.setattr(
-                sys.modules["functorch_zero.sharded.train"], "__version__", f"0.{group.rank}"
+                sys.modules["functorch_zero.sharded.agreement"], "__version__", f"0.{group.rank}"
             )
             Given().init(group)
         return str(caught.value)

@@ -3,19 +3,15 @@ each step on its results."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
-
-import torch
 
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
 from ...tree import content_digests, paths
-from ...version import __version__
-from ..agreement import agree, first_difference, first_unlike, shortened
+from ..agreement import agree, first_difference, first_unlike, releases_and_ranks, shortened
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..options import Options
@@ -83,11 +79,8 @@ class ProgramAgreement:
     ) -> None:
         options = self._options
         # Plain data, and causes before their effects
-        facts: dict[str, Any] = {
-            "functorch_zero": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "ranks": options.group.size,
+        facts = releases_and_ranks(options.group)
+        facts |= {
             "level": options.levels.describe(),
             "options": options.describe(),
             "seed": seed,
