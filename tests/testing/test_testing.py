@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -727,8 +728,11 @@ def test_used_leaves_have_gradients(data: st.DataObject) -> None:
 @drawn(st.data())
 def test_drawn_steps_are_equal_on_ranks(data: st.DataObject) -> None:
     case, ranks = data.draw(strategies.modules()), data.draw(strategies.world_sizes())
+    # AdamW's own eps of 1e-8 makes round-off of gradients of that size visible in the update
+    adamw = partial(optim.adamw, strategies.LEARNING_RATE, eps=1e-4)
     optimizer = data.draw(
-        strategies.optimizers(["sgd, momentum", "adamw", "clip + lamb", "adafactor"])
+        st.just(strategies.NamedOptimizer("adamw", adamw))
+        | strategies.optimizers(["sgd, momentum", "clip + lamb", "adafactor"])
     )
     level, weighted = data.draw(st.integers(0, 3)), data.draw(st.booleans())
     drawn = data.draw(strategies.batches(case, ranks, weighted=weighted, max_steps=2))
