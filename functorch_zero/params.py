@@ -78,6 +78,12 @@ class OnEngine:
         `Extent`."""
         raise NotImplementedError
 
+    @property
+    def as_it_lies(self) -> Any:
+        """This rank's part of the tree, wherever it lies: what a storage has moved isn't
+        fetched."""
+        raise NotImplementedError
+
 
 def engine_of(*trees: Any) -> Engine | None:
     """The one engine of all trees that have one, or None: they are whole, on one process.

@@ -106,6 +106,12 @@ def tell_use(node: Any) -> None:
         user(node)
 
 
+def is_somebody_reading() -> bool:
+    """Whether leaves that are read in this thread are for somebody to compute with. This library's
+    own looks at trees and states are for nobody."""
+    return _READER.get() is not None
+
+
 def tell_reader(node: Any, leaves: Callable[[], Sequence[Any]]) -> None:
     """Tell the reader, if there is one, that the leaves of a tree or state are read."""
     reader = _READER.get()
@@ -302,6 +308,11 @@ class ShardedTree(OnEngine):
             self._known.remember(self._leaves())
         tell_reader(self, self._leaves)
         return self._tree
+
+    @property
+    def as_it_lies(self) -> PyTree[Tensor]:
+        """The same: no storage moves it."""
+        return self.tree
 
     @torch.no_grad()
     def _views(self, flat: Tensor, bucket: Bucket) -> Sequence[Tensor]:

@@ -65,6 +65,10 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     # A leaf of the state: nothing is inside
     if isinstance(state, Tensor) or optree.tree_is_leaf(state):
         return
+    # Reports are numbers, which are here wherever the rest of a state lies
+    if is_on_engine(state):
+        yield from _reporting(state.as_it_lies, path)
+        return
     children, _, entries, _ = optree.tree_flatten_one_level(state)
     # Of a NamedTuple optree gives indices; paths have its fields' names, as in checkpoint files
     fields = getattr(state, "_fields", None) if isinstance(state, tuple) else None

@@ -43,7 +43,7 @@ from .live_bytes import ValueNeeded, bytes_held
 from .program import BETWEEN, ImaginedProgram
 from .report import Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
-from .trace import Elsewhere, ImaginedStep
+from .trace import ImaginedStep
 
 
 def plan(
@@ -155,9 +155,6 @@ def plan(
         state_storage=state_storage,
         loss_scale=loss_scale,
     )
-    if options.state_storage is not None:
-        # A stand-in: the user's storage would be asked for real memory
-        options = replace(options, state_storage=Elsewhere())
     if program is not None:
         check_of_program(options)
         with _values_refused(journal):
@@ -232,6 +229,7 @@ def _plan_of_program(
         "gradients": imagined.reduced,
         "state": imagined.others,
         "buffers": 0,  # among the state
+        "stored": imagined.stored,
         "gathered": max(sample.gathered for sample in samples),
     }
     return Plan(

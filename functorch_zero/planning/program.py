@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import ShardedTree, reading_leaves
 from ..optim.base import Transform
 from ..params import is_on_engine
 from ..sharded.background import BackgroundTasks
@@ -29,6 +29,8 @@ from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.piece_watch import PieceWatch, unwatched
 from ..sharded.program.results import StepResults
 from ..sharded.program.step import ShardedProgramStep
+from ..sharded.storage import is_moved
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
@@ -36,6 +38,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
+from .trace import with_imagined_storage
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
@@ -54,16 +57,18 @@ class ImaginedProgram:
         level: 0 to 3; None where there are levels by leaf.
         held: bytes of the first value's trees that are held as params are.
         others: bytes of the rest of that value.
+        stored: of these, bytes that lie in the storage of optimizers' states.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
         self.watch, self._fake = MemoryWatch(options.group.journal, fake), fake
+        options = with_imagined_storage(options, self.watch.live)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
         self.level = self._step.level
-        self.held = self.others = 0
+        self.held = self.others = self.stored = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
         """Run one step, but with the order of units known, as from the second one on. Returns the
@@ -105,9 +110,12 @@ class ImaginedProgram:
         """Give each tensor that is held between steps its kind, before anything is counted."""
         held, others = held_and_others(value)
         self.held, self.others = bytes_held(held), bytes_held(others)
+        elsewhere = _stored_in(value)
+        self.stored = bytes_held(elsewhere)
         live = self.watch.live
         live.adopt(_tensors(given), None)
         live.adopt(others, "state")
+        live.adopt(elsewhere, None)
         live.adopt(held, "params")
 
 
@@ -150,6 +158,7 @@ class _AnnouncedEngine:
         # The rest of an `Engine`, as it is
         self.dot, self.unshard = engine.dot, engine.unshard
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
+        self.stored = engine.stored
 
     @property
     def donation(self) -> Donation | None:
@@ -186,22 +195,28 @@ class _AnnouncedEngine:
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
-    ) -> tuple[ShardedTree, Any]:
+    ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
         found, after = self._engine.update(transform, updates, state, params)
-        self._watch.live.adopt(_tensors(after), "state")
+        self._adopt_state(after)
         self._watch.enter(BETWEEN)
         return found, after
 
     def apply(
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
-    ) -> tuple[ShardedTree, Any]:
+    ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
         new, after = self._engine.apply(transform, grads, state, params)
         self._watch.live.adopt(new.flats(), "params")
-        self._watch.live.adopt(_tensors(after), "state")
+        self._adopt_state(after)
         self._watch.enter(BETWEEN)
         return new, after
+
+    def _adopt_state(self, state: ShardedOptState) -> None:
+        # No read of the program's
+        with reading_leaves(None):
+            self._watch.live.adopt(_tensors(state), "state")
+            self._watch.live.adopt(_stored_in(state), None)
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
@@ -221,6 +236,15 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
         else:
             others += _tensors(node)
     return held, others
+
+
+def _stored_in(value: Any) -> list[Tensor]:
+    """The tensors of a value's optimizer states that lie in a storage."""
+    found: list[Tensor] = []
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+        if isinstance(node, ShardedOptState) and node.holding.fetched is not None:
+            found += filter(is_moved, optree.tree_leaves(node))
+    return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:

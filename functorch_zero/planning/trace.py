@@ -32,11 +32,12 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
+from ..sharded.storage import is_moved
 from ..sharded.update import PreparedUpdate
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
-from .live_bytes import uncompiled
+from .live_bytes import LiveBytes, uncompiled
 from .watch import MemoryWatch, with_numbers
 
 
@@ -70,7 +71,7 @@ class ImaginedStep:
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
-        self._options = options
+        self._options = with_imagined_storage(options, self.live)
         self._layout, self._pass_layout = layout, pass_layout
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
@@ -123,8 +124,7 @@ class ImaginedStep:
         if self._options.state_storage is None:
             return []
         leaves = optree.tree_leaves(state.opt_state)
-        # 0-d tensors stay on the device, or the host
-        return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
+        return [x for x in leaves if is_moved(x)]
 
     # The phases, in order
 
@@ -180,12 +180,25 @@ class ImaginedStep:
 class Elsewhere:
     """Storage for state without values, which no device takes."""
 
+    def __init__(self, live: LiveBytes):
+        self._live = live
+
     def fetch(self, stored: Tensor) -> Tensor:
         return stored.clone()
 
     def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
         # Storage that is there already is written over
-        return torch.empty_like(tensor) if into is None else into
+        if into is not None:
+            return into
+        with self._live.paused():  # it takes nothing of the memory that is watched
+            return torch.empty_like(tensor)
+
+
+def with_imagined_storage(options: Options, live: LiveBytes) -> Options:
+    """The same with a stand-in for the user's storage, which would be asked for real memory."""
+    if options.state_storage is None:
+        return options
+    return replace(options, state_storage=Elsewhere(live))
 
 
 class _Announced:

@@ -109,8 +109,9 @@ def shard(
             `State.parts`. None: gradients are summed as they are.
         gather: the representation in which pieces of params travel, an object with the methods of
             `runtime.unshard.Gather`. None: pieces travel as they are.
-        state_storage: the place of the optimizer's state between steps, an object with the methods
-            of `sharded.storage.StateStorage`. None: it lies beside the params.
+        state_storage: the place of the optimizer's state between steps, of a program's optimizers
+            between their updates: an object with the methods of `sharded.storage.StateStorage`.
+            None: it lies beside the params.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. With k micro-batches: level 2 k + 1, level 3 at most

@@ -271,16 +271,11 @@ def check_state_storage(value: Any) -> StateStorage | None:
 
 def check_of_program(options: Options) -> None:
     """Raise if a program is given an option that it has no place for."""
-    remedy = "Remedy: leave it out, or write the program as a train_step"
     if options.reduction.keeps:
         raise NotImplementedError(
             f"reduction={type(options.reduction).__name__} keeps tensors between steps, and a "
-            f"program's state has no place for them. {remedy}"
-        )
-    if options.state_storage is not None:
-        raise NotImplementedError(
-            "state_storage is for a training step's optimizer, and a program's optimizers are its "
-            f"own. {remedy}"
+            "program's state has no place for them. Remedy: leave it out, or write the program as "
+            "a train_step"
         )
     if options.sync_buffers == "local":
         raise ValueError(

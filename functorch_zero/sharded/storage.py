@@ -78,10 +78,15 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
     return treedef.unflatten([_in(homes, leaf) for leaf in leaves])
 
 
+def is_moved(leaf: Any) -> bool:
+    """Whether a leaf of a state lies in the storage: single numbers stay, and what is no tensor."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
 def _home(leaf: Any) -> Tensor | None:
     """The tensor that is moved with a leaf: the flat that it is a view of, or itself. None: the
-    leaf stays, being a single number or no tensor."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    leaf stays."""
+    if not is_moved(leaf):
         return None
     # A view of anything but a flat of its own dtype moves alone
     base = base_of(leaf)

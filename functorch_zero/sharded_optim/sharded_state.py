@@ -3,8 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import optree
 from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError
 from ..layout.extent import Extent
-from ..layout.sharded_tree import is_in_a_loss, tell_reader, tell_use
+from ..layout.sharded_tree import is_in_a_loss, is_somebody_reading, tell_reader, tell_use
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
 from ..tree import outline
@@ -28,11 +28,18 @@ class StateHolding:
         sharding: how the params are cut that the state follows, and which rank's part this is.
         plan: which leaves of the state follow a param, and which have an owner.
         engine: answers for the state on its ranks. Not compared, and not pickled.
+        fetched: of a state that lies in a storage, copies its tree to a place beside the params.
+            None: it lies beside them. Not compared, and not pickled.
     """
 
     sharding: Sharding
     plan: StatePlan = field(repr=False)
     engine: Engine | None = field(default=None, compare=False, repr=False)
+    fetched: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+
+    def lying(self, fetched: Callable[[Any], Any] | None) -> StateHolding:
+        """The same of leaves that lie in another place."""
+        return self if fetched is self.fetched else replace(self, fetched=fetched)
 
     def extents(self) -> list[Extent | None]:
         """Per leaf of the state, the part of it that is here; None: all ranks have the same."""
@@ -74,12 +81,31 @@ class ShardedOptState(OnEngine):
 
     @property
     def tree(self) -> Any:
-        """This rank's part of the state.
+        """This rank's part of the state: beside the params for whoever computes with it, and as it
+        lies for this library's own looks.
 
         Raises:
             StructureError: it is read inside of a loss.
             DonatedError: a step has taken its storage.
         """
+        tree = self.beside if is_somebody_reading() else self._checked()
+        tell_reader(self, lambda: optree.tree_leaves(tree))
+        return tree
+
+    @property
+    def as_it_lies(self) -> Any:
+        tree = self._checked()
+        tell_reader(self, lambda: optree.tree_leaves(tree))
+        return tree
+
+    @property
+    def beside(self) -> Any:
+        """This rank's part of the state beside the params, for an update; nobody is told."""
+        tree, fetched = self._checked(), self.holding.fetched
+        return tree if fetched is None else fetched(tree)
+
+    def _checked(self) -> Any:
+        """The state as it lies, if it may be read."""
         # As of a sharded tree: a loss of one rank's pieces would silently be another one
         if is_in_a_loss():
             raise StructureError(
@@ -94,13 +120,20 @@ class ShardedOptState(OnEngine):
                 "now. Remedy: use the state that the step returned, keep a copy with "
                 "tree_map(torch.clone, state), or shard with donate=False"
             )
-        tell_reader(self, lambda: optree.tree_leaves(self._tree))
         return self._tree
+
+    def holding_of(self, tree: Any) -> StateHolding:
+        """That of this tree of leaves, which `tree` has given: copies lie beside the params."""
+        return self.holding if tree is self._tree else self.holding.lying(None)
 
     def handed_on(self, tree: Any) -> ShardedOptState:
         """The next state, which has been written over this one's tensors; this node is used up."""
-        self._tree, self.is_used_up = None, True
+        self.use_up()
         return ShardedOptState(tree, self.holding)
+
+    def use_up(self) -> None:
+        """Forget the tensors, which another state holds from now on."""
+        self._tree, self.is_used_up = None, True
 
     @property
     def engine(self) -> Engine:
@@ -138,7 +171,8 @@ class ShardedOptState(OnEngine):
 
     def _replace(self, **changes: Any) -> ShardedOptState:
         """Of a NamedTuple: the state with other fields."""
-        return ShardedOptState(self.tree._replace(**changes), self.holding)
+        tree = self.tree
+        return ShardedOptState(tree._replace(**changes), self.holding_of(tree))
 
     def _asdict(self) -> dict[str, Any]:
         """Of a NamedTuple: its fields by name."""
@@ -146,7 +180,8 @@ class ShardedOptState(OnEngine):
         return fields
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedOptState, (self.tree, self.holding)
+        tree = self.tree
+        return ShardedOptState, (tree, self.holding_of(tree))
 
     def __repr__(self) -> str:
         if self.is_used_up:
@@ -156,7 +191,8 @@ class ShardedOptState(OnEngine):
 
 def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:
     # One child, under no name: paths are those of the state itself
-    return [node.tree], node.holding, ("",)
+    tree = node.tree
+    return [tree], node.holding_of(tree), ("",)
 
 
 def _unflatten(holding: StateHolding, children: Any) -> ShardedOptState:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -22,7 +24,7 @@ from functorch_zero.params import is_on_engine
 from functorch_zero.planning.program import held_and_others
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
-from tests.sharded.test_seams import ROUNDED
+from tests.sharded.test_seams import ROUNDED, OnDisk
 from tests.tiers import tiers
 
 
@@ -124,19 +126,33 @@ def trees() -> tuple[Any, Any]:
     return made, tree_map(lambda p: (2 * p).detach().requires_grad_(), made)
 
 
-def measured_peaks(levels: list[int], donate: bool) -> list[int]:
+class Numpy:
+    """Keeps the state in numpy's memory, which torch's allocator doesn't count."""
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        return stored.clone()
+
+    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        if into is None:
+            into = torch.from_numpy(np.empty(tensor.shape, dtype=np.float32))
+        return into.copy_(tensor)
+
+
+def measured_peaks(levels: list[int], donate: bool, storage: Any = None) -> list[int]:
     """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
     torch.set_num_threads(1)
-    return [measured_peak(level, donate) for level in levels]
+    return [measured_peak(level, donate, storage) for level in levels]
 
 
-def measured_peak(level: int, donate: bool) -> int:
-    step = fz.shard(BOTH, level=level, donate=donate)
+def measured_peak(level: int, donate: bool, storage: Any) -> int:
+    step = fz.shard(BOTH, level=level, donate=donate, state_storage=storage)
     state = step.init(*trees())
     batch = torch.randn(64, WIDTH)
     for _ in range(2):
         state, _ = step(state, batch)
     before, peaks = held(state.value), []
+    if storage is not None:
+        before -= held([x for x in optree.tree_leaves(state.value[2:]) if x.dim()])
     for _ in range(6):  # gloo's threads may hold tensors a little longer than the step does
         gc.collect()
         events: list[int] = []
@@ -157,6 +173,30 @@ def test_the_peak_is_that_of_a_run_on_real_ranks(levels: list[int], donate: bool
         made = plan(trees(), BOTH, level=level, ranks=2, batch=batch, donate=donate)
         # At level 2 a step that donates saves 5%
         assert made.peak.total == pytest.approx(most, rel=0.02), level
+
+
+@pytest.mark.parametrize("donate", tiers([True], [False]))
+def test_the_peak_with_state_elsewhere(donate: bool) -> None:
+    levels, options = [1, 3], {"donate": donate, "state_storage": Numpy()}
+    found = fz.launch(measured_peaks, 2, levels, *options.values(), timeout=100)[0]
+    batch = torch.empty(64, WIDTH)
+    for level, most in zip(levels, found, strict=True):
+        made = plan(trees(), BOTH, level=level, ranks=2, batch=batch, **options)
+        assert made.peak.total == pytest.approx(most, rel=0.02), level
+
+
+def test_state_elsewhere_is_told_apart() -> None:
+    """To the byte, and without a call of the user's storage."""
+    options = {"level": 1, "ranks": 2, "batch": torch.empty(64, WIDTH)}
+    plain = plan(trees(), BOTH, **options)
+    made = plan(trees(), BOTH, **options, state_storage=OnDisk(Path("nowhere")))
+    value = fz.shard(BOTH, level=1, group=CountingGroup(2)).init(*trees()).value
+    flats = [x for x in optree.tree_leaves(value[2]) if x.dim()]
+    assert made.stored == held(flats) > 0 == plain.stored
+    assert made.state == plain.state and made.collectives == plain.collectives
+    for one, other in zip(plain.samples[:1], made.samples[:1], strict=True):
+        assert one.state - other.state == made.stored
+    assert made.peak.total < plain.peak.total
 
 
 # What a program may ask

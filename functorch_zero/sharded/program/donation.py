@@ -12,6 +12,7 @@ from ...layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
 from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
 from ...tree import storages
+from ..storage import is_moved
 
 
 class Donation:
@@ -60,7 +61,9 @@ class Donation:
             yield
 
     def _note_read(self, node: Any, leaves: Sequence[Any]) -> None:
-        self._read.add(id(node))
+        # Of a state in a storage the program has copies
+        if not _is_in_storage(node):
+            self._read.add(id(node))
 
     def _note_use(self, node: Any) -> None:
         if id(node) in self._updated:
@@ -103,6 +106,10 @@ class Donation:
             return all(written.isdisjoint(_storages_of(other)) for other in others)
 
 
+def _is_in_storage(node: Any) -> bool:
+    return isinstance(node, ShardedOptState) and node.holding.fetched is not None
+
+
 def _is_used_up(node: Any) -> bool:
     return is_on_engine(node) and node.is_used_up
 
@@ -111,6 +118,8 @@ def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
     """The storages of a node that an update would write to."""
     if isinstance(node, ShardedTree):
         return _storages_of(node)
+    if _is_in_storage(node):
+        return storages([leaf for leaf in optree.tree_leaves(node.tree) if is_moved(leaf)])
     # An update makes a new count and a new rate. States of one optimizer may share the old ones.
     rows = zip(optree.tree_leaves(node.tree), node.holding.plan.leaves, strict=True)
     return storages([leaf for leaf, planned in rows if planned.kind == "follows"])

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,7 @@ from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
 from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
+from ..storage import fetched, stored
 from ..update import PreparedUpdate
 from .donation import Donation
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
@@ -60,6 +62,9 @@ class ShardedEngine:
 
     def __init__(self, options: Options):
         self.options = options
+        storage = options.state_storage
+        # One object: by it the engine knows states that lie in its storage
+        self._fetched = None if storage is None else partial(fetched, storage)
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
@@ -136,13 +141,31 @@ class ShardedEngine:
         made = transform.init_fn(view.tree, self._across_of(layout))
         plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-        return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
+        return self.stored(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
+
+    def stored(self, tree: Any, holding: StateHolding, old: Any = None) -> ShardedOptState:
+        """An optimizer's state where it lies between updates.
+
+        Args:
+            tree: this rank's part, beside the params.
+            holding: of the state before, wherever that lies.
+            old: the tree of a state in this storage that is used up: written over.
+        """
+        tree = stored(self.options.state_storage, tree, old)
+        return ShardedOptState(tree, holding.lying(self._fetched))
+
+    def _stored_over(self, state: ShardedOptState, tree: Any) -> ShardedOptState:
+        """The next state, over the tensors of this one, which is used up."""
+        is_here = state.holding.fetched is self._fetched
+        made = self.stored(tree, state.holding, state.as_it_lies if is_here else None)
+        state.use_up()
+        return made
 
     @compared
     @noted
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
-    ) -> tuple[ShardedTree, Any]:
+    ) -> tuple[ShardedTree, ShardedOptState]:
         """The updates, in pieces, and the next state. Collectives: those that the transform asks
         for.
 
@@ -153,20 +176,30 @@ class ShardedEngine:
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad(), unwatched():
             prepared = self._prepared(transform, updates, state, params)
-            view = params.pieces()
-            across = prepared.across
-            new, after = transform.update_fn(updates.tree, state.tree, view.tree, across)
-            # The caller may write to these trees later; a state must not follow
-            after = across.keep(after, new, updates.tree, view.tree)
-            same_structure(view.tree, new, what="the optimizer's updates")
-            same_structure(state.tree, after, what="the optimizer's next state")
-            return ShardedTree(new, updates.holding), ShardedOptState(after, state.holding)
+            new, after = self._updated(prepared, updates, state, params)
+            return new, self.stored(after, state.holding)
+
+    def _updated(
+        self,
+        prepared: PreparedUpdate,
+        updates: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+    ) -> tuple[ShardedTree, Any]:
+        """The updates, in pieces, and the next state's tree, beside the params."""
+        before, view, across = state.beside, params.pieces(), prepared.across
+        new, after = prepared.optimizer.update_fn(updates.tree, before, view.tree, across)
+        # The caller may write to these trees later; a state must not follow
+        after = across.keep(after, new, updates.tree, view.tree)
+        same_structure(view.tree, new, what="the optimizer's updates")
+        same_structure(before, after, what="the optimizer's next state")
+        return ShardedTree(new, updates.holding), after
 
     @compared
     @noted
     def apply(
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
-    ) -> tuple[ShardedTree, Any]:
+    ) -> tuple[ShardedTree, ShardedOptState]:
         """The next params, held as params are, and the next state: by the transform's fused kernel,
         where it has one. Collectives: those that the transform asks for, and those of `publish`.
 
@@ -190,19 +223,20 @@ class ShardedEngine:
         grads: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
-    ) -> tuple[ShardedTree, Any]:
+    ) -> tuple[ShardedTree, ShardedOptState]:
         """The next params and state; those given stay as they are."""
         if not prepared.fuses(params.pieces()):
-            updates, after = self.update(prepared.optimizer, grads, state, params)
+            updates, tree = self._updated(prepared, grads, state, params)
+            after = self.stored(tree, state.holding)
             return self.apply_updates(params, updates), after
         axes = self.options.axes
         # The kernel writes to these, and no argument is written to
         flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
         pieces = pieces_of(flats, params.holding)
-        _, tree = prepared.update(grads, state.tree, pieces, donate=False)
+        _, tree = prepared.update(grads, state.beside, pieces, donate=False)
+        after = self.stored(tree, state.holding)
         new = publish(params, flats, None, axes, self.options.gather, donate=True)
-        new = new.as_read_only(params.is_read_only)
-        return new, ShardedOptState(tree, state.holding)
+        return new.as_read_only(params.is_read_only), after
 
     def _apply_in_place(
         self,
@@ -210,16 +244,21 @@ class ShardedEngine:
         grads: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
-    ) -> tuple[ShardedTree, Any]:
-        """The same for params that are used up, and, where a kernel runs, a state that is."""
+    ) -> tuple[ShardedTree, ShardedOptState]:
+        """The same for params that are used up, and a state that is, where a kernel runs or a
+        storage holds it."""
         flats, read_only = params.flats(to_write=True), params.is_read_only
         pieces = pieces_of(flats, params.holding)
         if prepared.fuses(pieces):
-            updates, tree = prepared.update(grads, state.tree, pieces, donate=True)
-            after = state.handed_on(tree)
+            updates, tree = prepared.update(grads, state.beside, pieces, donate=True)
+            after = self._stored_over(state, tree)
         else:
-            found, after = self.update(prepared.optimizer, grads, state, params)
+            found, tree = self._updated(prepared, grads, state, params)
             updates = found.tree
+            in_storage = state.holding.fetched is not None
+            after = (
+                self._stored_over(state, tree) if in_storage else self.stored(tree, state.holding)
+            )
         axes, gather = self.options.axes, self.options.gather
         new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
         return new.as_read_only(read_only), after
@@ -292,7 +331,7 @@ class ShardedEngine:
         with sharing_failures(*groups, call="unshard", settles=settles), torch.no_grad():
             if isinstance(tree, ShardedOptState):
                 layout, plan = tree.holding.sharding.layout, tree.holding.plan
-                return all_gather_state(tree.tree, plan, layout, axes.optimizer)
+                return all_gather_state(tree.beside, plan, layout, axes.optimizer)
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
@@ -426,7 +465,7 @@ class ShardedEngine:
         layout = params.sharding.layout
         known = self._updates.setdefault(transform, {})
         if id(layout) not in known:
-            # Trees have many owners, so nothing is donated; states lie where their owner has them
+            # Trees have many owners, so nothing is donated. The engine itself moves states.
             options = replace(self.options, donate=False, reduction=SUMMED, state_storage=None)
             known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
         known[id(layout)].check_state(state.tree, axes.world.rank, what="the optimizer's state")

@@ -8,7 +8,7 @@ that all ranks have done the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,12 +24,13 @@ from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
 from ...layout.layout import Cut, Layout
-from ...layout.sharded_tree import hold
+from ...layout.sharded_tree import hold, reading_leaves
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...model.untouched import is_looked_at
 from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...shared_elements import check_apart
 from ...step.loss import Metrics
 from ...step.program_step import (
@@ -59,6 +60,7 @@ from .results import StepResults
 from .value import (
     ValueStructure,
     as_marked,
+    beside_params,
     check_fits,
     device_of_value,
     marked_like,
@@ -73,6 +75,10 @@ class ProgramEngine(Engine, Protocol):
 
     orders: PrefetchOrders  # in which passes have gathered units
     donation: Donation | None  # of the step that runs
+
+    def stored(self, tree: Any, holding: StateHolding) -> ShardedOptState:
+        """An optimizer's state where it lies between updates; `tree` lies beside the params."""
+        ...
 
 
 class ShardedProgramStep:
@@ -187,7 +193,21 @@ class ShardedProgramStep:
         with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
-        return State.first(as_marked(value), seed, sharding=self._sharding(layouts))
+        value = self._stored(as_marked(value))
+        return State.first(value, seed, sharding=self._sharding(layouts))
+
+    def _stored(self, value: Any) -> Any:
+        """A value whose optimizers' states lie in the storage, if there is one: also those that the
+        program has made by `tree_map`."""
+
+        def stored(node: Any) -> Any:
+            if not isinstance(node, ShardedOptState) or node.holding.fetched is not None:
+                return node
+            return self.engine.stored(node.tree, node.holding)
+
+        if self.options.state_storage is None:
+            return value
+        return tree_map(stored, value, is_leaf=is_on_engine)
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -208,7 +228,9 @@ class ShardedProgramStep:
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
             fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
-            value = carried(fresh.value, state.value, group, "the value")
+            # Elements travel beside the params
+            new, old = beside_params(fresh.value), beside_params(state.value)
+            value = self._stored(carried(new, old, group, "the value"))
             # A refit that fails changes nothing
             self._note_structure(fresh)
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
@@ -271,7 +293,8 @@ class ShardedProgramStep:
             if donation is not None:
                 self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
                 self._needed |= donation.needed
-            return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
+            value = self._marked(state, self._stored(new))
+            return state.replace(step=state.step + 1, value=value), metrics
 
     def _looks_at_next_call(self) -> bool:
         """Whether the call of this step that begins is looked at. Ranks count calls alike, whatever
@@ -290,7 +313,8 @@ class ShardedProgramStep:
         """The program's result, and when donating, what the step has written over. Then the value
         is updated in place where it may be."""
         if not self.options.donate:
-            return self.unsharded.program(value, *args), None
+            with self._fetching():
+                return self.unsharded.program(value, *args), None
         number = int(state.step)
         donation = Donation(
             value,
@@ -300,7 +324,7 @@ class ShardedProgramStep:
         )
         self.engine.donation = donation
         try:
-            with donation.running():
+            with donation.running(), self._fetching():
                 result = self.unsharded.program(value, *args)
                 donation.note_result(result)
         finally:
@@ -309,6 +333,11 @@ class ShardedProgramStep:
                 assert state.sharding is not None
                 state.sharding.donations.take(state.step)
         return result, donation
+
+    def _fetching(self) -> AbstractContextManager[None]:
+        """Fetch optimizers' states that the program reads inside."""
+        in_storage = self.options.state_storage is not None
+        return reading_leaves(lambda node, leaves: None) if in_storage else nullcontext()
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
@@ -348,7 +377,7 @@ class ShardedProgramStep:
             )
         structure = self._structures[-1]
         with torch.no_grad():
-            value = structure.part_of(state.value)
+            value = self._stored(structure.part_of(state.value))
         return State(
             step=state.step.clone(),
             value=value,

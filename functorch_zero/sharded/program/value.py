@@ -105,6 +105,17 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
+def beside_params(value: Any) -> Any:
+    """A value whose optimizers' states lie beside the params: copies of those in a storage."""
+
+    def beside(node: Any) -> Any:
+        if not isinstance(node, ShardedOptState):
+            return node
+        return ShardedOptState(node.beside, node.holding.lying(None))
+
+    return tree_map(beside, value, is_leaf=is_on_engine)
+
+
 def whole_value(value: Any) -> Any:
     """A value as a whole state has it: copies. Collectives: those of `fz.unshard`."""
 
@@ -199,7 +210,7 @@ def _part_like(path: str, noted: Any, whole: Any) -> Any:
         like = _whole_like(noted)
         check_opt_state(like, whole, sharding.rank, what=f"the whole state's {path}")
         part = part_of_state(whole, plan, sharding.layout, sharding.piece_number)
-        return ShardedOptState(part, noted)
+        return ShardedOptState(part, noted.lying(None))
     if leaf_form(whole) != noted:
         raise _unlike(path, noted, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole

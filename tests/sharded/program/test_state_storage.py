@@ -1,0 +1,312 @@
+"""Programs whose optimizers' states lie elsewhere between updates: the same numbers to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import DonatedError
+from functorch_zero.groups import run_ranks
+from functorch_zero.optim.states import ScaleByLearningRateState
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.sharded.test_seams import OnDisk
+from tests.tiers import thinned
+
+EXACT = "bitwise"
+FIRST = {
+    "w": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_(),
+    "b": torch.randn(3, generator=torch.Generator().manual_seed(2)).requires_grad_(),
+    "frozen": torch.full((3,), 0.5),
+}
+BATCHES = [torch.randn(12, 5, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+OPTIMIZERS = {
+    "adamw": optim.adamw(0.1),  # a fused kernel
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
+    "lamb": optim.lamb(0.1),
+    "muon": optim.muon(0.01),  # owned by ranks
+    "adafactor": optim.adafactor(0.01),  # shapes of its own
+}
+adamw = OPTIMIZERS["adamw"]
+
+
+class Negated:
+    """Keeps other values than it is given, so that a state that isn't fetched gives others. It
+    notes what it moves."""
+
+    def __init__(self) -> None:
+        self.moved: Counter[str] = Counter()
+        self.held: list[Tensor] = []
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        assert any(stored is held for held in self.held)
+        self.moved["fetched"] += 1
+        return -stored
+
+    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        self.moved["new" if into is None else "over"] += 1
+        made = -tensor if into is None else into.copy_(-tensor)
+        self.held.append(made)
+        return made
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return ((x @ params["w"] + params["b"]) * params["frozen"]).square().mean()
+
+
+def program_of(optimizer: Any) -> Any:
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        return optimizer.apply(grads, state, params), {"loss": mean}
+
+    return fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+
+
+def own_part(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(group.size)[group.rank]
+
+
+def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
+    for x in batches:
+        state, _ = sharded(state, own_part(x, sharded.group))
+    return state
+
+
+def vectors(state: Any) -> list[Tensor]:
+    """The tensors of the value's optimizer states, where they lie."""
+    leaves = optree.tree_leaves(state.value[1])
+    return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_to_the_bit_as_beside_the_params(level: int, donate: bool, tmp_path: Path) -> None:
+    """Fetched and stored once per flat and step; files of used-up states are used again."""
+    step = program_of(adamw)
+
+    def run(group: Any) -> None:
+        disk, options = OnDisk(tmp_path), {"level": level, "group": group, "donate": donate}
+        plain = fz.shard(step, **options)
+        sharded = fz.shard(step, **options, state_storage=disk)
+        state = sharded.init(FIRST)
+        assert disk.moved == {"stored": 2, "mapped": 2} and all(map(disk.holds, vectors(state)))
+        later = train(sharded, state)
+        assert all(map(disk.holds, vectors(later)))
+        assert disk.moved["fetched"] == 2 * 6 and disk.moved["stored"] == 2 * 7
+        # The first step donates nothing
+        assert disk.moved["mapped"] == (2 * 2 if donate else 2 * 7)
+        expected = plain.unshard(train(plain, plain.init(FIRST)))
+        assert_equal_values(expected, sharded.unshard(later), grade=EXACT)
+        if not donate:
+            first = plain.unshard(plain.init(FIRST))
+            assert_equal_values(first, sharded.unshard(state), grade=EXACT)
+        assert "state_storage=OnDisk()" in str(fz.describe(sharded, later))
+        assert fz.describe(sharded, later).nbytes == fz.describe(plain, plain.init(FIRST)).nbytes
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", thinned([*OPTIMIZERS]))
+def test_states_of_every_kind(name: str, donate: bool) -> None:
+    step = program_of(OPTIMIZERS[name])
+
+    def run(group: Any) -> None:
+        storage, wholes = Negated(), []
+        for own in (None, storage):
+            sharded = fz.shard(step, level=3, group=group, donate=donate, state_storage=own)
+            wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
+        assert_equal_values(*wholes, grade=EXACT)
+        assert storage.moved["new"] and bool(storage.moved["over"]) == donate
+
+    run_ranks(run, 3)
+
+
+def reads(value: Any, x: Tensor) -> Any:
+    """A program that reads a field of its state, maps the state, puts a rate into it, and averages
+    old and new ones."""
+    params, state = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    update, state = adamw.update(grads, state, params)
+    update = tree_map(lambda u, m: u + 0.01 * m if m is not None else u, update, like(grads, state))
+    state = tree_map(lambda s: 0.9 * s if s.is_floating_point() else s, state)
+    state = optim.states.replace_states(
+        state, ScaleByLearningRateState, lambda s: s._replace(learning_rate=mean.double())
+    )
+    rate = optim.state_metrics(state)["learning_rate"]
+    return (fz.apply_updates(params, update), state), {"loss": mean, "rate": rate}
+
+
+def like(grads: Any, state: Any) -> Any:
+    """The first moments as a tree like the gradients."""
+    moments = state[0].mu
+    return optree.tree_map_with_path(lambda path, g: moments[path[-1]], grads)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_program_reads_its_state(level: int) -> None:
+    step = fz.program_step(reads, init=lambda params: (params, adamw.init(params)))
+
+    def run(group: Any) -> None:
+        wholes = []
+        for donate in (False, True):
+            for storage in (None, Negated()):
+                options = {"level": level, "group": group, "donate": donate}
+                sharded = fz.shard(step, **options, state_storage=storage)
+                wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
+        for whole in wholes[1:]:
+            assert_equal_values(wholes[0], whole, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> None:
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        count = state[0].count
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        params, state = adamw.apply(grads, state, params)
+        return (params, state), {"loss": mean, "count": count, **optim.state_metrics(state)}
+
+    step = fz.program_step(program, init=lambda params: (params, adamw.init(params)))
+
+    def run(group: Any) -> None:
+        storage = Negated()
+        sharded = fz.shard(step, level=1, group=group, donate=True, state_storage=storage)
+        state, _ = sharded(sharded.init(FIRST), own_part(BATCHES[0], group))
+        storage.moved.clear()
+        after, metrics = sharded(state, own_part(BATCHES[1], group))
+        # Two flats, for the field that is read and for the update
+        assert storage.moved == {"fetched": 2 * 2, "over": 2}
+        assert metrics["count"] == 1 and metrics["learning_rate"] == 0.1
+        with pytest.raises(DonatedError):
+            state.value[1].tree  # noqa: B018
+        assert set(optim.state_metrics(after.value[1])) == {"learning_rate"}
+
+    run_ranks(run, 2)
+
+
+def test_outside_of_a_step() -> None:
+    """A loop of the user's own goes on with a step's trees, and copies and pickles them."""
+    step = program_of(adamw)
+
+    def run(group: Any) -> None:
+        values = []
+        for storage in (None, Negated()):
+            sharded = fz.shard(step, level=3, group=group, state_storage=storage)
+            value = train(sharded, sharded.init(FIRST), BATCHES[:2]).value
+            params, state = copy.deepcopy(value) if storage is None else value
+            _, grads = fz.value_and_grad(loss)(params, own_part(BATCHES[2], group))
+            params, state = adamw.apply(grads, state, params)
+            values.append((fz.unshard(params), fz.unshard(state)))
+        assert_equal_values(*values, grade=EXACT)
+        # As it lies, like the state of a training step
+        assert state[0].mu["w"].eq(-state.beside[0].mu["w"]).all()
+        assert pickle.loads(pickle.dumps(state)).holding.fetched is None
+
+    run_ranks(run, 2)
+
+
+def test_a_copied_state_is_fetched() -> None:
+    def run(group: Any) -> None:
+        storage = Negated()
+        sharded = fz.shard(program_of(adamw), level=1, group=group, state_storage=storage)
+        state = sharded.init(FIRST)
+        mapped = tree_map(lambda x: x, state)
+        one, other = (sharded.unshard(train(sharded, s, BATCHES[:2])) for s in (state, mapped))
+        assert_equal_values(one, other, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_whole_and_back_and_refit() -> None:
+    both = optim.chain(optim.trace(0.5), optim.scale(-0.1))
+    step, other = program_of(adamw), program_of(optim.chain(optim.adamw(0.1), both))
+
+    def run(group: Any) -> None:
+        found = []
+        for storage in (None, Negated()):
+            options = {"level": 2, "group": group, "state_storage": storage}
+            sharded, refitted = fz.shard(step, **options), fz.shard(other, **options)
+            state = train(sharded, sharded.init(FIRST), BATCHES[:2])
+            again = sharded.shard_state(sharded.unshard(state))
+            found.append([sharded.unshard(train(sharded, again, BATCHES[2:4]))])
+            new = refitted.refit(again, FIRST)
+            found[-1] += [refitted.unshard(new)]
+            found[-1] += [refitted.unshard(train(refitted, new, BATCHES[2:4]))]
+        assert_equal_values(*found, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_checkpoint_is_the_same_and_is_loaded_into_the_storage(
+    donate: bool, tmp_path: Path
+) -> None:
+    step = program_of(adamw)
+
+    def save(group: Any) -> Any:
+        disk = OnDisk(tmp_path)
+        sharded = fz.shard(step, level=3, group=group, donate=donate, state_storage=disk)
+        state = train(sharded, sharded.init(FIRST), BATCHES[:3])
+        checkpoint.save(tmp_path / "saved", sharded, state)
+        return sharded.unshard(train(sharded, state, BATCHES[3:]))
+
+    def go_on(group: Any, storage: Any) -> Any:
+        sharded = fz.shard(step, level=2, group=group, donate=donate, state_storage=storage)
+        like = sharded.init(FIRST)
+        state = checkpoint.load(tmp_path / "saved", sharded, like=like).state
+        if donate and storage is not None:
+            # Into the files of `like`
+            assert all(map(storage.holds, vectors(state)))
+        return sharded.unshard(train(sharded, state, BATCHES[3:]))
+
+    class Copied(OnDisk):
+        """A storage that takes what a checkpoint was read into: memory of the host, say."""
+
+        def fetch(self, stored: Tensor) -> Tensor:
+            return stored.clone()
+
+    expected = run_ranks(save, 2)[0]
+    for make in (lambda: None, lambda: OnDisk(tmp_path) if donate else Copied(tmp_path)):
+        for whole in run_ranks(lambda group, make=make: go_on(group, make()), 2):
+            assert_equal_values(expected, whole, grade="reordered")
+
+
+def test_the_proof_takes_a_storage(tmp_path: Path) -> None:
+    args = program_of(OPTIMIZERS["lamb"]), FIRST, BATCHES[:2]
+    assert_sharded_equals_unsharded(*args, state_storage=OnDisk(tmp_path), ranks=(1,))
+
+
+def test_a_state_that_the_program_needs_later_stays() -> None:
+    """An average of the old and the new state."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, old = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        params, new = adamw.apply(grads, old, params)
+        state = tree_map(lambda o, n: 0.5 * (o + n) if n.is_floating_point() else n, old, new)
+        return (params, state), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, adamw.init(params)))
+
+    def run(group: Any) -> None:
+        storage, wholes = Negated(), []
+        for own in (None, storage):
+            sharded = fz.shard(step, level=1, group=group, donate=True, state_storage=own)
+            wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
+        assert_equal_values(*wholes, grade=EXACT)
+        assert not storage.moved["over"]
+
+    run_ranks(run, 2)
