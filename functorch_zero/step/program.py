@@ -7,7 +7,7 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -24,10 +24,12 @@ from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
+from ..shared_elements import check_apart
 from ..tree import PyTree, check_tensors, is_plain, paths, same_structure
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, as_metric
 from .micro_batches import check_accumulate
+from .program_step import copy_of
 from .rng import next_streams
 from .state import State, check_not_on_meta
 from .weight_reminder import WeightReminder
@@ -455,6 +457,58 @@ def pieces(params: Any) -> Any:
 
 
 _AS_THEY_ARE = "use the params as they are: their leaves are whole here"
+
+
+LeafForm = tuple[str, tuple[int, ...], torch.dtype, bool | None]  # path, shape, dtype, trained
+
+
+def copied_like(tree: PyTree[Tensor], like: PyTree[Tensor]) -> PyTree[Tensor]:
+    """`fz.shard_tree(tree, layout_like=like)` of whole trees: a copy, which fits `like`."""
+    check_tensors(tree, "the tree")
+    check_tensors(like, "layout_like")
+    check_apart(tree)
+    leaves: list[Tensor] = optree.tree_leaves(like)
+    # A whole copy that is read only doesn't say which of its leaves were trained
+    is_known = any(leaf.requires_grad for leaf in leaves)
+    forms: list[LeafForm] = []
+    for path, leaf in zip(paths(like), leaves, strict=True):
+        trained = leaf.requires_grad if is_known else None
+        forms.append((path, tuple(leaf.shape), leaf.dtype, trained))
+    check_like(tree, like, forms)
+    return tree_map(copy_of, tree)
+
+
+def check_like(
+    tree: PyTree[Tensor], structure: PyTree[Any], forms: Sequence[LeafForm], rank: int | None = None
+) -> bool:
+    """Raise unless a tree's leaves fit those of `layout_like`: in path, shape and dtype; and
+    trained where those are, unless none of the tree's is. Returns whether none is.
+
+    Args:
+        structure: any tree of that structure.
+        forms: of its leaves; trained None: nobody knows.
+        rank: for errors.
+    """
+    remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
+    same_structure(structure, tree, what="the tree", rank=rank, remedy=remedy)
+    leaves: list[Tensor] = optree.tree_leaves(tree)
+    read_only = not any(leaf.requires_grad for leaf in leaves)
+    for leaf, (path, shape, dtype, trained) in zip(leaves, forms, strict=True):
+        is_trained = trained if read_only or trained is None else leaf.requires_grad
+        got = tuple(leaf.shape), leaf.dtype, "trained" if is_trained else "frozen"
+        expected = shape, dtype, "trained" if trained else "frozen"
+        if got != expected:
+            raise StructureError(
+                explain(
+                    "a leaf can't be cut like that of layout_like",
+                    path=path,
+                    expected=expected,
+                    got=got,
+                    rank=rank,
+                    remedy=remedy,
+                )
+            )
+    return read_only
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:

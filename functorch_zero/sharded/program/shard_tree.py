@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import as_group, labelled
 from ...groups.mesh import axes_of
-from ...layout.layout import Layout
 from ...layout.levels import LevelRule, Levels
 from ...layout.sharded_tree import ShardedTree, hold
 from ...shared_elements import check_apart
-from ...tree import PyTree, check_tensors, content_digests, same_structure
+from ...step.program import check_like, copied_like
+from ...tree import PyTree, check_tensors, content_digests
 from ..agreement import agree
 from ..failures import sharing_failures
 from ..options import Options
@@ -30,8 +29,8 @@ def shard_tree(
     *,
     level: LevelRule | None = None,
     group: Any = None,
-    layout_like: ShardedTree | None = None,
-) -> ShardedTree:
+    layout_like: PyTree[Tensor] | None = None,
+) -> Any:
     """This rank's part of a whole tree that every rank passes: copies, which know how they are cut.
 
     `fz.value_and_grad`, `fz.apply_updates`, `fz.unshard`, and a transform's `init` and `update`
@@ -42,7 +41,8 @@ def shard_tree(
         level: as `shard` takes it.
         group: as `shard` takes it; trees that are used together lie on one.
         layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
-            and dtypes are the same. The same leaves are trained, unless none of `tree` is.
+            and dtypes are the same. The same leaves are trained, unless none of `tree` is. Like a
+            whole tree, the result is a whole copy: a program in one process goes on as on ranks.
 
     Collectives: one exchange, which compares layout, levels and values.
 
@@ -56,6 +56,8 @@ def shard_tree(
     """
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")
+    if layout_like is not None and not isinstance(layout_like, ShardedTree):
+        return copied_like(tree, layout_like)
     # That of `layout_like`, of the same ranks and options, so that the trees can be used together
     engine = _new_engine(level, group) if layout_like is None else layout_like.engine
     assert isinstance(engine, ShardedEngine)
@@ -67,7 +69,10 @@ def shard_tree(
             sharding, read_only = options.sharding(options.layout_of(tree)), False
         else:
             sharding = layout_like.sharding
-            read_only = _check_like(tree, sharding.layout)
+            leaves = sharding.layout.leaves
+            forms = [(leaf.path, leaf.shape, leaf.dtype, leaf.trainable) for leaf in leaves]
+            # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
+            read_only = check_like(tree, sharding.layout.trainable, forms, axes.world.rank)
         layout = sharding.layout
         # Each rank cuts its own copy, and no later collective would show that copies differ
         facts = {
@@ -90,27 +95,3 @@ def _new_engine(level: Any, group: Any) -> ShardedEngine:
         reshard_after_forward=True,
     )
     return ShardedEngine(options)
-
-
-def _check_like(tree: PyTree[Tensor], layout: Layout) -> bool:
-    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and trained
-    where those are, unless none of the tree's is. Returns whether none is."""
-    same_structure(layout.trainable, tree, what="the tree")
-    leaves = optree.tree_leaves(tree)
-    # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
-    read_only = not any(leaf.requires_grad for leaf in leaves)
-    for leaf, spec in zip(leaves, layout.leaves, strict=True):
-        trained = spec.trainable if read_only else leaf.requires_grad
-        got = tuple(leaf.shape), leaf.dtype, "trained" if trained else "frozen"
-        expected = spec.shape, spec.dtype, "trained" if spec.trainable else "frozen"
-        if got != expected:
-            raise StructureError(
-                explain(
-                    "a leaf can't be cut like that of layout_like",
-                    path=spec.path,
-                    expected=expected,
-                    got=got,
-                    remedy="cut it on its own, fz.shard_tree(tree, level=, group=)",
-                )
-            )
-    return read_only

@@ -27,7 +27,7 @@ from functorch_zero.errors import (
 )
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.sharded_tree import ShardedTree
-from functorch_zero.testing.equality import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 from tests.tiers import crossed, thinned, tiers
 
@@ -570,6 +570,58 @@ def test_trees_unlike_layout_like_are_refused(rank: int | None) -> None:
                 fz.shard_tree(given, layout_like=params)
 
     run_ranks(run, 2)
+
+
+def test_layout_like_of_a_whole_tree() -> None:
+    """A copy, trained as its tree is, after the same checks."""
+
+    def tree(dtype: torch.dtype = torch.float64, rows: int = 5, trained: bool = True) -> Any:
+        w = torch.ones(rows, 3, dtype=dtype)
+        return {"w": w.requires_grad_(trained), "b": torch.ones(3, dtype=dtype)}
+
+    like = tree()
+    for given in (tree(), tree(trained=False)):
+        copied = fz.shard_tree(given, layout_like=like)
+        assert_equal_values(given, copied, grade="bitwise")
+        for name in given:
+            assert copied[name].requires_grad == given[name].requires_grad
+            assert copied[name] is not given[name] and copied[name].is_leaf
+    # Of a read only copy nobody knows which leaves were trained
+    assert fz.shard_tree(tree(), layout_like=tree(trained=False))["w"].requires_grad
+    for other, story in (
+        (tree(dtype=torch.float32), r"layout_like: path b.*float64.*float32"),
+        (tree(rows=1), r"layout_like.*\(5, 3\).*\(1, 3\).*Remedy"),
+        ({"w": torch.ones(5, 3)}, r"the tree structure.*path b"),
+        (
+            {name: leaf.detach().requires_grad_() for name, leaf in tree().items()},
+            r"path b.*'frozen'.*'trained'",
+        ),
+    ):
+        with pytest.raises(StructureError, match=story):
+            fz.shard_tree(other, layout_like=like)
+    with pytest.raises(StructureError, match="must be tensors"):
+        fz.shard_tree(tree(), layout_like={"w": 1.0, "b": 2.0})
+
+
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+def test_a_program_cuts_a_tree_like_another_and_has_an_oracle(level: int) -> None:
+    """A teacher that begins in the first step as it is given, whole."""
+    teacher = {"w": torch.full((5, 3), 0.5, dtype=torch.float64)}
+
+    def program(value: Any, x: Tensor) -> Any:
+        net, average = value
+        fresh = fz.shard_tree(teacher, layout_like=net)
+        loss, grads = fz.value_and_grad(lambda p, t, x: (x @ (p["w"] - t["w"])).square().mean())(
+            net, fresh, x
+        )
+        net = fz.apply_updates(net, tree_map(lambda g: -0.1 * g, grads))
+        average = tree_map(lambda a, t, p: a + 0.1 * t + 0.1 * p, average, fresh, net)
+        return (net, average), {"loss": loss}
+
+    step = fz.program_step(program, init=lambda net: (net, tree_map(torch.clone, net)))
+    net = {"w": torch.ones(5, 3, dtype=torch.float64).requires_grad_()}
+    batches = [torch.randn(12, 5, dtype=torch.float64) for _ in range(2)]
+    assert_sharded_equals_unsharded(step, net, batches, levels=[level], ranks=[2])
 
 
 def test_ranks_that_differentiate_other_trees_are_told() -> None:
