@@ -79,6 +79,11 @@ class OnEngine:
         raise NotImplementedError
 
     @property
+    def told(self) -> str:
+        """How it is cut, in words for errors."""
+        raise NotImplementedError
+
+    @property
     def as_it_lies(self) -> Any:
         """This rank's part of the tree, wherever it lies: what a storage has moved isn't
         fetched."""

@@ -287,8 +287,8 @@ def same_structure(
     else:  # the same paths, through other containers
         # Names of leaves tell nothing here: a list in place of a tuple, say
         path, wanted, found = _other_container(expected, got)
-        story = f"in a {found.__name__} in place of a {wanted.__name__}"
-        if {wanted, found} == {Params, dict}:
+        story = f"in a {_told(found)} in place of a {_told(wanted)}"
+        if {type(wanted), type(found)} == {Params, dict}:
             remedy = (
                 "fz.Params(leaves, params.units) makes a dict Params again; tree_map keeps them"
             )
@@ -304,14 +304,21 @@ def same_structure(
     )
 
 
-def _other_container(expected: Any, got: Any, path: str = "") -> tuple[str, type, type]:
+def _told(container: Any) -> str:
+    """A container in words; a sharded one as it is cut, in which two may differ."""
+    if not is_on_engine(container):
+        return type(container).__name__
+    return f"{type(container).__name__} {container.told}"
+
+
+def _other_container(expected: Any, got: Any, path: str = "") -> tuple[str, Any, Any]:
     """The first path at which two trees of the same leaves have different containers, and these."""
     if type(expected) is type(got) and not optree.tree_is_leaf(expected):
         inside, theirs = optree.tree_flatten_one_level(expected), optree.tree_flatten_one_level(got)
         for a, b, entry in zip(inside[0], theirs[0], inside[2], strict=True):
             if optree.tree_structure(a) != optree.tree_structure(b):
                 return _other_container(a, b, f"{path}.{entry}".strip("."))
-    return path, type(expected), type(got)
+    return path, expected, got
 
 
 def _is_none(node: Any) -> bool:

@@ -292,7 +292,7 @@ CALLS = {
     "trees: params and gradients": Call(  # optree's error
         lambda: tree_map(lambda p, g: p - 0.1 * g, PIECES, GRADS),
         ValueError,
-        r"as params are held \(fz.pieces.params. gives them in pieces\), level 3.*"
+        r"as params are held \(fz.pieces.params. gives them in pieces\), cut as level 3.*"
         r"as gradients are \(fz.apply_updates adds them to params\)",
     ),
     "trees: a state of adamax, with the same leaves": Call(

@@ -16,6 +16,8 @@ of a param is a view of what its rank holds.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..precision import Dtypes
+from ..precision import Dtypes, short
 from ..tree import PyTree
 from .extent import Extent
 
@@ -284,6 +286,19 @@ class Layout:
         return tuple(cuts)
 
     @cached_property
+    def told(self) -> str:
+        """All in which layouts of equal paths may differ, in words for errors. Texts differ where
+        `leaf_cuts` do."""
+        levels = _by_value((f"level {leaf.cut.level}", leaf.path) for leaf in self.leaves)
+        dtypes = _by_value((short(leaf.dtype), leaf.path) for leaf in self.leaves)
+        trained = _by_value(
+            ("trained" if leaf.trainable else "frozen", leaf.path) for leaf in self.leaves
+        )
+        # Of shapes, units and places in them as well
+        number = zlib.crc32(repr(self.leaf_cuts).encode())
+        return f"{levels}; {dtypes}; {trained}; layout {number:08x}"
+
+    @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
@@ -322,3 +337,23 @@ class Layout:
             bucket = self.buckets[b]
             leaves[bucket.name] = [self.leaves[n].path for n in bucket.leaves]
         return {"modules": list(unit.modules), "leaves": leaves}
+
+
+def _by_value(rows: Iterable[tuple[str, str]], most: int = 3) -> str:
+    """The one value that all leaves have; else each value with its leaves: "level 3 (a, b) and
+    level 1 (c)".
+
+    Args:
+        rows: per leaf, a value and the path.
+        most: the leaves that are named for each value.
+    """
+    found: dict[str, list[str]] = {}
+    for value, path in rows:
+        found.setdefault(value, []).append(path or "(root)")
+    if len(found) <= 1:
+        return next(iter(found), "no leaves")
+    told = []
+    for value, names in found.items():
+        rest = [f"{len(names) - most} more"] if len(names) > most else []
+        told.append(f"{value} ({', '.join(names[:most] + rest)})")
+    return " and ".join(told)

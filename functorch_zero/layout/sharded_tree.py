@@ -168,12 +168,14 @@ class Holding:
         return self
 
     def __repr__(self) -> str:
-        # optree prints this where trees of both forms are given to one `tree_map`
+        # optree prints this where trees that don't fit are given to one `tree_map`
         remedy = {
             "held": "fz.pieces(params) gives them in pieces",
             "pieces": "fz.apply_updates adds them to params",
         }
-        return f"{_FORMS[self.form]} ({remedy[self.form]}), {self.sharding}"
+        cut = f"{self.sharding.told}{', read only' if self.read_only else ''}"
+        text = f"{_FORMS[self.form]} ({remedy[self.form]}), cut as {cut}"
+        return f"{text} (fz.shard_tree(tree, layout_like=params) cuts a tree as params are cut)"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
         """The bucket's leaves as views of its flat.
@@ -308,6 +310,11 @@ class ShardedTree(OnEngine):
             self._known.remember(self._leaves())
         tell_reader(self, self._leaves)
         return self._tree
+
+    @property
+    def told(self) -> str:
+        """The form, and how the tree is cut, in words for errors."""
+        return f"{_FORMS[self.holding.form]}, cut as {self.sharding.told}"
 
     @property
     def as_it_lies(self) -> PyTree[Tensor]:

@@ -106,6 +106,13 @@ class Sharding:
         ranks may share one."""
         return self.mesh[2]
 
+    @property
+    def told(self) -> str:
+        """All in which the shardings of trees with equal paths may differ, in words for errors."""
+        replicas, ranks, _ = self.mesh
+        mesh = f"{ranks}" if replicas == 1 else f"{replicas} replicas of {ranks}"
+        return f"{self.layout.told}; rank {self.rank} of {mesh}"
+
     def __str__(self) -> str:
         level = "several levels" if self.level is None else f"level {self.level}"
         return f"{level}, rank {self.rank}"

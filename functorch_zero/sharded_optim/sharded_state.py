@@ -93,6 +93,11 @@ class ShardedOptState(OnEngine):
         return tree
 
     @property
+    def told(self) -> str:
+        """How the params are cut that it follows, in words for errors."""
+        return f"of params cut as {self.holding.sharding.told}"
+
+    @property
     def as_it_lies(self) -> Any:
         tree = self._checked()
         tell_reader(self, lambda: optree.tree_leaves(tree))

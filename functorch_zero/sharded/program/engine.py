@@ -456,8 +456,9 @@ class ShardedEngine:
             raise StructureError(
                 explain(
                     "an optimizer was given a state that it has not made of these params",
-                    expected="the state of optimizer.init(params), or of its last update",
-                    got=state.holding.sharding if is_sharded else type(state).__name__,
+                    expected="the state of optimizer.init(params), or of its last update, cut as "
+                    f"{params.sharding.told}",
+                    got=state.holding.sharding.told if is_sharded else type(state).__name__,
                     rank=axes.world.rank,
                     remedy="keep each tree's optimizer state beside it",
                 )
@@ -478,9 +479,9 @@ class ShardedEngine:
         if not fits:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(
-                f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
-                "gradients that fz.value_and_grad gave of these params; params themselves as "
-                "fz.pieces(params)"
+                f"expected updates in pieces, cut as the params are: {params.sharding.told}; got "
+                f"{got}. Remedy: pass the gradients that fz.value_and_grad gave of these params; "
+                "params themselves as fz.pieces(params)"
             )
         tree.check_leaves(some=some)
 

@@ -434,8 +434,8 @@ class ShardedProgramStep:
         raise StructureError(
             explain(
                 "the state was sharded by another step, or for another level, group or rank",
-                expected=known[0],
-                got=state.sharding,
+                expected=known[0].told,
+                got=state.sharding.told,
                 rank=self.group.rank,
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )

@@ -572,6 +572,58 @@ def test_trees_unlike_layout_like_are_refused(rank: int | None) -> None:
     run_ranks(run, 2)
 
 
+def test_errors_tell_how_trees_are_cut_differently() -> None:
+    """optree prints both nodes' data, and the texts must differ."""
+
+    def tree(dtype: torch.dtype = torch.float64, frozen: str = "") -> Any:
+        made = {"w": torch.ones(5, 3, dtype=dtype), "b": torch.ones(3, dtype=dtype)}
+        return {name: leaf.requires_grad_(name != frozen) for name, leaf in made.items()}
+
+    def run(group: fz.Group) -> None:
+        level = {"": 3, "b": 1}
+        params = fz.shard_tree(tree(), level=level, group=group)
+        mesh = fz.HybridGroup(group, shard_size=1)
+        others = {
+            r"level 1 \(b\) and level 3 \(w\).*got.*cut as level 3;": fz.shard_tree(
+                tree(), level=3, group=group
+            ),
+            r"cut as level 1 \(b\).*float64.*got.*float32": fz.shard_tree(
+                tree(torch.float32), level=level, group=group
+            ),
+            r"trained;.*got.*frozen \(b\) and trained \(w\)": fz.shard_tree(
+                tree(frozen="b"), level=3, group=group
+            ),
+            r"rank . of 2 \(.*got.*rank . of 2 replicas of 1": fz.shard_tree(
+                tree(), level=level, group=mesh
+            ),
+            r"rank . of 2 \(.*got.*rank 0 of 1": fz.shard_tree(
+                tree(), level=level, group=fz.groups.SingleRank()
+            ),
+        }
+        for story, other in others.items():
+            with pytest.raises(ValueError, match=rf"{story}.*shard_tree\(tree, layout_like="):
+                tree_map(torch.add, params, other)
+        _, grads = fz.value_and_grad(square)(params)
+        with pytest.raises(StructureError, match=r"as the params are: level 3;.*got.*level 1"):
+            fz.apply_updates(fz.shard_tree(tree(), level=3, group=group), grads)
+
+    run_ranks(run, 2)
+
+
+def test_a_next_value_at_another_level_is_told_apart() -> None:
+    step = fz.program_step(lambda value: (value[::-1], {}), init=lambda one, two: (one, two))
+
+    def run(group: fz.Group) -> None:
+        net = {"w": torch.ones(5, 3).requires_grad_()}
+        sharded = fz.shard(step, level={"one": 3, "two": 1}, group=group)
+        state = sharded.init(net, net)
+        story = r"path 0,.*in a ShardedTree as params are held, cut as level 1;.*place of.*level 3"
+        with pytest.raises(StructureError, match=story):
+            sharded(state)
+
+    run_ranks(run, 2)
+
+
 def test_layout_like_of_a_whole_tree() -> None:
     """A copy, trained as its tree is, after the same checks."""
 
