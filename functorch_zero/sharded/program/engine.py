@@ -288,6 +288,10 @@ class ShardedEngine:
         with sharing_failures(*self.options.axes.groups, call="dot"), torch.no_grad():
             self._check_pieces(a, a)
             self._check_pieces(b, a)
+            # Of both, it is 0
+            if _is_of_no_updates(a) != _is_of_no_updates(b):
+                self._refuse_no_updates(a)
+                self._refuse_no_updates(b)
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
 
     @noted
@@ -450,6 +454,7 @@ class ShardedEngine:
         makes of params that are cut so, and updates are theirs."""
         self._check_held(params)
         self._check_pieces(updates, params)
+        self._refuse_no_updates(updates)
         axes = self.options.axes
         is_sharded = isinstance(state, ShardedOptState)
         if not is_sharded or not _follows(state, params):
@@ -483,7 +488,28 @@ class ShardedEngine:
                 f"{got}. Remedy: pass the gradients that fz.value_and_grad gave of these params; "
                 "params themselves as fz.pieces(params)"
             )
-        tree.check_leaves(some=some)
+        if not _is_of_no_updates(tree):
+            tree.check_leaves(some=some)
+
+    def _refuse_no_updates(self, tree: ShardedTree) -> None:
+        """Raise if all leaves are None, as the gradients of a tree that is read only."""
+        if _is_of_no_updates(tree):
+            raise StructureError(
+                explain(
+                    "updates of trained params were expected, and those of a tree that is read "
+                    "only were given, all of which are None",
+                    expected="gradients of leaves with requires_grad=True",
+                    got=tree,
+                    rank=self.rank,
+                    remedy="pass the gradients of the params, value_and_grad(loss)(params, other); "
+                    "to train a copy that tree_map has made, "
+                    "tree_map(torch.Tensor.requires_grad_, copy) before its gradients are taken",
+                )
+            )
+
+
+def _is_of_no_updates(tree: ShardedTree) -> bool:
+    return tree.holding.read_only and all(flat is None for flat in tree.flats())
 
 
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:

@@ -624,6 +624,37 @@ def test_a_next_value_at_another_level_is_told_apart() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", thinned([3, 1, 2, 0]))
+def test_gradients_of_a_read_only_tree_are_refused(level: int) -> None:
+    """By kernels, by other optimizers and by `fz.dot`, whether somebody has read them or not."""
+
+    def loss(trees: Any) -> Tensor:
+        one, other = trees
+        return (one["w"] * other["w"]).sum()
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(
+            {"w": torch.ones(5, 3, requires_grad=True)}, level=level, group=group
+        )
+        teacher = tree_map(torch.detach, params)
+        for optimizer in (optim.adamw(0.1), optim.lamb(0.1), optim.sgd(0.1)):
+            state = optimizer.init(params)
+            for call in (optimizer.apply, optimizer.update):
+                _, (grads, none) = fz.value_and_grad(loss)((params, teacher))
+                for _ in range(2):
+                    with pytest.raises(StructureError, match=r"read *only.*None.*rank.*Remedy"):
+                        call(none, state, params)
+                    with pytest.raises(StructureError, match=r"read *only.*None.*rank.*Remedy"):
+                        fz.dot(grads, none)
+                    # As in one process: a sum of nothing, and nothing to add
+                    assert fz.dot(none, none) == 0
+                    fz.apply_updates(params, none)
+                    assert not optree.tree_leaves(none)  # which reads it
+                call(grads, state, params)
+
+    run_ranks(run, 2)
+
+
 def test_layout_like_of_a_whole_tree() -> None:
     """A copy, trained as its tree is, after the same checks."""
 
