@@ -4,7 +4,7 @@ of its sharded form."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,12 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor
+from torch.nn import Parameter
 
+from .._torch_private import transforms_active
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
+from ..model.untouched import Untouched, is_looked_at, versions_of
 from ..shared_elements import check_apart
 from ..tree import named_leaves, paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
@@ -85,8 +88,13 @@ class ProgramStep:
         """One step of the program; the state given stays valid."""
         check_whole_state(state)
         value = as_trained(state)
+        leaves = zip(paths(state.value), optree.tree_leaves(state.value), strict=True)
+        # By numbers of steps, which need not be those of calls: nobody else looks
+        look = is_looked_at(int(state.step))
+        unwritten = Unwritten({path: [leaf] for path, leaf in leaves}, look=look)
         with streams(state.seed, state.step, device_of(value)), torch.no_grad():
             new, metrics = check_result(self.program(value, *args))
+        unwritten.check()
         check_next_value(state.value, new)
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
 
@@ -250,6 +258,60 @@ def check_result(result: Any, rank: int | None = None) -> tuple[Any, Metrics]:
     for name, metric in given.items():
         metrics[name] = as_metric(metric)
     return value, metrics
+
+
+class Unwritten:
+    """The tensors of a value from before a call of its program, which may write to none of them:
+    the state that was given would change. Operators in place always show; writes by `.data`, or
+    through numpy, show in calls that are looked at.
+
+    Args:
+        tensors: by path, some tensors each.
+        look: whether values are compared.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sequence[Any]], *, look: bool):
+        # Under a transform of torch.func tensors stand for others
+        is_plain = not transforms_active()
+        self._tensors = {path: _plain(leaves) for path, leaves in tensors.items() if is_plain}
+        self._versions = {path: versions_of(leaves) for path, leaves in self._tensors.items()}
+        self._untouched: dict[str, Untouched] = {}
+        if look:
+            for path, leaves in self._tensors.items():
+                self._untouched[path] = Untouched(leaves, look=True)
+
+    def check(self, rank: int | None = None, used_up: Container[str] = ()) -> None:
+        """Raise, naming the path, if the program has written to a tensor.
+
+        Args:
+            rank: for errors.
+            used_up: paths of tensors that a step which donates has written over.
+        """
+        for path, leaves in self._tensors.items():
+            if path in used_up:
+                continue
+            changed = versions_of(leaves) != self._versions[path]
+            if not changed and path in self._untouched:
+                changed = self._untouched[path].first_changed() is not None
+            if changed:
+                raise StructureError(
+                    explain(
+                        "a program has written to its value in place, and the state that it was "
+                        "given has changed with it",
+                        path=path,
+                        expected="new tensors: a step is a pure function",
+                        got="a write to the value's own",
+                        rank=rank,
+                        remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
+                        "tree_map(torch.clone, tree) first for a copy to write to. The state is as "
+                        "the program has left it: make it anew, or load it",
+                    )
+                )
+
+
+def _plain(leaves: Sequence[Any]) -> list[Tensor]:
+    # A tensor of inference mode counts no writes
+    return [x for x in leaves if type(x) in (Tensor, Parameter) and x.layout == torch.strided]
 
 
 def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:

@@ -35,6 +35,7 @@ from ...shared_elements import check_apart
 from ...step.loss import Metrics
 from ...step.program_step import (
     ProgramStep,
+    Unwritten,
     check_result,
     check_value,
     copy_of,
@@ -64,8 +65,10 @@ from .value import (
     check_fits,
     device_of_value,
     marked_like,
+    tensors_of_nodes,
     trained_leaves,
     unsharded_leaves,
+    used_up_nodes,
     whole_value,
 )
 
@@ -269,11 +272,13 @@ class ShardedProgramStep:
             calls = LibraryCalls(partial(self._agreement.before_call, number) if look else None)
             if look:
                 watch.name(value, "the value")
+            unwritten = Unwritten(tensors_of_nodes(value), look=look)
             rank, device = axes.world.rank, device_of_value(value)
             running = streams(state.seed, state.step, device, rank)
             with running as drawn, watched, calls.running():
                 result, donation = self._run(state, value, args, calls)
             new, metrics = check_result(result, axes.world.rank)
+            unwritten.check(axes.world.rank, used_up_nodes(value))
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}

@@ -316,8 +316,10 @@ def assigned(params: Any, k: Any) -> Any:
 
 
 def written(params: Any, k: Any) -> Any:
-    optree.tree_leaves(params)[0].mul_(k)
-    return params
+    # To a tree that the library has made: those of the value may not be written to
+    made = fz.apply_updates(params, fz.zero_updates(params))
+    optree.tree_leaves(made)[0].mul_(k)
+    return made
 
 
 # Params displaced by a number

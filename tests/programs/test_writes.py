@@ -1,0 +1,146 @@
+"""A program that writes to its value in place is refused, in one process and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import PeerError, StructureError
+from functorch_zero.groups import SingleRank, run_ranks
+from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.tiers import thinned
+
+FIRST = {
+    "w": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_(),
+    "b": torch.randn(3, generator=torch.Generator().manual_seed(2)).requires_grad_(),
+}
+BATCHES = [torch.randn(8, 5, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+adamw = optim.adamw(0.1)
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).square().mean()
+
+
+def init(net: Any) -> Any:
+    return {"net": net, "opt": adamw.init(net), "count": torch.zeros(2)}
+
+
+def writing(write: Callable[[Any], Any], at: Callable[[int], bool] = lambda count: True) -> Any:
+    """A program that writes to its value in the steps that `at` says."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        if at(int(value["count"][0])):
+            write(value)
+        mean, grads = fz.value_and_grad(loss)(value["net"], x)
+        net, opt = adamw.apply(grads, value["opt"], value["net"])
+        return {"net": net, "opt": opt, "count": value["count"] + 1}, {"loss": mean}
+
+    return fz.program_step(program, init=init)
+
+
+def by_numpy(value: Any) -> None:
+    leaf = value["net"]["w"].detach().numpy()
+    np.multiply(leaf, 0.5, out=leaf)
+
+
+WRITES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a leaf": ("net", lambda value: value["net"]["w"].mul_(0.5)),
+    "tree_map": ("net", lambda value: tree_map(lambda p: p.add_(1), value["net"])),
+    "a copy": ("net", lambda v: tree_map(lambda p, q: p.copy_(2 * q), v["net"], v["net"])),
+    "the state": ("opt", lambda value: value["opt"][0].mu["w"].add_(1)),
+    "a tensor": ("count", lambda value: value["count"].add_(1)),
+    "data": ("net", lambda value: value["net"]["w"].data.mul_(0.5)),
+}
+STORY = r"written to its value in place.*path {}.*Remedy: `p \* 0.5`"
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_in_one_process(name: str) -> None:
+    path, write = WRITES[name]
+    step = writing(write)
+    with pytest.raises(StructureError, match=STORY.format(path)):
+        step(step.init(FIRST), BATCHES[0])
+
+
+def test_past_the_versions_in_one_process() -> None:
+    step = writing(by_numpy)
+    with pytest.raises(StructureError, match=STORY.format("net.w")):
+        step(step.init(FIRST), BATCHES[0])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("level", thinned([0, 3, 1, 2]))
+@pytest.mark.parametrize("name", WRITES)
+def test_on_ranks(name: str, level: int, donate: bool) -> None:
+    path, write = WRITES[name]
+    step = writing(write)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group, donate=donate)
+        with pytest.raises((StructureError, PeerError), match=STORY.format(path)):
+            sharded(sharded.init(FIRST), BATCHES[0].chunk(group.size)[group.rank])
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("level", [1, 3])
+def test_in_a_step_that_is_not_looked_at(level: int, donate: bool) -> None:
+    """Step 3. A step that donates finds writes to what it doesn't use up."""
+    step = writing(WRITES["a leaf"][1], at=lambda count: count == 3)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group, donate=donate)
+        state = sharded.init(FIRST)
+        for x in BATCHES[:3]:
+            state, _ = sharded(state, x.chunk(group.size)[group.rank])
+        with pytest.raises(StructureError, match=STORY.format("net")):
+            sharded(state, BATCHES[3].chunk(group.size)[group.rank])
+
+    run_ranks(run, 2)
+
+
+def test_one_rank_that_writes_tells_the_others() -> None:
+    def run(group: Any) -> None:
+        step = writing(lambda value: group.rank == 0 or value["opt"][0].nu["b"].add_(1))
+        sharded = fz.shard(step, level=1, group=group)
+        kind = StructureError if group.rank else PeerError
+        with pytest.raises(kind, match=STORY.format("opt")):
+            sharded(sharded.init(FIRST), BATCHES[0])
+
+    run_ranks(run, 2)
+
+
+def test_what_the_program_has_made_may_be_written_to() -> None:
+    def program(value: Any, x: Tensor) -> Any:
+        own = tree_map(torch.clone, value["net"])
+        tree_map(lambda p: p.mul_(0.9), own)
+        mean, grads = fz.value_and_grad(loss)(value["net"], x)
+        tree_map(lambda g: g.mul_(2), grads)
+        net, opt = adamw.apply(grads, value["opt"], value["net"])
+        tree_map(lambda p, o: p.add_(o, alpha=0.01), net, own)
+        return {"net": net, "opt": opt, "count": value["count"].clone().add_(1)}, {"loss": mean}
+
+    step = fz.program_step(program, init=init)
+    for donate in (False, True):
+        assert_sharded_equals_unsharded(
+            step, FIRST, BATCHES[:3], levels=[1, 3], ranks=[2], donate=donate
+        )
+
+
+def test_leaves_that_nobody_has_read_are_not_cut() -> None:
+    sharded = fz.shard(writing(lambda value: None), level=1, group=SingleRank())
+    state, _ = sharded(sharded.init(FIRST), BATCHES[0])
+    sharded(state, BATCHES[1])
+    assert not state.value["net"].are_leaves_cut
+    assert optree.tree_leaves(state.value["net"])
