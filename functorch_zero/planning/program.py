@@ -23,7 +23,7 @@ from ..params import is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.program.agreement import ProgramAgreement
-from ..sharded.program.donation import Donation
+from ..sharded.program.donation import donation_here
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.piece_watch import PieceWatch, unwatched
@@ -160,15 +160,6 @@ class _AnnouncedEngine:
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
         self.stored = engine.stored
 
-    @property
-    def donation(self) -> Donation | None:
-        """That of the step that runs."""
-        return self._engine.donation
-
-    @donation.setter
-    def donation(self, donation: Donation | None) -> None:
-        self._engine.donation = donation
-
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims
         return self._engine.first_state(transform, params)
@@ -187,8 +178,8 @@ class _AnnouncedEngine:
             for name, value in local.passed.outcome.metrics.items():
                 metrics[name] = as_metric(value)
             results, grads = finish(run, local, report._replace(metrics=metrics))
-            if self.donation is not None:
-                self.donation.num_taken += 1
+            if donation := donation_here():
+                donation.num_taken += 1
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
         return results, grads

@@ -632,3 +632,44 @@ def test_a_leaf_that_is_read_after_a_gradient_keeps_its_values(level: int) -> No
 
     for value in run_ranks(run, 2):
         assert_equal_values(expected.value, value)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_gradients_of_trees_that_the_program_cuts_are_counted(level: int) -> None:
+    """Their engine answers where they come first. A failure in the last gradient would lose the
+    state, had an update before it donated."""
+
+    def pull(trees: Any, x: Tensor) -> Tensor:
+        net, teacher = trees["net"], trees["teacher"]
+        return loss(net, x) + (net["w"] - teacher["w"]).square().mean()
+
+    def run(group: Any) -> int:
+        failing: list[bool] = []
+
+        def program(value: Any, x: Tensor) -> Any:
+            params, state = value
+            fixed = fz.shard_tree(FIRST, level=level, group=group)
+            _, grads = fz.value_and_grad(loss)(params, x)
+            params, state = adamw.apply(grads, state, params)
+            trees = {"a": {"teacher": fixed}, "b": {"net": params}}  # the cut one first
+            if failing:
+                failing.clear()
+                x = x[:, :2]
+            mean, grads = fz.value_and_grad(lambda t, x: pull(t["a"] | t["b"], x))(trees, x)
+            params, state = adamw.apply(grads["b"]["net"], state, params)
+            return (params, state), {"loss": mean}
+
+        sharded = fz.shard(
+            fz.program_step(program, init=init), level=level, group=group, donate=True
+        )
+        state = sharded.init(FIRST)
+        for x in BATCHES[:3]:
+            state, _ = sharded(state, part(x, group))
+        if group.rank == 1:
+            failing.append(True)
+        with pytest.raises((RuntimeError, fz.errors.PeerError)):
+            sharded(state, part(BATCHES[3], group))
+        state, _ = sharded(state, part(BATCHES[3], group))
+        return int(state.step)
+
+    assert run_ranks(run, 2) == [4, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import optree
@@ -13,6 +14,14 @@ from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
 from ...tree import storages
 from ..storage import is_moved
+
+
+def donation_here() -> Donation | None:
+    """That of the step whose program runs in this thread; None: it doesn't donate.
+
+    Trees that the program cuts itself have engines of their own, so that no engine knows it.
+    """
+    return _RUNNING.get()
 
 
 class Donation:
@@ -56,9 +65,14 @@ class Donation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note the leaves that the program reads inside, and the nodes that it uses."""
-        with reading_leaves(self._note_read), telling_uses(self._note_use):
-            yield
+        """Note the gradients that the program takes inside, the leaves that it reads, and the nodes
+        that it uses."""
+        token = _RUNNING.set(self)
+        try:
+            with reading_leaves(self._note_read), telling_uses(self._note_use):
+                yield
+        finally:
+            _RUNNING.reset(token)
 
     def _note_read(self, node: Any, leaves: Sequence[Any]) -> None:
         # Of a state in a storage the program has copies
@@ -104,6 +118,9 @@ class Donation:
         with reading_leaves(None), telling_uses(None):
             written = _written_of(node)
             return all(written.isdisjoint(_storages_of(other)) for other in others)
+
+
+_RUNNING: ContextVar[Donation | None] = ContextVar("_RUNNING", default=None)
 
 
 def _is_in_storage(node: Any) -> bool:

@@ -47,7 +47,7 @@ from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
 from ..storage import fetched, stored
 from ..update import PreparedUpdate
-from .donation import Donation
+from .donation import donation_here
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
 from .library_calls import compared
 from .piece_watch import check_leaves_of_loss, noted, unwatched
@@ -68,7 +68,6 @@ class ShardedEngine:
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
-        self.donation: Donation | None = None  # of the step that runs
         self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -209,12 +208,13 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad(), unwatched():
             prepared = self._prepared(transform, grads, state, params)
-            if self.donation is None:
+            donation = donation_here()
+            if donation is None:
                 return self._apply_to_copies(prepared, grads, state, params)
-            if self.donation.takes(params, state):
+            if donation.takes(params, state):
                 return self._apply_in_place(prepared, grads, state, params)
             result = self._apply_to_copies(prepared, grads, state, params)
-            self.donation.note_update(params, state)
+            donation.note_update(params, state)
             return result
 
     def _apply_to_copies(
@@ -355,8 +355,8 @@ class ShardedEngine:
             local = differentiate(run)
             report = agree_on(run, local)
             results, grads = finish(run, local, report)
-            if self.donation is not None:
-                self.donation.num_taken += 1
+            if donation := donation_here():
+                donation.num_taken += 1
         return results, grads
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:

@@ -77,7 +77,6 @@ class ProgramEngine(Engine, Protocol):
     """The engine of a program's trees, as far as the program's step knows it."""
 
     orders: PrefetchOrders  # in which passes have gathered units
-    donation: Donation | None  # of the step that runs
 
     def stored(self, tree: Any, holding: StateHolding) -> ShardedOptState:
         """An optimizer's state where it lies between updates; `tree` lies beside the params."""
@@ -327,13 +326,11 @@ class ShardedProgramStep:
             self._needed,
             agree=lambda: self._agreement.before_writing(number, calls.made),
         )
-        self.engine.donation = donation
         try:
             with donation.running(), self._fetching():
                 result = self.unsharded.program(value, *args)
                 donation.note_result(result)
         finally:
-            self.engine.donation = None
             if donation.has_written:
                 assert state.sharding is not None
                 state.sharding.donations.take(state.step)
