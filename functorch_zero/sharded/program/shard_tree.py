@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from .engine import ShardedEngine
 from .library_calls import compared
 
 
+@overload
+def shard_tree(tree: PyTree[Tensor], *, level: LevelRule, group: Any = None) -> ShardedTree: ...
+
+
+@overload
+def shard_tree(tree: PyTree[Tensor], *, layout_like: ShardedTree) -> ShardedTree: ...
+
+
+@overload
+def shard_tree(tree: PyTree[Tensor], *, layout_like: PyTree[Tensor]) -> PyTree[Tensor]: ...
+
+
 @compared
 def shard_tree(
     tree: PyTree[Tensor],
@@ -30,7 +42,7 @@ def shard_tree(
     level: LevelRule | None = None,
     group: Any = None,
     layout_like: PyTree[Tensor] | None = None,
-) -> Any:
+) -> ShardedTree | PyTree[Tensor]:
     """This rank's part of a whole tree that every rank passes: copies, which know how they are cut.
 
     `fz.value_and_grad`, `fz.apply_updates`, `fz.unshard`, and a transform's `init` and `update`
