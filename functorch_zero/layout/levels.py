@@ -14,13 +14,13 @@ replicate axis, once per step; `state_axes="both"` adds an all-gather along it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import StructureError, explain
 from ..tree import PATTERNS, PyTree, ancestors, path_matches, paths
-from .layout import Bucket, Cut
+from .layout import Bucket, Cut, Layout
 
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
 
@@ -90,6 +90,13 @@ class Levels:
         """0 to 3, or None where leaves may differ in it."""
         return find_level(self.rule).number if isinstance(self.rule, int | str) else None
 
+    @property
+    def in_words(self) -> str:
+        """The level for errors: "level 3", "levels 1 and 3"."""
+        if isinstance(self.rule, Mapping):
+            return level_in_words(None, [find_level(level).number for level in self.rule.values()])
+        return "levels by a function" if callable(self.rule) else level_in_words(self.number, ())
+
     def describe(self) -> Any:
         """The rule as plain data. A function's levels are in the layout, leaf by leaf."""
         if isinstance(self.rule, Mapping):
@@ -133,3 +140,29 @@ class Levels:
 def level_of(bucket: Bucket) -> Level:
     """The row of a bucket's level."""
     return LEVELS[bucket.cut.level]
+
+
+def levels_of(layout: Layout) -> list[int]:
+    """The levels of a layout's leaves, each once."""
+    return sorted({bucket.cut.level for bucket in layout.buckets})
+
+
+def level_in_words(level: int | None, levels: Iterable[int]) -> str:
+    """The level of a state or plan, for people.
+
+    Args:
+        level: the one that was asked for; None: levels by leaf were.
+        levels: those of the leaves, for levels by leaf.
+
+    >>> level_in_words(3, [3]), level_in_words(None, [3, 1, 3]), level_in_words(None, [3])
+    ('level 3', 'levels 1 and 3', 'levels by leaf, all of them 3')
+    """
+    if level is not None:
+        return f"level {level}"
+    numbers = sorted({*levels})
+    if not numbers:
+        return "levels by leaf"
+    *others, last = numbers
+    if not others:
+        return f"levels by leaf, all of them {last}"
+    return f"levels {', '.join(map(str, others))} and {last}"

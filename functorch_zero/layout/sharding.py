@@ -14,6 +14,7 @@ from .._torch_private import storage_id
 from ..errors import DonatedError
 from ..tree import storages
 from .layout import Layout
+from .levels import level_in_words, levels_of
 
 
 class Donations:
@@ -113,9 +114,13 @@ class Sharding:
         mesh = f"{ranks}" if replicas == 1 else f"{replicas} replicas of {ranks}"
         return f"{self.layout.told}; rank {self.rank} of {mesh}"
 
+    @property
+    def level_in_words(self) -> str:
+        """The level for errors: "level 3", "levels 1 and 3"."""
+        return level_in_words(self.level, levels_of(self.layout))
+
     def __str__(self) -> str:
-        level = "several levels" if self.level is None else f"level {self.level}"
-        return f"{level}, rank {self.rank}"
+        return f"{self.level_in_words}, rank {self.rank}"
 
 
 def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:

@@ -18,7 +18,7 @@ from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError
 from ..groups.mesh import SameData
 from ..layout.layout import Layout, Unit
-from ..layout.levels import LevelRule, Levels
+from ..layout.levels import LevelRule, Levels, levels_of
 from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
@@ -181,6 +181,7 @@ def plan(
     num_params = sum(leaf.numel for leaf in layout.leaves)
     return Plan(
         level=levels.number,
+        levels=tuple(levels_of(layout)),
         num_ranks=ranks,
         rank=rank,
         num_params=num_params,
@@ -234,6 +235,7 @@ def _plan_of_program(
     }
     return Plan(
         level=imagined.level,
+        levels=tuple(levels_of(layout)),
         num_ranks=group.size,
         rank=group.rank,
         num_params=sum(leaf.numel for leaf in layout.leaves),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout.layout import Layout
+from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
 from ..precision import short
 from ..sharded_optim.state_plan import EVERYONE, make_planner
@@ -25,6 +26,7 @@ KINDS = {  # of memory: the field of a `Sample`, and its name for people
 # A plan's numbers, in the order of its JSON
 _NUMBERS = (
     "level",
+    "levels",
     "num_ranks",
     "rank",
     "num_params",
@@ -177,6 +179,7 @@ class Plan:
 
     Attributes:
         level: 0 to 3; None where leaves may differ in it.
+        levels: those of the leaves, each once.
         num_ranks: the ranks.
         rank: the one rank. Ranks differ only in the leaves they own and in their parts of buckets
             that are not full.
@@ -200,6 +203,7 @@ class Plan:
     """
 
     level: int | None
+    levels: tuple[int, ...]
     num_ranks: int
     rank: int
     num_params: int
@@ -268,8 +272,7 @@ class Plan:
 
     @property
     def _title(self) -> str:
-        level = "several levels" if self.level is None else f"level {self.level}"
-        return f"{level}, {self.num_ranks} ranks"
+        return f"{level_in_words(self.level, self.levels)}, {self.num_ranks} ranks"
 
     def _as_dict(self) -> dict[str, Any]:
         made = {name: getattr(self, name) for name in _NUMBERS}

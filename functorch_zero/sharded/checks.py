@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
+from ..layout.levels import level_in_words, levels_of
 from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
 from ..step.state import State, check_state
@@ -93,6 +94,7 @@ def check_place(state: State, options: Options) -> Sharding:
         num_pieces=sharding.layout.num_ranks,
         rank=sharding.rank,
         mesh=sharding.mesh,
+        level_in_words=sharding.level_in_words,
     )
     if got != options.place:
         raise StructureError(
@@ -175,7 +177,7 @@ def own_params(state: State, rank: int) -> ShardedTree:
 
 def _cut_in_words(layout: Layout, level: int | None) -> str:
     trained = [leaf.path for leaf in layout.leaves if leaf.trainable]
-    at = "several levels" if level is None else f"level {level}"
+    at = level_in_words(level, levels_of(layout))
     return f"{at}, {len(trained)} of {len(layout.leaves)} leaves trained ({', '.join(trained[:3])})"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -23,17 +23,19 @@ from .buffers import SyncBuffers, check_sync_buffers
 from .storage import StateStorage
 
 
-class StatePlace(NamedTuple):
+@dataclass(frozen=True)
+class StatePlace:
     """The place of a rank's part of a state, as in `Sharding`."""
 
     level: int | None  # None: leaves differ in it
     num_pieces: int  # of the optimizer's state
     rank: int
     mesh: tuple[int, int, int]  # the number of replicas, the ranks in each, this rank's piece
+    # "levels 1 and 3", say. A rule and a layout may say it differently
+    level_in_words: str = field(compare=False)
 
     def __str__(self) -> str:
-        level = "several levels" if self.level is None else f"level {self.level}"
-        text = f"{level}, {self.num_pieces} ranks, rank {self.rank}"
+        text = f"{self.level_in_words}, {self.num_pieces} ranks, rank {self.rank}"
         replicas, ranks, number = self.mesh
         if replicas > 1:
             text += f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}"
@@ -138,6 +140,7 @@ class Options:
             num_pieces=axes.optimizer.size,
             rank=self.group.rank,
             mesh=(axes.replicate.size, axes.shard.size, axes.piece_number),
+            level_in_words=self.levels.in_words,
         )
 
     def sharding(self, layout: Layout, plan: StatePlan | None = None) -> Sharding:

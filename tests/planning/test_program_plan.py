@@ -213,7 +213,7 @@ def test_meta_and_many_ranks() -> None:
     phases = {call.phase for call in made.collectives}
     assert phases == {"forward", "backward", "metrics", "publish"}
     assert "program" in {sample.moment for sample in made.samples}
-    assert "several levels, 1000 ranks" in str(made)
+    assert "levels 1 and 3, 1000 ranks" in str(made)
     assert not is_on_engine(one)
 
 
