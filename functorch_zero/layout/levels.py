@@ -14,7 +14,7 @@ replicate axis, once per step; `state_axes="both"` adds an all-gather along it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,23 +118,39 @@ class Levels:
             explain(
                 "no pattern of `level` names a leaf",
                 path=path,
-                got=[*self.rule],
+                got=f"patterns {', '.join(map(repr, self.rule))}",
                 remedy='add a pattern for it, or "" for all the rest',
             )
         )
 
-    def check(self, params: PyTree[Any]) -> None:
-        """Raise if a pattern names nothing in this tree."""
+    def check(self, params: PyTree[Any], arguments: Sequence[str] = ()) -> None:
+        """Raise if a pattern names nothing in this tree.
+
+        Args:
+            params: a training step's; of a program, its trees by the arguments of `init`.
+            arguments: their names.
+        """
         # Of leaves and of the trees around them: a pattern may name either
         if not isinstance(self.rule, Mapping):
             return
-        names = {around for path in paths(params) for around in ancestors(path)}
+        known = paths(params)
+        names = {around for path in known for around in ancestors(path)}
         for pattern in self.rule:
-            if not any(path_matches(name, pattern) for name in names):
-                remedy = f"see `fz.named_leaves(params)` for the paths; {PATTERNS}"
-                raise StructureError(
-                    explain("a pattern of `level` names no leaf", path=pattern, remedy=remedy)
+            if any(path_matches(name, pattern) for name in names):
+                continue
+            some = f"a path, such as {', '.join(known[:3])}"
+            remedy = "fz.named_leaves(params) has all paths"
+            if arguments:
+                some = f"one of init's arguments ({', '.join(arguments)}), or {some}"
+                remedy = "begin with the name of init's argument"
+            raise StructureError(
+                explain(
+                    "a pattern of `level` names no leaf",
+                    path=pattern,
+                    expected=some,
+                    remedy=f"{remedy}; {PATTERNS}",
                 )
+            )
 
 
 def level_of(bucket: Bucket) -> Level:

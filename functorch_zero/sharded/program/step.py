@@ -170,7 +170,7 @@ class ShardedProgramStep:
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
         trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
-        self.options.levels.check(trees)
+        self.options.levels.check(trees, arguments=[*trees])
         return {name: self._layout_of(name, tree) for name, tree in trees.items()}
 
     def _first_state(
