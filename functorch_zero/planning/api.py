@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from optree import PyTree, tree_map
 from torch import Tensor, nn
 
 from .._torch_private import VALUE_NEEDED, FakeTensorMode
-from ..errors import StructureError, TransformError
+from ..errors import StructureError, TransformError, explain
 from ..groups.mesh import SameData
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels, levels_of
@@ -221,8 +222,10 @@ def _plan_of_program(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     imagined = ImaginedProgram(step, options, fake)
     args = batch if type(batch) is tuple else (batch,)
+    _check_arguments(step, args, batch)
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
-    layout = imagined.run(*inputs)
+    with _told_of_lists(batch, "program"):
+        layout = imagined.run(*inputs)
     group, samples = options.group, imagined.watch.samples
     assert isinstance(group, Recorder)
     num_bytes = {
@@ -247,6 +250,48 @@ def _plan_of_program(
         mesh=options.axes.mesh,
         **num_bytes,
     )
+
+
+def _check_arguments(step: ProgramStep, args: tuple[Any, ...], batch: Any) -> None:
+    """Raise unless a program takes these arguments beside its value."""
+    try:
+        signature = inspect.signature(step.program)
+    except (TypeError, ValueError):  # a callable that says nothing of its parameters
+        return
+    try:
+        signature.bind(None, *args)  # the value comes first
+    except TypeError as error:
+        got = f"a tuple of {len(batch)}" if type(batch) is tuple else f"a {type(batch).__name__}"
+        raise TypeError(
+            explain(
+                "a program can't be called with this batch",
+                expected=f"the arguments of {_name_of(step.program)} after its value: "
+                + ", ".join([*signature.parameters][1:]),
+                got=f"{got} ({error})",
+                remedy=_TUPLE,
+            )
+        ) from None
+
+
+_TUPLE = (
+    "batch=(x, y) for two arguments; a list or a dict is one argument, as it is in a step's call"
+)
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+@contextmanager
+def _told_of_lists(batch: Any, what: str) -> Iterator[None]:
+    """Around a call with the batch: where it fails, and the batch is a list, say that a tuple would
+    have been taken apart."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if isinstance(batch, list):
+            error.add_note(f"The {what} was given batch=[...], one argument. Remedy: {_TUPLE}.")
+        raise
 
 
 def _device_of(params: PyTree[Tensor]) -> torch.device:
@@ -299,7 +344,8 @@ def _called(apply: Apply) -> LossFn:
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         # A tuple is the arguments of a call, as it is for a data loader
         arguments = batch if isinstance(batch, tuple) else (batch,)
-        output, new_buffers = apply(params, buffers, *arguments)
+        with _told_of_lists(batch, "module"):
+            output, new_buffers = apply(params, buffers, *arguments)
         return output, Aux(buffers=new_buffers)
 
     return loss
