@@ -73,6 +73,11 @@ class OnEngine:
         """The engine of the ranks that hold it."""
         raise NotImplementedError
 
+    @property
+    def of_rank(self) -> int:
+        """The rank whose part this is, for errors."""
+        raise NotImplementedError
+
     def extents(self) -> list[Any]:
         """Of each leaf that is here, in order, the part of the whole leaf that it is: an
         `Extent`."""

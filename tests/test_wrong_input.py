@@ -239,7 +239,7 @@ CALLS = {
     "apply: a sharded tree": Call(
         lambda: APPLY(PIECES, {}, X),  # type: ignore[arg-type]
         StructureError,
-        r"apply was given a sharded tree for params.*got ShardedTree. Remedy: .*frozen part",
+        r"apply was given a sharded tree for params: path PIECES, .*, on rank 0. Remedy: .*frozen",
     ),
     "apply: numbers": Call(
         lambda: APPLY(dict.fromkeys(PARAMS, 1.0), {}, X),

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_private import base_of, register_in_torch, storage_id, transforms_active
 from ..errors import DonatedError, StructureError, explain
+from ..introspection import name_in_callers
 from ..params import Engine, OnEngine
 from ..tree import PyTree
 from .extent import Extent
@@ -269,6 +270,11 @@ class ShardedTree(OnEngine):
         return self.holding.engine
 
     @property
+    def of_rank(self) -> int:
+        """The rank whose part this is."""
+        return self.sharding.rank
+
+    @property
     def tree(self) -> PyTree[Tensor]:
         """This rank's part: a tree of the original structure.
 
@@ -279,10 +285,17 @@ class ShardedTree(OnEngine):
         """
         # Inside of a loss leaves would be pieces, and the loss silently another one
         if _IN_A_LOSS.get():
+            name = name_in_callers(self)
             raise StructureError(
-                "a sharded tree was read inside of a loss that it is no argument of: its leaves "
-                "are one rank's pieces there. Remedy: pass it to value_and_grad(loss)(params, "
-                "tree), or, for a training step, with the batch as fz.unshard(tree)"
+                explain(
+                    f"{name or 'a sharded tree'} was read inside of a loss that it is no argument "
+                    "of, which is refused at every level, since at level 3 its leaves are pieces",
+                    expected="a tree that the loss is given",
+                    got=self,
+                    rank=self.of_rank,
+                    remedy=f"pass it to the loss, value_and_grad(loss)(params, {name or 'tree'}); "
+                    f"for a training step, with the batch as fz.unshard({name or 'tree'})",
+                )
             )
         # Its gradient by the leaves would be that of this rank's batch
         if transforms_active():

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from .._torch_private import buffers_dict, not_persistent, params_dict, without_torch_function
 from ..errors import StructureError, explain
-from ..params import Params, UnitSpec, is_on_engine
+from ..introspection import name_in_callers
+from ..params import OnEngine, Params, UnitSpec
 from ..precision import Precision
 from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
@@ -119,15 +120,18 @@ def _shape(leaf: Any) -> tuple[int, ...] | str:
 
 def _check_paths(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise, naming the first leaf that is missing or unknown, unless the paths are the model's."""
-    if is_on_engine(given):
+    if isinstance(given, OnEngine):
+        name = name_in_callers(given) or "tree"
         raise StructureError(
             explain(
-                f"apply was given a sharded tree for {what}, whose leaves are one rank's pieces",
-                expected=f"{what} that are whole, or that the loss was given",
-                got=type(given).__name__,
+                f"apply was given a sharded tree for {what}",
+                path=name,
+                expected=f"whole {what}, or those that the loss was given",
+                got=given,
+                rank=given.of_rank,
                 remedy="make it an argument of the loss: in a program value_and_grad(loss)(params, "
-                "tree), in a training step a frozen part of params (trainable=); elsewhere pass "
-                "fz.unshard(tree)",
+                f"{name}), in a training step a frozen part of params (trainable=); elsewhere pass "
+                f"fz.unshard({name})",
             )
         )
     if not isinstance(given, Mapping):

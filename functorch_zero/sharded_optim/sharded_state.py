@@ -11,7 +11,8 @@ from typing import Any
 import optree
 
 from .._torch_private import register_in_torch
-from ..errors import DonatedError, StructureError
+from ..errors import DonatedError, StructureError, explain
+from ..introspection import name_in_callers
 from ..layout.extent import Extent
 from ..layout.sharded_tree import is_in_a_loss, is_somebody_reading, tell_reader, tell_use
 from ..layout.sharding import Sharding
@@ -113,10 +114,18 @@ class ShardedOptState(OnEngine):
         """The state as it lies, if it may be read."""
         # As of a sharded tree: a loss of one rank's pieces would silently be another one
         if is_in_a_loss():
+            name = name_in_callers(self)
             raise StructureError(
-                "an optimizer's state was read inside of a sharded loss or evaluation: its leaves "
-                "are one rank's pieces there. Remedy: pass the loss fz.unshard(state), or the "
-                "number that it needs"
+                explain(
+                    "an optimizer's state was read inside of a sharded loss or evaluation, which "
+                    "is refused at every level, since its leaves may be pieces",
+                    path=name,
+                    expected="whole tensors, or a number of it",
+                    got="one that is cut over ranks",
+                    rank=self.of_rank,
+                    remedy=f"pass the loss fz.unshard({name or 'state'}), or the number that it "
+                    "needs",
+                )
             )
         tell_use(self)
         if self.is_used_up:
@@ -149,6 +158,11 @@ class ShardedOptState(OnEngine):
                 "that made it, or optimizer.init(params) on the sharded tree again"
             )
         return self.holding.engine
+
+    @property
+    def of_rank(self) -> int:
+        """The rank whose part this is."""
+        return self.holding.sharding.rank
 
     def extents(self) -> list[Any]:
         """Refused: not every leaf of a state is a part of a param."""

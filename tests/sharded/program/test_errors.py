@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError
-from functorch_zero.groups import CountingGroup
+from functorch_zero.errors import FunctorchZeroError, StructureError
+from functorch_zero.groups import CountingGroup, run_ranks
 
 torch.manual_seed(0)
 generate, FIRST_GEN, _ = fz.functionalize(nn.Linear(3, 4).double())
@@ -68,3 +68,72 @@ def test_a_pattern_of_levels_that_names_nothing() -> None:
     assert words in text(alone, {"wait": 3}, FIRST_GEN)
     words = "path disc.weight, got patterns 'gen'. Remedy: add a pattern"
     assert words in text(gan, {"gen": 3}, FIRST_GEN, FIRST_DISC)
+
+
+def told(program: Program, level: Any) -> list[str]:
+    """What each rank is told by one step of a program."""
+    step = fz.program_step(program, init=init)
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(FIRST_GEN, FIRST_DISC)
+        with pytest.raises(FunctorchZeroError) as caught:
+            sharded(state, X.chunk(group.size)[group.rank])
+        return str(caught.value)
+
+    return run_ranks(run, 2)
+
+
+class Critic:
+    """An object that a loss may use."""
+
+    def __init__(self, params: Any):
+        self.params = params
+
+    def loss(self, gen: Any, noise: Tensor) -> Tensor:
+        return judge(self.params, {}, generate(gen, {}, noise)[0])[0].mean()
+
+
+def by_closure(value: Gan) -> Any:
+    disc = value.disc
+    return lambda gen, noise: (generate(gen, {}, noise)[0] * disc["weight"]).mean()
+
+
+def by_value(value: Gan) -> Any:
+    return lambda gen, noise: (generate(gen, {}, noise)[0] * value.disc["weight"]).mean()
+
+
+def by_apply(value: Gan) -> Any:
+    return lambda gen, noise: judge(value.disc, {}, generate(gen, {}, noise)[0])[0].mean()
+
+
+def by_state(value: Gan) -> Any:
+    return lambda gen, noise: generate(gen, {}, noise)[0].mean() + value.gen_opt.count
+
+
+# How a loss reaches a tree that is none of its arguments, and the name that errors give it
+REACHED = {
+    "disc": by_closure,
+    "value.disc": by_value,
+    "path value.disc": by_apply,
+    "path self.params": lambda value: Critic(value.disc).loss,
+    "path value.gen_opt": by_state,
+}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("name", REACHED)
+def test_a_tree_that_a_loss_closes_over_is_named(name: str, level: int) -> None:
+    def program(value: Gan, noise: Tensor) -> Any:
+        fz.value_and_grad(REACHED[name](value))(value.gen, noise)
+        return value, {}
+
+    texts = told(program, level)
+    found = [text for text in texts if "PeerError" not in text and "failed:" not in text]
+    assert found
+    for text in found:
+        assert name in text.partition(" Remedy: ")[0], text
+        assert "expected" in text and "got" in text and "on rank" in text, text
+        assert name.removeprefix("path ") in text.partition(" Remedy: ")[2], text
+        # At level 1 the leaves are whole
+        assert "one rank's pieces" not in text, text
