@@ -10,6 +10,13 @@ from typing import NamedTuple
 
 from .errors import StructureError, explain
 
+# The end of a remedy: such a gradient isn't that of the whole batch
+OF_THIS_RANK = (
+    "On ranks, a gradient by params inside of a loss is that of one rank's rows. "
+    'docs/inside-a-loss.md, "Of this rank\'s rows", says where that is right; fz.hvp is exact, see '
+    'docs/programs.md, "Second derivatives"'
+)
+
 
 class _Loss(NamedTuple):
     """The loss that runs."""
@@ -76,7 +83,7 @@ def refuse(what: str, remedy: str) -> None:
 _BY_TORCH = (
     "take the inner gradient by torch: whole = fz.unshard(params), and then "
     "torch.func.grad(inner_loss)(whole, ...), or torch.autograd.grad(..., create_graph=True) by "
-    "its leaves; or take it before the loss, and pass the loss what comes of it"
+    "its leaves; or take it before the loss, and pass the loss what comes of it. " + OF_THIS_RANK
 )
 _AS_EXPRESSION = (
     "call it after fz.value_and_grad, outside of the loss; in the loss write the update as an "

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_private import base_of, register_in_torch, storage_id, transforms_active
 from ..errors import DonatedError, StructureError, explain
+from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine
 from ..tree import PyTree
@@ -306,7 +307,8 @@ class ShardedTree(OnEngine):
                     got=self,
                     rank=self.sharding.rank,
                     remedy="fz.value_and_grad(loss)(params, ...) takes gradients of sharded trees; "
-                    "put the transform inside of its loss, by whole = fz.unshard(params)",
+                    "put the transform inside of its loss, by whole = fz.unshard(params). "
+                    f"{OF_THIS_RANK}",
                 )
             )
         self._check_not_used_up()

@@ -20,6 +20,7 @@ from .._torch_private import (
     without_torch_function,
 )
 from ..errors import StructureError
+from ..in_a_loss import OF_THIS_RANK
 from ..precision import Precision
 from ..tree import PyTree
 
@@ -132,7 +133,7 @@ class LazyParam(torch.Tensor):
                 f"{_REFUSED[func]} of a sharded parameter was used in a loss. It would be about "
                 "this rank's batch, or be lost. Remedy: differentiate whole leaves, "
                 "`fz.unshard(params)`, by torch.func.grad; change gradients in the optimizer, and "
-                "params between steps"
+                f"params between steps. {OF_THIS_RANK}."
             )
         if func is torch.Tensor.__deepcopy__:
             # A leaf of its own, as of the leaf that an unsharded step gives to the loss
@@ -146,7 +147,7 @@ class LazyParam(torch.Tensor):
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
                 "Remedy: make it whole first, `whole = fz.unshard(params)`, compute with "
-                "`apply(whole, ...)`, and differentiate by that"
+                f"`apply(whole, ...)`, and differentiate by that. {OF_THIS_RANK}."
             )
         # Also those in lists and keywords; the operator then runs on whole leaves
         of_whole: dict[int, LazyParam] = {}  # by the id of its whole leaf
@@ -170,7 +171,7 @@ class LazyParam(torch.Tensor):
         raise StructureError(
             f"a sharded parameter reached {func} without having been gathered, as happens when a "
             "torch.func transform is given it as an argument. Remedy: make it whole first, "
-            "`fz.unshard(params)`, and pass that"
+            f"`fz.unshard(params)`, and pass that. {OF_THIS_RANK}."
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._torch_private import transforms_active
 from ..errors import StructureError, explain
-from ..in_a_loss import refuse, refuse_gradient
+from ..in_a_loss import OF_THIS_RANK, refuse, refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
@@ -188,7 +188,7 @@ def check_callable_here(name: str, *trees: Any) -> None:
                 "can't be a part of it",
                 rank=None if engine is None else engine.rank,
                 remedy="put the transform inside of the loss: vmap over examples, or "
-                "torch.func.grad by fz.unshard(params); fz.hvp for second derivatives",
+                f"torch.func.grad by fz.unshard(params). {OF_THIS_RANK}",
             )
         )
 
@@ -369,7 +369,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         raise StructureError(
             "a gradient inside of a sharded evaluation was asked for params that are not here "
             "yet. Remedy: make them whole first, `whole = fz.unshard(params)`, and use "
-            "torch.func.grad"
+            f"torch.func.grad. {OF_THIS_RANK}."
         )
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,3 +139,38 @@ def test_a_tree_that_a_loss_closes_over_is_named(name: str, level: int) -> None:
         assert name.removeprefix("path ") in text.partition(" Remedy: ")[2], text
         # At level 1 the leaves are whole
         assert "one rank's pieces" not in text, text
+
+
+def by_hand(gen: Any, noise: Tensor) -> Tensor:
+    mean = generate(gen, {}, noise)[0].mean()
+    return torch.autograd.grad(mean, gen["weight"], create_graph=True)[0].square().sum()
+
+
+def by_transform(gen: Any, noise: Tensor) -> Tensor:
+    grads = torch.func.grad(lambda params: generate(params, {}, noise)[0].mean())(gen)
+    total: Tensor = grads["weight"].square().sum()
+    return total
+
+
+def by_backward(gen: Any, noise: Tensor) -> Tensor:
+    generate(gen, {}, noise)[0].mean().backward()
+    return gen["weight"].grad.square().sum()  # type: ignore[no-any-return]
+
+
+def by_library(gen: Any, noise: Tensor) -> Tensor:
+    _, grads = fz.value_and_grad(lambda params: generate(params, {}, noise)[0].mean())(gen)
+    total: Tensor = grads["weight"].square().sum()
+    return total
+
+
+@pytest.mark.parametrize("loss", [by_hand, by_transform, by_backward, by_library])
+def test_a_gradient_inside_of_a_loss_is_sent_to_the_docs(loss: Any) -> None:
+    def program(value: Gan, noise: Tensor) -> Any:
+        fz.value_and_grad(loss)(value.gen, noise)
+        return value, {}
+
+    docs = Path(__file__).parents[3] / "docs"
+    for text in told(program, 3):
+        for page, heading in re.findall(r'docs/([\w-]+\.md), "([^"]+)"', text):
+            assert f"\n## {heading}\n" in (docs / page).read_text()
+        assert text.count("docs/") == 2, text
