@@ -12,8 +12,8 @@ from .layout import Bucket, Layout, LeafSpec, Unit
 
 
 class Joined(NamedTuple):
-    """The layouts of several trees as one, a tuple of them; the leaves, units and buckets of more
-    than one under the prefixes "0", "1", and so on."""
+    """The layouts of several trees as one, a tuple of them; the leaves, units and buckets under
+    prefixes: "gen", "disc", or "0", "1"."""
 
     layout: Layout
     first_buckets: list[int]  # per tree, the number of its first bucket
@@ -23,11 +23,14 @@ class Joined(NamedTuple):
 def join_layouts(
     layouts: Sequence[Layout], trained: Sequence[bool], prefixes: Sequence[Any] | None = None
 ) -> Joined:
-    """One layout of several trees, frozen where they are not trained. Without prefixes for their
-    names, trees are numbered."""
+    """One layout of several trees, frozen where they are not trained.
+
+    Without prefixes for their names, trees are numbered, and one alone has its own names.
+    """
+    alone = prefixes is None and len(layouts) == 1 and trained[0]
     prefixes = range(len(layouts)) if prefixes is None else prefixes
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1 and trained[0]:  # under its own names, the user's, in errors and logs
+    if alone:  # the user's, in errors and logs
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
     # Numbers of leaves and of buckets go on from tree to tree
     leaves: list[LeafSpec] = []
@@ -47,7 +50,9 @@ def join_layouts(
             buckets.append(replace(named, trainable=bucket.trainable and on))
         for unit in layout.units:
             numbers = tuple(b + first_bucket for b in unit.buckets)
-            units.append(replace(unit, name=f"{i}.{unit.name}", buckets=numbers))
+            # The unit of leaves around all others has no name of its own
+            name = f"{i}.{unit.name or 'root'}"
+            units.append(replace(unit, name=name, buckets=numbers))
     # Trees of one engine are cut over the same ranks
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)

@@ -137,6 +137,8 @@ class Holding:
             whatever `tree_map` has made of it there; none yet. Not compared.
         read_only: whether no leaf is trained, although the layout trains some: a program's average
             of its params, say, which is cut as they are. Not compared.
+        name: of the tree for people: its path in a program's value, or the argument of `init` that
+            it was cut from; "" has none. Not compared, and not pickled.
     """
 
     sharding: Sharding
@@ -147,6 +149,12 @@ class Holding:
         default_factory=WeakIdKeyDictionary, compare=False, repr=False
     )
     read_only: bool = field(default=False, compare=False, repr=False, kw_only=True)
+    name: str = field(default="", compare=False, repr=False, kw_only=True)
+
+    @property
+    def label(self) -> str:
+        """The tree's name and number, the same on all ranks. Its gradients have the same."""
+        return f"{self.name!r} (tree {self.number})" if self.name else f"tree {self.number}"
 
     def __eq__(self, other: object) -> bool:
         """Whether the leaves are of the same elements, so that `tree_map` may pair them."""
@@ -511,6 +519,17 @@ class ShardedTree(OnEngine):
         changed their leaves between steps, without gradients or with them."""
         return self.as_read_only(self.holding.read_only)
 
+    def named(self, name: str) -> ShardedTree:
+        """The same under this name."""
+        if name == self.holding.name or self.is_used_up:
+            return self
+        made, known = ShardedTree(self._tree, replace(self.holding, name=name)), self._known
+        if known is not None and known.leaves is None:
+            # Each node cuts leaves of its own
+            known = _Known(known.flats, own=known.own)
+        made._known = known
+        return made
+
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
@@ -671,11 +690,13 @@ def hold(
     *,
     engine: Engine | None = None,
     number: int = 0,
+    name: str = "",
     fill: Fill | None = None,
 ) -> ShardedTree:
     """Whole leaves -> this rank's part of them, as held between steps, in storage of its own.
 
-    `fill` gives the values of one bucket's leaves at a time, for trees without.
+    `engine`, `number` and `name` are those of `Holding`. `fill` gives the values of one bucket's
+    leaves at a time, for trees without.
     """
     layout, piece_number = sharding.layout, sharding.piece_number
     leaves = optree.tree_leaves(params)
@@ -688,7 +709,7 @@ def hold(
             flats.append(slice_flat(own, bucket.held, bucket.held_by(piece_number)))
         else:
             flats.append(pack(own, bucket, device=own[0].device))  # (numel,), the whole bucket
-    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number))
+    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number, name=name))
 
 
 def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:

@@ -207,7 +207,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
-            rows += _rows_of_tree(name, node, gather)
+            rows += _rows_of_tree(name or node.holding.name, node, gather)
         elif isinstance(node, ShardedOptState):
             tensors = [x for x in optree.tree_leaves(node) if isinstance(x, Tensor)]
             shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
@@ -232,8 +232,11 @@ def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[R
             held = [leaves[n] for n in bucket.leaves if leaves[n] is not None]
             if not held:
                 continue
-            wire = () if gather is None or is_in_pieces else _wire(bucket, gather)
-            row = _row(f"{name}.{unit.name}".rstrip("."), bucket, names, held, (), wire)
+            # No step takes gradients of a tree that is read only, nor updates it
+            is_updated = bucket.trainable and not tree.holding.read_only
+            wire = () if gather is None or is_in_pieces else _wire(bucket, gather, is_updated)
+            own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
+            row = _row(own_name, bucket, names, held, (), wire)
             if is_in_pieces:
                 # As of gradients, which no loss uses
                 row = row._replace(where=_share(bucket.cut.num_pieces), compute=None)
@@ -303,7 +306,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
             names = tuple(layout.leaves[n].path for n in bucket.leaves)
             held = [params[n] for n in bucket.leaves]
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
-            wire = () if gather is None else _wire(bucket, gather)
+            wire = () if gather is None else _wire(bucket, gather, bucket.trainable)
             rows.append(_row(unit.name or "root", bucket, names, held, slots, wire))
     # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
@@ -353,9 +356,9 @@ def _row(
     )
 
 
-def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]:
-    """The traffic of a bucket in a step: gathers on use, reductions, and the all-gather after the
-    update."""
+def _wire(bucket: Bucket, gather: Gather, is_updated: bool) -> tuple[tuple[str, torch.dtype], ...]:
+    """The traffic of a bucket in a step: gathers on use; and where it is updated, reductions, and
+    the all-gather after the update."""
 
     def encoded(dtype: torch.dtype) -> torch.dtype:
         """The dtype of the message in which a piece of this dtype travels."""
@@ -365,10 +368,10 @@ def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]
     # A message's dtype is the encoder's choice, so it is asked with a piece without values
     if bucket.cut.level == 3:
         wire.append(("gather", encoded(bucket.gather)))
-    if bucket.trainable:
+    if is_updated:
         wire.append(("reduce", bucket.reduce))
     # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
-    if bucket.trainable and bucket.cut.num_pieces > bucket.cut.num_held:
+    if is_updated and bucket.cut.num_pieces > bucket.cut.num_held:
         wire.append(("publish", encoded(bucket.dtype)))
     return tuple(wire)
 

@@ -66,7 +66,8 @@ def publish(
             _add(piece, [given[n] for n in bucket.leaves], bucket, piece_number, out=out)
         # The all-gather runs while the next bucket is added
         if over := _published_along(bucket, axes):
-            started.append(_Publishing(new, bucket, over, gather))
+            name = f"{params.holding.name}.{bucket.name}".lstrip(".")
+            started.append(_Publishing(new, name, over, gather))
     _finish(started)
     return params.with_flats(made)
 
@@ -114,7 +115,7 @@ class _Publishing:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
     along each axis."""
 
-    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group], gather: Gather):
+    def __init__(self, held: Tensor, name: str, over: Sequence[Group], gather: Gather):
         self._gather = gather
         # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
         self._arriving: tuple[Group, Tensor, Tensor] | None = None
@@ -122,7 +123,7 @@ class _Publishing:
         # from the end: the innermost axis is the last one.
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
         for axis in over:
-            group = labelled(axis, f"{bucket.name}/publish")
+            group = labelled(axis, f"{name}/publish")
             piece = held.view(group.size, -1)[group.rank]
             self._stages.append((group, held, piece))
             # The piece is itself cut along the next axis
@@ -196,7 +197,8 @@ def held_flats_of(
             # Never in place: the state's own params stay as they are
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.piece_number).copy_(own)
-            started.append(_Publishing(flat, bucket, _published_along(bucket, axes), gather))
+            over = _published_along(bucket, axes)
+            started.append(_Publishing(flat, bucket.name, over, gather))
         held.append(flat)
     _finish(started)
     return held

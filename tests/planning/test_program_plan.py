@@ -6,7 +6,7 @@ import gc
 import json
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -237,6 +237,41 @@ def test_random_numbers_and_questions() -> None:
     before = torch.get_rng_state()
     plan(one, step, level=2, ranks=3, batch=(torch.empty(2, WIDTH), 0.1))
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Distilled(NamedTuple):
+    net: Any
+    teacher: Any
+    opt: Any
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_units_have_the_names_that_describe_gives_them(level: int) -> None:
+    """A tree's unit is called by the tree's path in the value. A teacher that follows its student
+    by `tree_map` is gathered at most."""
+
+    def program(value: Distilled, x: Tensor) -> Any:
+        loss, grads = fz.value_and_grad(distance)(value.net, value.teacher, x)
+        net, opt = adam.apply(grads, value.opt, value.net)
+        teacher = tree_map(lambda t, p: (t + p).detach() / 2, value.teacher, net)
+        return Distilled(net, teacher, opt), {"loss": loss}
+
+    def start(params: Any) -> Distilled:
+        return Distilled(params, tree_map(lambda p: p * 1, params), adam.init(params))
+
+    step = fz.program_step(program, init=start)
+    params = trees()[0]
+    sharded = fz.shard(step, level=level, group=CountingGroup(2))
+    rows = fz.describe(sharded, sharded.init(params)).rows
+    messages = {row.unit: [message for message, _ in row.wire] for row in rows if row.leaves}
+    made = plan(params, step, level=level, ranks=2, batch=torch.empty(2, WIDTH))
+    sent = {call.unit for call in made.collectives if call.unit}
+    assert sent == {unit for unit, words in messages.items() if words}
+    moments = {sample.moment.partition(" of ")[2] for sample in made.samples} - {""}
+    assert moments == {*messages}
+    of_teacher = [words for unit, words in messages.items() if unit.startswith("teacher.")]
+    assert of_teacher and all(words == ["gather"] * (level == 3) for words in of_teacher)
+    assert all("reduce" in words for unit, words in messages.items() if unit.startswith("net."))
 
 
 def test_a_tensor_that_the_value_has_twice_counts_once() -> None:

@@ -166,8 +166,8 @@ def _other_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> Gr
     expected, other = pairs[number]
     return GroupError(
         f"the ranks make different calls in step {step} of a program: call {number + 1} is "
-        f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). Remedy: "
-        "make the same calls of the library on every rank, in the same order; branch on a "
-        "number that is the same on all ranks, such as a metric that the loss gives by "
-        "fz.Aux(metrics=...)"
+        f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). A tree goes "
+        "by its path in the value, and so do its gradients. Remedy: make the same calls of the "
+        "library on every rank, in the same order; branch on a number that is the same on all "
+        "ranks, such as a metric that the loss gives by fz.Aux(metrics=...)"
     )

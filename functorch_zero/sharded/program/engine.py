@@ -409,11 +409,12 @@ class ShardedEngine:
         if era != self._era:
             self._era, self._num_gradients = era, 0
         self._num_gradients += 1
-        # The trees' serial numbers, the same on all ranks
-        numbers = [tree.holding.number for tree in given.trees]
-        read = [tree.holding.number for tree in given.read_only]
+        # With the trees' serial numbers, the same on all ranks
+        at = " and ".join(tree.holding.label for tree in given.trees)
+        read = " and ".join(tree.holding.label for tree in given.read_only)
         name = getattr(loss, "__qualname__", type(loss).__name__)
-        return f"gradient {self._num_gradients} of {name} at trees {numbers}, {read} read only"
+        told = f"gradient {self._num_gradients} of {name} at {at}"
+        return f"{told}, which only reads {read}" if read else told
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]
@@ -422,11 +423,11 @@ class ShardedEngine:
         order in which the last pass over them gathered units."""
         for sharded in trees:
             self._check_held(sharded)
-        layouts = [sharded.sharding.layout for sharded in trees]
+        layouts, names = [sharded.sharding.layout for sharded in trees], _prefixes(trees)
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
-        key = (*map(id, layouts), *trained)  # n ids, then n flags
+        key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
         if key not in self._joined:
-            self._joined[key] = join_layouts(layouts, trained)
+            self._joined[key] = join_layouts(layouts, trained, names)
         return self._joined[key], self.orders.of(key)
 
     def _across_of(self, layout: Layout) -> Sharded:
@@ -510,6 +511,21 @@ class ShardedEngine:
 
 def _is_of_no_updates(tree: ShardedTree) -> bool:
     return tree.holding.read_only and all(flat is None for flat in tree.flats())
+
+
+def _prefixes(trees: Sequence[ShardedTree]) -> list[str] | None:
+    """The trees' names, each once: "net", "net#2". None: they have none, since no program's step
+    has cut them."""
+    names: list[str] = []
+    for tree in trees:
+        name, count = tree.holding.name, 1
+        if not name:
+            return None
+        while name in names:
+            count += 1
+            name = f"{tree.holding.name}#{count}"
+        names.append(name)
+    return names
 
 
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:

@@ -58,16 +58,18 @@ class LibraryCalls:
                 trees.append(argument.args)
             else:
                 trees.append(argument)
-        self.made.append(f"{' '.join(words)} at trees {_numbers_of(trees)}")
+        if labels := _labels_of(trees):
+            words.append(f"at {' and '.join(labels)}")
+        self.made.append(" ".join(words))
         if self._meet is not None:
             self._meet(self.made)
 
 
-def _numbers_of(trees: Any) -> list[int]:
-    """The numbers of the sharded trees in a tree, the same on all ranks; a tree's gradients have
-    its number."""
+def _labels_of(trees: Any) -> list[str]:
+    """The labels of the sharded trees in a tree, the same on all ranks; a tree's gradients have its
+    label."""
     nodes = optree.tree_leaves(trees, is_leaf=is_on_engine)
-    return [node.holding.number for node in nodes if isinstance(node, ShardedTree)]
+    return [node.holding.label for node in nodes if isinstance(node, ShardedTree)]
 
 
 # Those of the program that runs in this thread, outside of the library's calls

@@ -187,7 +187,9 @@ class ShardedProgramStep:
         for name, layout in layouts.items():
             sharding, fill = self.options.sharding(layout), fills.get(name)
             engine, number = self.engine, numbers[name]
-            cut[name] = hold(given[name], sharding, engine=engine, number=number, fill=fill)
+            cut[name] = hold(
+                given[name], sharding, engine=engine, number=number, name=name, fill=fill
+            )
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
         watch = PieceWatch(self.group.rank)
@@ -343,7 +345,7 @@ class ShardedProgramStep:
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
-        places."""
+        places; by which they are named."""
         noted = [known for known in self._structures if known.sharding == state.sharding]
         return marked_like(value, noted[-1] if noted else None)
 

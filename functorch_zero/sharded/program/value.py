@@ -6,6 +6,7 @@ A value's nodes are sharded trees, optimizers' states, and leaves that every ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,12 +70,13 @@ class ValueStructure(NamedTuple):
 
 def marked_like(value: Any, structure: ValueStructure | None) -> Any:
     """A value whose trees are trained, or read only, as the structure says of those in their
-    places. Where that is None, or another one: as each tree was made."""
+    places, and have these places' names. Where that is None, or another one: as each tree was
+    made."""
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-    noted: list[Any] = [None] * len(nodes)
-    if structure is not None and structure.treedef == treedef:
-        noted = structure.nodes
-    return treedef.unflatten(map(_marked_like, nodes, noted))
+    if structure is None or structure.treedef != treedef:
+        return treedef.unflatten(_marked_like(node, None) for node in nodes)
+    marked = [*map(_marked_like, nodes, structure.nodes)]
+    return treedef.unflatten(_named_by(structure.paths, marked))
 
 
 def _marked_like(node: Any, noted: Any) -> Any:
@@ -89,15 +91,27 @@ def _is_held(node: Any) -> bool:
 
 
 def as_marked(value: Any) -> Any:
-    """The value of `init`: its trees remember whether their leaves are trained, and other tensors
-    are not. The same as of whole trees: a clone that is made without gradients isn't trained."""
+    """The value of `init`: its trees remember whether their leaves are trained, and their paths as
+    names. Other tensors are not trained. The same as of whole trees: a clone that is made without
+    gradients isn't trained."""
 
     def mark(node: Any) -> Any:
         if _is_held(node):
             return node.as_read_only(node.is_read_only)
         return node.detach() if isinstance(node, Tensor) else tree_map(_detached, node)
 
-    return tree_map(mark, value, is_leaf=is_on_engine)
+    nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+    return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)]))
+
+
+def _named_by(places: Sequence[str], nodes: Sequence[Any]) -> list[Any]:
+    """The nodes of a value, of which sharded trees are named by their paths. One that is the whole
+    value, or that the value holds twice, keeps its name."""
+    named = []
+    for path, node in zip(places, nodes, strict=True):
+        once = isinstance(node, ShardedTree) and path and sum(x is node for x in nodes) == 1
+        named.append(node.named(path) if once else node)
+    return named
 
 
 def _detached(leaf: Any) -> Any:
@@ -236,7 +250,13 @@ def _part_like(path: str, noted: Any, whole: Any) -> Any:
 
 def _part_of_tree(holding: Holding, whole: Any) -> ShardedTree:
     """This rank's part of a whole tree that fits the holding: copies."""
-    cut = partial(hold, sharding=holding.sharding, engine=holding.engine, number=holding.number)
+    cut = partial(
+        hold,
+        sharding=holding.sharding,
+        engine=holding.engine,
+        number=holding.number,
+        name=holding.name,
+    )
     if holding.form == "held":
         return cut(whole).as_read_only(holding.read_only)
     given = _with_none(holding, whole)

@@ -322,7 +322,7 @@ def test_describe_a_tree_in_pieces(level: int) -> None:
 
     for description in run_ranks(run, 2):
         assert str(description)
-        (row,) = [row for row in description.rows if row.unit == "momentum"]
+        (row,) = [row for row in description.rows if row.unit == "momentum.root"]
         assert row.leaves == ("momentum.w",) and row.elements == 1600
         assert (row.where, row.nbytes) == (("whole", 6400) if level == 0 else ("1/2", 3200))
         assert row.wire == () and row.compute is None
