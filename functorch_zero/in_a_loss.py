@@ -72,8 +72,8 @@ def refuse(what: str, remedy: str) -> None:
     if running is not None:
         raise StructureError(
             explain(
-                f"{what} inside of a loss whose own gradient is taken, and would be no part of it: "
-                "the results have no graph",
+                f"{what} inside of a loss whose own gradient is taken, and would be no part of it, "
+                "since the results have no graph",
                 rank=running.rank,
                 remedy=remedy,
             )

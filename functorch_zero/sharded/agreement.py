@@ -14,6 +14,7 @@ from ..errors import MismatchError
 from ..groups.checks import ranks_text
 from ..groups.protocol import Group
 from ..version import __version__
+from .readable import Absent, told_apart
 from .words import exchange_data
 
 
@@ -32,11 +33,11 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
     # Two of the facts are enough to name: rank 0's, and the first that differ
     other = everyone[first_unlike(everyone)]
     like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
-    field, ours, theirs = first_difference(everyone[0], other)
+    field, *values = first_difference(everyone[0], other)
+    ours, theirs = told_apart(*values)
     raise MismatchError(
-        f"the ranks were given different things: {field} is {shortened(ours)} on rank 0 and "
-        f"{shortened(theirs)} on {ranks_text(like_other)} (this is rank {group.rank}). Remedy: "
-        f"{_remedy(field)}"
+        f"the ranks were given different things: {field} is {ours} on rank 0 and {theirs} on "
+        f"{ranks_text(like_other)} (this is rank {group.rank}). Remedy: {_remedy(field)}"
     )
 
 
@@ -79,7 +80,7 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
             # Two things by name, adamw and sgd say, rather than fields of one
             return Difference(field, ours, theirs)
         for key in dict.fromkeys([*ours, *theirs]):
-            a, b = ours.get(key, _Absent), theirs.get(key, _Absent)
+            a, b = ours.get(key, Absent), theirs.get(key, Absent)
             if a != b:
                 return first_difference(a, b, f"{field}.{key}".lstrip("."))
     # A shape is told whole
@@ -95,15 +96,3 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
 
 def _are_numbers(values: list[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
-
-
-class _Absent:
-    """Stands for a field that one side does not have."""
-
-
-def shortened(value: Any) -> str:
-    """Plain data in an error: as JSON, of 120 characters at most."""
-    if value is _Absent:
-        return "absent"
-    text = json.dumps(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -38,7 +38,7 @@ from ..step.state import (
     trained,
 )
 from ..step.train import TrainStep, check_trained, mark_trainable, optimizer_view
-from ..tree import PyTree, check_tensors, content_digests, named_leaves, paths, select
+from ..tree import PyTree, check_tensors, named_leaves, paths, select
 from .agreement import agree, releases_and_ranks
 from .background import BackgroundTasks
 from .checks import check_batch, own_params, sharding_of
@@ -48,6 +48,7 @@ from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
 from .program.engine import ShardedEngine
+from .readable import told_values
 from .refit import agree_on_refit, carried, first_parts
 from .state import lay_out_state, shard_state, unshard_state
 from .tree_numbers import next_number
@@ -385,8 +386,8 @@ class ShardedTrainStep:
         compared = {} if options.sync_buffers == "local" else buffers
         # Last the numbers themselves, which another model would change as well
         facts |= {
-            "values": content_digests(params),
-            "values of buffers": content_digests(compared),
+            "values": told_values(params),
+            "values of buffers": told_values(compared),
             "seed": seed,
         }
         return facts

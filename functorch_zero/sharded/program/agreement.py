@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
-from ...tree import content_digests, paths
-from ..agreement import agree, first_difference, first_unlike, releases_and_ranks, shortened
+from ...tree import paths
+from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..options import Options
+from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
-from .results import StepResults, digests, facts_of
+from .results import StepResults, facts_of, values_of
 from .value import unsharded_leaves
 
 
@@ -89,40 +92,46 @@ class ProgramAgreement:
             facts[f"layout of {name}"] = layout.describe()
             facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
         for name in layouts:
-            facts[f"values of {name}"] = content_digests(given[name])
+            facts[f"values of {name}"] = told_values(given[name])
         agree(labelled(options.group, "init/agreement"), facts)
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
         # Nothing else would show that the rest beside sharded trees differs
-        facts: dict[str, Any] = {"value": paths(value), "values": digests(unsharded_leaves(value))}
+        facts: dict[str, Any] = {"the first value": paths(value)}
+        leaves = unsharded_leaves(value)
+        numbers = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
+        for path, words in (numbers | told_values(leaves)).items():
+            facts[f"values of {path!r} in the first value"] = words
         for name, fill in fills.items():
             facts[f"deferred values of {name}"] = fill.digests
         agree(labelled(self._options.group, "init/agreement"), facts)
 
     def before_call(self, step: int, calls: Sequence[str]) -> None:
-        self._compare(step, calls, {}, "step/calls")
+        self._compare(step, calls, "step/calls")
 
     def before_writing(self, step: int, calls: Sequence[str]) -> None:
-        failed = self._compare(step, calls, {}, "step/before writing")
+        failed = self._compare(step, calls, "step/before writing")
         self._background.raise_if(failed)
 
     def on_results(self, results: StepResults) -> None:
-        failed = self._compare(results.step, results.calls, facts_of(results), "step/agreement")
+        failed = self._compare(results.step, results.calls, "step/agreement", results)
         self._background.raise_if(failed)
 
     def _compare(
-        self, step: int, calls: Sequence[str], facts: Mapping[str, Any], label: str
+        self, step: int, calls: Sequence[str], label: str, results: StepResults | None = None
     ) -> bool:
         """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
         same facts. Returns whether a background task of any rank has failed. One all-reduce of
         words; only when ranks differ, an exchange of JSON."""
         group = labelled(self._options.group, label)
+        facts = {} if results is None else facts_of(results)
         # Ranks at different calls of a step send equal lengths, since `tell` does
         words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, facts.items())]
         told = tell(words, [self._background.failed()], group)
         if told.alike:
             return told.flags[0]
-        findings = _Findings(step, calls, facts)
+        shown = {} if results is None else values_of(results)
+        findings = _Findings(step, calls, facts, shown)
         everyone = [_Findings(*theirs) for theirs in exchange_data(group, findings)]
         raise _difference(everyone, group.rank)
 
@@ -133,6 +142,7 @@ class _Findings(NamedTuple):
     step: int  # its number
     calls: Sequence[str]  # of the library
     facts: Mapping[str, Any]  # plain data, causes before their effects
+    values: Mapping[str, str]  # in words, of facts that are digests
 
 
 def _difference(everyone: Sequence[_Findings], own_rank: int) -> Exception:
@@ -148,12 +158,16 @@ def _difference(everyone: Sequence[_Findings], own_rank: int) -> Exception:
         return _other_calls(steps[0], calls, own_rank)
     facts = [each.facts for each in everyone]
     rank = first_unlike(facts)
-    name, ours, other = first_difference(facts[0], facts[rank])
+    name, *digests = first_difference(facts[0], facts[rank])
+    values = [everyone[n].values.get(name) for n in (0, rank)]
+    # Words may leave out the elements that differ
+    are_apart = None not in values and values[0] != values[1]
+    ours, other = told_apart(*(values if are_apart else digests))
     return MismatchError(
-        f"the program's results differ between ranks: {name} is {shortened(ours)} on rank 0 and "
-        f"{shortened(other)} on rank {rank} (this is rank {own_rank}). Remedy: make of each rank's "
-        "own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which are means "
-        "over ranks"
+        f"the program's results differ between ranks: {name} is {ours} on rank 0 and {other} on "
+        f"rank {rank} (this is rank {own_rank}). Remedy: make of each rank's own batch only what "
+        "fz.value_and_grad gives, a loss and Aux(metrics=...), which are means over ranks; branch "
+        "and scale by these"
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -42,7 +43,8 @@ from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
 from ...step.program import LossCall
 from ...step.rng import telling_draws
-from ...tree import content_digests, has_values, paths
+from ...tree import paths
+from ..readable import told_values
 from .reach import PACKAGE, reachable_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -109,7 +111,7 @@ def noted(function: Function) -> Function:
             return function(engine, *args, **kwargs)
         call = watch.note_call(function.__name__, args, engine.description_of)
         made = function(engine, *args, **kwargs)
-        watch.name(made, call)
+        watch.name_made(made, call)
         return made
 
     return run  # type: ignore[return-value]
@@ -131,20 +133,19 @@ class _Operation(NamedTuple):
     # Of a call what it was given beside trees, by name: plain data, or a function that makes it
     given: Mapping[str, Any] = {}
 
-    def told(self) -> Any:
-        """Plain data, the same on all ranks. Waits for numbers that are on a device."""
+    def told(self, number: int) -> dict[str, Any]:
+        """Plain data by name, the same on all ranks. Waits for numbers that are on a device."""
         operands = ", ".join(map(_told, self.operands))
-        if not self.given:
-            return f"{self.func} of {operands}{self.line}"
-        given = {key: it() if callable(it) else it for key, it in self.given.items()}
-        return {str(self.func): {"trees": operands, **given}}
+        found = {f"operation {number}": f"{self.func}({operands}){self.line}"}
+        for key, it in self.given.items():
+            found[f"in operation {number} ({self.func}), {key}"] = it() if callable(it) else it
+        return found
 
 
 class _Piece(NamedTuple):
     """A piece in words that are the same on all ranks."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole leaf
 
 
 class PieceWatch:
@@ -205,14 +206,14 @@ class PieceWatch:
         self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]
     ) -> None:
         """Remember the extents of the leaves of a tree, or of a state, which somebody reads."""
-        name = self._names.get(node, "a tree")
+        name, known = self._names.get(node, "a tree"), _leaf_names(node)
         # Later the program may have put in leaves of its own
         is_librarys = node in self._names and node not in self._read
         self._read[node] = True
-        for n, (leaf, extent) in enumerate(zip(leaves, extents_of(node), strict=True)):
+        for path, leaf, extent in zip(known, leaves, extents_of(node), strict=True):
             if not isinstance(leaf, Tensor):
                 continue
-            self._names.setdefault(leaf, f"leaf {n} of {name}")
+            self._names.setdefault(leaf, f"{path or 'the leaf'} of {name}")
             if extent is not None:
                 self._extents[leaf] = extent
                 continue
@@ -268,54 +269,66 @@ class PieceWatch:
             elif isinstance(arg, LossCall):
                 operands += self._names_of(arg.args).values()
                 trees.append(arg.args)
-                given |= _named("buffers", _digests_of(arg.buffers))
+                for path, words in told_values(arg.buffers).items():
+                    given[f"buffer {path!r}"] = words
             else:
                 operands += self._names_of(arg).values()
                 trees.append(arg)
-        given |= _named("whole leaves", self.own_whole_leaves(trees))
+        given |= self.own_whole_leaves(trees)
         self._operations.append(_Operation(name, operands, given=given))
-        return f"{name}, operation {len(self._operations)}"
+        return f"operation {len(self._operations)} ({name})"
 
     def note_draw(self, kind: str, seed: int, step: int) -> None:
         """Write down a draw of random numbers by a seed of the program's own."""
         self._operations.append(_Operation(f"fz.random.{kind}", [f"seed {seed}", f"step {step}"]))
 
-    def name(self, tree: Any, name: str) -> None:
-        """Name the sharded trees and states in a tree, which all ranks have made alike."""
-        for n, node in enumerate(optree.tree_leaves(tree, is_leaf=is_on_engine)):
-            if is_on_engine(node):
-                self._names.setdefault(node, f"tree {n} of {name}")
+    def name(self, tree: Any, whose: str) -> None:
+        """Name the sharded trees and states in a tree by their paths: all ranks have made them
+        alike."""
+        for path, node in _nodes_of(tree).items():
+            self._names.setdefault(node, f"{whose}.{path}".rstrip("."))
 
-    def _names_of(self, tree: Any) -> dict[int, str]:
-        """The names of the sharded trees and states in a tree, by their numbers among its leaves.
-        One that the program has made by `tree_map` has those of its leaves."""
+    def name_made(self, made: Any, call: str) -> None:
+        """The same of those that a call of the library has made, which has this name."""
+        nodes = _nodes_of(made)
+        kinds = Counter(map(_kind_of_node, nodes.values()))
+        for path, node in nodes.items():
+            kind = _kind_of_node(node)
+            # Of several trees, such as gradients of two networks
+            which = kind if kinds[kind] == 1 else f"{kind} {path}"
+            self._names.setdefault(node, f"{which} of {call}")
+
+    def _names_of(self, tree: Any) -> dict[str, str]:
+        """The names of the sharded trees and states in a tree, by path. One that the program has
+        made by `tree_map` has those of its leaves."""
         told = {}
-        for n, node in enumerate(optree.tree_leaves(tree, is_leaf=is_on_engine)):
-            if not is_on_engine(node):
-                continue
+        for path, node in _nodes_of(tree).items():
             if node not in self._names:
                 # No read of the program's
                 with reading_leaves(None), telling_uses(None):
                     leaves = optree.tree_leaves(node.tree)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                told[n] = f"[{', '.join(self._names.get(x, 'a leaf') for x in tensors)}]"
+                told[path] = f"[{', '.join(self._names.get(x, 'a leaf') for x in tensors)}]"
             else:
-                told[n] = self._names[node]
+                told[path] = self._names[node]
         return told
 
     def own_whole_leaves(self, trees: Any) -> dict[str, str]:
-        """Of trees and states that a call is given, or a step returns, digests of the leaves that
-        every rank holds whole and that the program has made, or written to. They may be this rank's
+        """Of trees and states that a call is given, or a step returns, the leaves that every rank
+        holds whole and that the program has made, or written to, by name. They may be this rank's
         own."""
         own: dict[str, Any] = {}
-        for n, node in enumerate(optree.tree_leaves(trees, is_leaf=is_on_engine)):
-            if not is_on_engine(node) or (node in self._names and node not in self._read):
+        for n, node in enumerate(_nodes_of(trees).values(), 1):
+            if node in self._names and node not in self._read:
                 continue
+            # The tree from which `tree_map` has made it, or its first one
+            name = node.holding.name if isinstance(node, ShardedTree) else ""
+            origin = f", made of {name!r}" if name else ""
             for path, leaf in whole_leaves(node).items():
                 if isinstance(leaf, Tensor) and self._alike.get(leaf, -1) != _version(leaf):
-                    own[f"{path} of tree {n}"] = leaf
+                    own[f"leaf {path!r} of tree {n}{origin}"] = leaf
                     self._alike[leaf] = _version(leaf)
-        return _digests_of(own)
+        return told_values(own)
 
     def see_function(self, func: Any, x: Tensor) -> None:
         """Refuse to hand values to Python or numpy, and to tell a piece's own shape."""
@@ -366,12 +379,14 @@ class PieceWatch:
                     )
                 )
 
-    def operations(self, value: Any) -> list[Any]:
-        """Those on pieces so far, and the trees of the next value: plain data, the same on all
-        ranks. Waits for numbers that are on a device."""
-        told = [operation.told() for operation in self._operations]
-        for n, name in self._names_of(value).items():
-            told.append(f"the return of {name} as tree {n} of the next value")
+    def operations(self, value: Any) -> dict[str, Any]:
+        """Those on pieces so far, and the trees of the next value: plain data by name, the same on
+        all ranks. Waits for numbers that are on a device."""
+        told: dict[str, Any] = {}
+        for number, operation in enumerate(self._operations, 1):
+            told |= operation.told(number)
+        for path, name in self._names_of(value).items():
+            told[f"the next value's tree {path!r}"] = name
         return told
 
     def _noted(self, operand: Any) -> Any:
@@ -381,7 +396,7 @@ class PieceWatch:
         if not isinstance(operand, Tensor):
             return operand
         if operand in self._extents:
-            return _Piece(self._names[operand], self._extents[operand].shape)
+            return _Piece(self._names[operand])
         # What isn't a piece is a number, which the program may change
         return operand.detach().clone()
 
@@ -473,7 +488,7 @@ def _told(noted: Any) -> str:
     if isinstance(noted, list):
         return f"[{', '.join(map(_told, noted))}]"
     if isinstance(noted, _Piece):
-        return f"a part of {noted.shape}, {noted.name}"
+        return noted.name
     if isinstance(noted, str):
         return noted
     if isinstance(noted, torch.device):
@@ -481,14 +496,26 @@ def _told(noted: Any) -> str:
     return repr(noted.item() if isinstance(noted, Tensor) else noted)
 
 
-def _digests_of(tree: Any) -> dict[str, str]:
-    """Digests of the tensors in a tree, by path."""
-    rows = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    return content_digests({path: x for path, x in rows if isinstance(x, Tensor) and has_values(x)})
+def _nodes_of(tree: Any) -> dict[str, Any]:
+    """The sharded trees and states in a tree, by path."""
+    nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
+    rows = zip(paths(tree, is_on_engine), nodes, strict=True)
+    return {path: node for path, node in rows if is_on_engine(node)}
 
 
-def _named(name: str, digests: dict[str, str]) -> dict[str, dict[str, str]]:
-    return {name: digests} if digests else {}
+def _kind_of_node(node: ShardedTree | ShardedOptState) -> str:
+    if isinstance(node, ShardedOptState):
+        return "the optimizer's state"
+    return "the params" if node.holding.form == "held" else "the pieces"
+
+
+def _leaf_names(node: ShardedTree | ShardedOptState) -> list[str]:
+    """The paths of a tree's leaves, or a state's."""
+    if isinstance(node, ShardedTree):
+        return [leaf.path for leaf in node.sharding.layout.leaves]
+    # No read of the program's
+    with reading_leaves(None), telling_uses(None):
+        return paths(node.tree)
 
 
 def _version(leaf: Tensor) -> int | None:

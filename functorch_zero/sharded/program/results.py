@@ -13,6 +13,7 @@ from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
 from ...step.loss import Metrics
 from ...tree import content_digests, paths
+from ..readable import values_in_words
 from .piece_watch import PieceWatch, whole_leaves
 from .value import unsharded_leaves
 
@@ -35,19 +36,26 @@ def facts_of(results: StepResults) -> dict[str, Any]:
     """The results as plain data, equal on ranks whose results are equal to the bit. Causes come
     before their effects."""
     value, watch, look = results.value, results.watch, results.look
-    facts: dict[str, Any] = {}
-    if look:
-        for number, operation in enumerate(watch.operations(value), start=1):
-            facts[f"operation {number} on parts of leaves"] = operation
+    facts: dict[str, Any] = watch.operations(value) if look else {}
     for name, metric in results.metrics.items():
         known = look or _is_here(metric)
-        facts[f"metric {name!r}"] = float(metric).hex() if known else _form_of(metric)
+        facts[f"metric {name!r}"] = repr(float(metric)) if known else _form_of(metric)
     for path, words in _in_words(_compared_leaves(value, look), look).items():
         facts[f"leaf {path!r}"] = words
     if look:
-        facts["whole leaves that the program has made"] = watch.own_whole_leaves(value)
+        for name, words in watch.own_whole_leaves(value).items():
+            facts[f"{name} of the next value"] = words
     facts["the number of draws of fz.random"] = str(results.num_draws)
     return facts
+
+
+def values_of(results: StepResults) -> dict[str, str]:
+    """For an error: words for the values of which the facts are digests, by the facts' names."""
+    leaves = _compared_leaves(results.value, results.look)
+    read = {path: x for path, x in leaves.items() if isinstance(x, Tensor)}
+    if not results.look:
+        read = {path: x for path, x in read.items() if _is_here(x)}
+    return {f"leaf {path!r}": values_in_words(x) for path, x in read.items()}
 
 
 def _compared_leaves(value: Any, look: bool) -> dict[str, Any]:
@@ -69,7 +77,7 @@ def _in_words(leaves: Mapping[str, Any], look: bool) -> dict[str, str]:
     is looked at."""
     unread = {} if look else {path: leaf for path, leaf in leaves.items() if not _is_here(leaf)}
     forms = {path: _form_of(leaf) for path, leaf in unread.items()}
-    return forms | digests({path: leaf for path, leaf in leaves.items() if path not in unread})
+    return forms | _digests({path: leaf for path, leaf in leaves.items() if path not in unread})
 
 
 def _is_here(leaf: Any) -> bool:
@@ -108,7 +116,7 @@ def _numel(leaf: Any) -> int:
     return leaf.numel() if isinstance(leaf, Tensor) else 1
 
 
-def digests(rest: Mapping[str, Any]) -> dict[str, str]:
+def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
     """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
     numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
     tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}

@@ -14,10 +14,11 @@ from ...layout.levels import LevelRule, Levels
 from ...layout.sharded_tree import ShardedTree, hold
 from ...shared_elements import check_apart
 from ...step.program import check_like, copied_like
-from ...tree import PyTree, check_tensors, content_digests
+from ...tree import PyTree, check_tensors
 from ..agreement import agree
 from ..failures import sharing_failures
 from ..options import Options
+from ..readable import told_values
 from ..tree_numbers import next_number
 from .engine import ShardedEngine
 from .library_calls import compared
@@ -90,7 +91,7 @@ def shard_tree(
         facts = {
             "layout": layout.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
-            "values": content_digests(tree),
+            "values": told_values(tree),
         }
         agree(labelled(axes.world, "shard_tree/agreement"), facts)
         made = hold(tree, sharding, engine=engine, number=next_number(axes.world))

@@ -193,7 +193,7 @@ class ShardedProgramStep:
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
         watch = PieceWatch(self.group.rank)
-        watch.name(own, "the arguments")
+        watch.name(dict(zip(given, own, strict=True)), "init's argument")
         with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
@@ -272,7 +272,7 @@ class ShardedProgramStep:
             watched = watch.running() if look else nullcontext()
             calls = LibraryCalls(partial(self._agreement.before_call, number) if look else None)
             if look:
-                watch.name(value, "the value")
+                watch.name(value, "value")
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             rank, device = axes.world.rank, device_of_value(value)
             running = streams(state.seed, state.step, device, rank)

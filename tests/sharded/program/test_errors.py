@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import FunctorchZeroError, StructureError
+from functorch_zero.errors import FunctorchZeroError, MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
+from functorch_zero.sharded.agreement import agree
+from functorch_zero.sharded.readable import told_apart
 
 torch.manual_seed(0)
 generate, FIRST_GEN, _ = fz.functionalize(nn.Linear(3, 4).double())
@@ -174,3 +179,97 @@ def test_a_gradient_inside_of_a_loss_is_sent_to_the_docs(loss: Any) -> None:
         for page, heading in re.findall(r'docs/([\w-]+\.md), "([^"]+)"', text):
             assert f"\n## {heading}\n" in (docs / page).read_text()
         assert text.count("docs/") == 2, text
+
+
+def by_rank(rank: int) -> float:
+    """Numbers of two ranks that differ in the last bit."""
+    return 0.1 if rank == 0 else math.nextafter(0.1, 1)
+
+
+def own_metric(value: Gan, noise: Tensor, rank: int) -> Any:
+    return value, {"own": torch.tensor(by_rank(rank), dtype=torch.float64)}
+
+
+def own_number(value: Any, noise: Tensor, rank: int) -> Any:
+    return value._replace(gen_opt=torch.tensor(by_rank(rank), dtype=torch.float64)), {}
+
+
+def own_table(value: Any, noise: Tensor, rank: int) -> Any:
+    table = torch.zeros(9, dtype=torch.float64)
+    table[8] = by_rank(rank)
+    return value._replace(gen_opt=table), {}
+
+
+def own_factor(value: Gan, noise: Tensor, rank: int) -> Any:
+    _, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+    grads = tree_map(lambda g: g * by_rank(rank), grads)
+    gen, gen_opt = adam.apply(grads, value.gen_opt, value.gen)
+    return value._replace(gen=gen, gen_opt=gen_opt), {}
+
+
+def own_rate(value: Gan, noise: Tensor, rank: int) -> Any:
+    _, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+    gen, gen_opt = optim.adam(by_rank(rank)).apply(grads, value.gen_opt, value.gen)
+    return value._replace(gen=gen, gen_opt=gen_opt), {}
+
+
+def own_branch(value: Gan, noise: Tensor, rank: int) -> Any:
+    new, _ = train(value, noise)
+    return (new if rank else value), {}
+
+
+def first_of(third: Any) -> Callable[..., Any]:
+    return lambda gen, disc: Gan(gen, disc, adam.init(gen) if third is None else third)
+
+
+FACTOR = "operation 2 is aten.mul.Tensor(weight of the pieces of operation 1 (value_and_grad), "
+# Of each program, the third part of its value, and the words of its error
+DIFFERENT: dict[Any, tuple[Any, str]] = {
+    own_metric: (None, "metric 'own' is 0.1 on rank 0 and 0.10000000000000002 on rank 1 "),
+    own_number: (torch.tensor(0.0).double(), "leaf 'gen_opt' is 0.1 on rank 0 and 0.1000000000000"),
+    own_table: (torch.zeros(9).double(), "leaf 'gen_opt' is digest "),
+    own_factor: (None, FACTOR + "0.1) (test_errors.py:"),
+    own_rate: (None, "in operation 2 (apply), optimizer.adam.learning_rate is 0.1 on rank 0 and "),
+    own_branch: (None, "tree 'gen' is value.gen on rank 0 and the params of operation 2 (apply) "),
+}
+
+
+@pytest.mark.parametrize("program", DIFFERENT, ids=lambda program: program.__name__)
+def test_numbers_that_differ_are_decimal_and_told_apart(program: Any) -> None:
+    third, words = DIFFERENT[program]
+
+    def run(group: Any) -> str:
+        step = fz.program_step(partial(program, rank=group.rank), init=first_of(third))
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(FIRST_GEN, FIRST_DISC)
+        return refused(MismatchError, lambda: sharded(state, X.chunk(2)[group.rank]))
+
+    for text in run_ranks(run, 2):
+        assert words in text and "Remedy: " in text, text
+        assert "0x" not in text and '"' not in text, text
+
+
+def test_values_that_differ_at_init_are_shown() -> None:
+    def run(group: Any) -> str:
+        third = torch.tensor([1.0, 2.0 + group.rank])
+        sharded = fz.shard(fz.program_step(train, init=first_of(third)), level=1, group=group)
+        return refused(MismatchError, lambda: sharded.init(FIRST_GEN, FIRST_DISC))
+
+    words = "values of 'gen_opt' in the first value is [1.0, 2.0] on rank 0 and [1.0, 3.0] on rank"
+    assert all(words in text for text in run_ranks(run, 2))
+
+
+def test_long_words_are_shown_from_where_they_differ() -> None:
+    settings = {f"name_{n}": n for n in range(40)}
+
+    def run(group: Any) -> str:
+        own = {"maker": settings | {"name_33": group.rank}}
+        return refused(MismatchError, lambda: agree(group, {"x": [own] if group.rank else own}))
+
+    for text in run_ranks(run, 2):
+        assert "x is maker(name_0=0" in text and "[maker(name_0=0" in text and len(text) < 500
+
+    names = ", ".join(settings)
+    ours, theirs = told_apart(f"[{names}], 0", f"[{names}], 1")
+    assert (ours[:3], ours[-11:]) == ("...", "name_39], 0") and theirs[-11:] == "name_39], 1"
+    assert told_apart({"a": 1}, {"a": 2}) == ("{a: 1}", "{a: 2}")
