@@ -14,12 +14,33 @@ from optree import tree_map
 from torch import Tensor
 
 from ..step.state import State
-from ..tree import paths
-from .equality import Equality, apart, assert_equal_updates, assert_equal_values, is_visible
+from ..tree import PyTree, paths
+from .equality import (
+    RATIO,
+    Equality,
+    apart,
+    are_scaled,
+    assert_equal_updates,
+    assert_equal_values,
+    is_visible,
+)
 from .runs import Run, Step
 
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
+
+AS_SUM = (
+    "{what} 1/{n} of the unsharded step's, on {n} parts of the batch: the loss is a sum over its "
+    "batch, and sharded it is the mean over ranks of their sums. Remedy: make it a mean over its "
+    "rows; where they count unequally, divide by their number or weight, and return that as "
+    "fz.Aux(weight=...)."
+)
+DIVIDED_TWICE = (
+    "{what} {n} times the unsharded step's, on {n} parts of the batch: the loss is smaller than a "
+    "mean over its batch, as a mean that is divided by the number of rows again. Remedy: make it a "
+    "mean over its rows; where they count unequally, divide by their number or weight once, and "
+    "return that as fz.Aux(weight=...)."
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +53,7 @@ class Comparison:
     unused: tuple[str, ...]
     local: list[int] | None  # each rank's part of the batch, if ranks keep buffers of their own
     at: dict[str, Any]  # for errors: level and ranks
+    names_its_loss: bool = False  # whether the metric "loss" is the one whose gradients are taken
 
     def run(self, jittered: Sequence[Run] = ()) -> None:
         """Raise at the first difference that the grade does not allow, nor round-off as in the
@@ -53,6 +75,24 @@ class Comparison:
         except AssertionError:
             return False
         return True
+
+    def cause_by_size(self, num_parts: int) -> str | None:
+        """The cause of a difference, where the first updates, or the first loss of a training
+        step, are as many times the oracle's as there are parts of the batch, or that part of it.
+        None: they aren't."""
+        want, have = self.expected, self.got[0]
+        if num_parts == 1 or not want.steps or not _alike(want.start.params, have.start.params):
+            return None
+        # The params of three states
+        before, after, other = want.start.params, want.states[1].params, have.states[1].params
+        for factor, text in ((1 / num_parts, AS_SUM), (float(num_parts), DIVIDED_TWICE)):
+            if are_scaled(factor, before, after, other):
+                return text.format(what="All updates are", n=num_parts)
+            # Optimizers that go by signs, or normalize, move the same
+            losses = [run.steps[0].metrics.get("loss") for run in (want, have)]
+            if self.names_its_loss and _is_times(factor, *losses):
+                return text.format(what="The loss is", n=num_parts)
+        return None
 
     def _moving(self) -> list[str]:
         """The paths of the leaves that some step moves visibly: in another they may rest, as with
@@ -143,6 +183,17 @@ class Comparison:
         """The results that all ranks must have alike."""
         state: State = step.state.replace(buffers=None) if self.local else step.state
         return {"state": state, "metrics": step.metrics}
+
+
+def _alike(a: PyTree[Tensor], b: PyTree[Tensor]) -> bool:
+    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+def _is_times(factor: float, expected: Any, got: Any) -> bool:
+    """Whether one loss is this many times the other; of numbers that are too small nothing is
+    known."""
+    wanted = factor * float(expected)
+    return wanted != 0 and abs(float(got) - wanted) <= RATIO * abs(wanted)
 
 
 def is_trained(leaf: Tensor) -> bool:

@@ -30,6 +30,7 @@ Grade = Literal["bitwise", "reordered", "approximate"]
 
 REORDERED = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative; about 4500 and 84 roundings
 LAST_PLACES = 2  # of a param, that its new and its old value may be off by in all
+RATIO = 1e-3  # relative; how exact a ratio of updates is, of which an error gives the cause
 # An update's largest magnitude must be this many times the error that last places may make
 VISIBLE = 8
 
@@ -228,6 +229,32 @@ def apart(a: Any, b: Any) -> float:
     both_nan = a.isnan() & b.isnan()  # counts as equal: both runs computed it
     error = _distances(a, b).masked_fill(both_nan, 0.0)
     return float(error.nan_to_num(nan=math.inf).max())  # NaN on one side only
+
+
+def are_scaled(
+    factor: float,
+    old: PyTree[Tensor],
+    expected: PyTree[Tensor],
+    got: PyTree[Tensor],
+) -> bool:
+    """Whether all updates of the same params, leaf by leaf, are `factor` times the expected ones;
+    and some leaf moves visibly.
+
+    Args:
+        old: the params before.
+        expected: the oracle's params after.
+        got: the other's params after.
+    """
+    moved = False
+    for leaf in _leaf_updates(old, expected, old, got):
+        if not leaf.old.numel():
+            continue
+        wanted, update, hidden = factor * leaf.expected, leaf.got, _last_places(leaf.old, leaf.new)
+        allowed = RATIO * _largest(wanted) + max(1.0, factor) * hidden
+        if not bool(((update - wanted).abs() <= allowed).all()):
+            return False
+        moved |= is_visible(leaf.old, leaf.new)
+    return moved
 
 
 def _leaves(tree: PyTree[Any]) -> list[Any]:

@@ -166,7 +166,15 @@ def assert_sharded_equals_unsharded(
             settings = {"level": level, "sync_buffers": sync_buffers, **options}
             got = _run_sharded(step, oracle.start, parts, mesh, settings)
             at = {"level": level, "ranks": num_ranks}
-            comparison = Comparison(expected, got, equality, tuple(unused), local, at)
+            comparison = Comparison(
+                expected,
+                got,
+                equality,
+                tuple(unused),
+                local,
+                at,
+                names_its_loss=isinstance(step, TrainStep),
+            )
             _check(comparison, oracle, parts, allow_round_off=allow_round_off)
 
 
@@ -201,7 +209,8 @@ def _check(
         if explained and allow_round_off:
             return
         # Most differences that round-off doesn't explain come from a loss that is a sum
-        error.add_note(AMPLIFIED if explained else oracle.hint)
+        hint = comparison.cause_by_size(len(parts[0])) or oracle.hint
+        error.add_note(AMPLIFIED if explained else hint)
         raise
 
 
