@@ -287,7 +287,7 @@ CALLS = {
     "trees: several": Call(
         lambda: fz.apply_updates((PIECES, PIECES), (GRADS, GRADS)),
         StructureError,
-        r"held as params are; got tuple. Remedy: .*of several trees pass one at a time",
+        r"held as params are, got a tuple, on rank 0. Remedy: .*of several trees pass one",
     ),
     "trees: params and gradients": Call(  # optree's error
         lambda: tree_map(lambda p, g: p - 0.1 * g, PIECES, GRADS),

@@ -605,10 +605,10 @@ class ShardedTree(OnEngine):
         if self.is_used_up:
             return f"ShardedTree(donated to a step, {self.holding!r})"
         form = _FORMS[self.holding.form]
-        return f"ShardedTree({{{_shapes_of(self.sharding.layout)}}}, {form}, {self.sharding})"
+        return f"ShardedTree({{{shapes_of(self.sharding.layout)}}}, {form}, {self.sharding})"
 
 
-def _shapes_of(layout: Layout, most: int = 4) -> str:
+def shapes_of(layout: Layout, most: int = 4) -> str:
     """The whole leaves by path: "w: (2, 3) torch.float32"; `most` of them."""
     found = []
     for leaf in layout.leaves[:most]:

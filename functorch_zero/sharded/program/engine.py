@@ -22,7 +22,7 @@ from ...groups import labelled
 from ...groups.forwarding import era_of
 from ...layout.joined import Joined, join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree, pieces_of
+from ...layout.sharded_tree import ShardedTree, pieces_of, shapes_of
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
@@ -440,11 +440,15 @@ class ShardedEngine:
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""
         if not _is_sharded(tree) or tree.holding.form != "held":
-            got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(
-                f"expected a sharded tree, held as params are; got {got}. Remedy: gradients and "
-                "updates are in pieces, and fz.apply_updates(params, updates) makes params of "
-                "them; of several trees pass one at a time"
+                explain(
+                    "something else was given in the place of params",
+                    expected="a sharded tree, held as params are",
+                    got=_in_words(tree),
+                    rank=self.rank,
+                    remedy="gradients and updates are in pieces, and fz.apply_updates(params, "
+                    "updates) makes params of them; of several trees pass one at a time",
+                )
             )
         tree.check_frozen()
 
@@ -462,9 +466,9 @@ class ShardedEngine:
             raise StructureError(
                 explain(
                     "an optimizer was given a state that it has not made of these params",
-                    expected="the state of optimizer.init(params), or of its last update, cut as "
-                    f"{params.sharding.told}",
-                    got=state.holding.sharding.told if is_sharded else type(state).__name__,
+                    expected="the state of optimizer.init(params), or of its last update, for "
+                    f"{_in_words(params)}",
+                    got=_state_in_words(state) if is_sharded else type(state).__name__,
                     rank=axes.world.rank,
                     remedy="keep each tree's optimizer state beside it",
                 )
@@ -483,11 +487,15 @@ class ShardedEngine:
         # Engines and numbers are not compared: averages of a tree fit it, too
         fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
         if not fits:
-            got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(
-                f"expected updates in pieces, cut as the params are: {params.sharding.told}; got "
-                f"{got}. Remedy: pass the gradients that fz.value_and_grad gave of these params; "
-                "params themselves as fz.pieces(params)"
+                explain(
+                    "something else was given in the place of updates or gradients",
+                    expected=f"updates in pieces, cut as the params are, {_in_words(params)}",
+                    got=_in_words(tree),
+                    rank=self.rank,
+                    remedy="pass the gradients that fz.value_and_grad gave of these params; params "
+                    "themselves as fz.pieces(params)",
+                )
             )
         if not _is_of_no_updates(tree):
             tree.check_leaves(some=some)
@@ -548,3 +556,15 @@ def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
 
 def _is_sharded(node: Any) -> bool:
     return isinstance(node, ShardedTree)
+
+
+def _state_in_words(state: ShardedOptState) -> str:
+    sharding = state.holding.sharding
+    return f"a state for leaves {shapes_of(sharding.layout)}, cut as {sharding.told}"
+
+
+def _in_words(node: Any) -> str:
+    """A tree for errors, by its name and its leaves."""
+    if not _is_sharded(node):
+        return f"a {type(node).__name__}"
+    return f"{node.holding.label} of leaves {shapes_of(node.sharding.layout)}, {node.told}"

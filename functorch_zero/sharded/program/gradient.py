@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError
+from ...errors import StructureError, explain
 from ...groups import labelled
 from ...layout.joined import Joined
 from ...layout.sharded_tree import ShardedTree
@@ -67,9 +67,16 @@ class LossTrees:
         self._treedef_of_asked = optree.tree_structure(tree, is_leaf=_is_sharded)
         num_asked = self._treedef_of_asked.num_leaves
         if not all(map(_is_sharded, self._leaves[:num_asked])):
+            others = [x for x in self._leaves[:num_asked] if not _is_sharded(x)]
             raise StructureError(
-                "a gradient was asked of sharded and of whole trees together. Remedy: shard "
-                "them all with fz.shard_tree, or pass the whole ones as later arguments"
+                explain(
+                    "a gradient was asked of sharded and of whole trees together",
+                    expected="sharded trees alone in the first argument",
+                    got=f"{num_asked - len(others)} sharded trees and {len(others)} leaves of "
+                    f"whole ones, the first of them a {type(others[0]).__name__}",
+                    remedy="shard them all with fz.shard_tree, or pass the whole ones as later "
+                    "arguments",
+                )
             )
         self._given: list[_GivenTree] = []
         for place, leaf in enumerate(self._leaves):

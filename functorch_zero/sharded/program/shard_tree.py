@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ...errors import StructureError
+from ...errors import StructureError, explain
 from ...groups import as_group, labelled
 from ...groups.mesh import axes_of
 from ...layout.levels import LevelRule, Levels
@@ -68,7 +68,14 @@ def shard_tree(
     ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
     """
     if (level is None) == (layout_like is None):
-        raise StructureError("shard_tree takes either a level or layout_like, and not both")
+        raise StructureError(
+            explain(
+                "shard_tree takes either a level or layout_like, and not both",
+                got="both" if layout_like is not None else "neither",
+                remedy="fz.shard_tree(tree, level=3, group=group), or layout_like=params for a "
+                "tree that is cut as params are",
+            )
+        )
     if layout_like is not None and not isinstance(layout_like, ShardedTree):
         return copied_like(tree, layout_like)
     # That of `layout_like`, of the same ranks and options, so that the trees can be used together

@@ -418,6 +418,8 @@ class ShardedProgramStep:
                     "init was given no tree of tensors to cut",
                     expected="trees of whole leaves, as of fz.functionalize",
                     rank=self.group.rank,
+                    remedy="let init have a parameter per tree of params, and pass them to "
+                    "step.init(...); a tree that init closes over is not cut",
                 )
             )
         names = [*layouts]

@@ -273,3 +273,36 @@ def test_long_words_are_shown_from_where_they_differ() -> None:
     ours, theirs = told_apart(f"[{names}], 0", f"[{names}], 1")
     assert (ours[:3], ours[-11:]) == ("...", "name_39], 0") and theirs[-11:] == "name_39], 1"
     assert told_apart({"a": 1}, {"a": 2}) == ("{a: 1}", "{a: 2}")
+
+
+def wrong_state(value: Any, noise: Tensor) -> Any:
+    _, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+    return value, {"loss": adam.apply(grads, adam.init(value.disc), value.gen)}
+
+
+def wrong_updates(value: Any, noise: Tensor) -> Any:
+    _, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+    return value._replace(disc=fz.apply_updates(value.disc, grads)), {}
+
+
+def wrong_params(value: Any, noise: Tensor) -> Any:
+    _, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+    return value._replace(gen=fz.apply_updates(grads, grads)), {}
+
+
+# Of each program, the expected tree and the one that it has given
+GIVEN = {
+    wrong_state: (
+        "for 'gen' (tree 1) of leaves weight: (4, 3)",
+        "a state for leaves weight: (1, 4)",
+    ),
+    wrong_updates: ("as the params are, 'disc' (tree 2)", "got 'gen' (tree 1) of leaves weight: "),
+    wrong_params: ("held as params are", "got 'gen' (tree 1) of leaves weight: "),
+}
+
+
+@pytest.mark.parametrize("program", GIVEN, ids=lambda program: program.__name__)
+def test_a_wrong_tree_is_named_beside_the_expected_one(program: Any) -> None:
+    for text in told(program, 3):
+        for part in (*GIVEN[program], "on rank", "Remedy: "):
+            assert part in text, text
