@@ -59,11 +59,12 @@ class Donations:
         for counter in (step, *_counters(opt_state)):
             taken = self._number_of(counter)
             if taken is not None:
+                # Who took it may have failed since, so no state need have come of it
                 raise DonatedError(
-                    f"the state of step {taken} was donated to the step that made state "
-                    f"{taken + 1}, and its storage holds that one now. Remedy: use the state it "
-                    "returned, keep a copy with tree_map(torch.clone, state), or shard with "
-                    "donate=False"
+                    f"the state of step {taken} was donated to a step or a load, which has written "
+                    "over its storage. Remedy: use the state that it returned; if it failed, load "
+                    "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, "
+                    "state), or shard with donate=False"
                 )
 
     def _note(self, counter: Tensor, number: int) -> None:

@@ -182,7 +182,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
         raise StructureError(
             explain(
                 "the loss is not a scalar",
-                expected="shape ()",
+                expected="shape () of a real floating-point dtype",
                 got=got,
                 rank=rank,
                 remedy=_way_to_a_scalar(loss),

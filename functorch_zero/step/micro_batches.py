@@ -81,7 +81,11 @@ def _parts(path: str, leaf: Any, count: int) -> list[Any]:
         remedy = "pass larger batches, or accumulate over fewer"
         raise StructureError(
             explain(
-                "the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy
+                "the batch is too small",
+                path=path,
+                expected=f"{count} rows or more, one per micro-batch",
+                got=len(leaf),
+                remedy=remedy,
             )
         )
     return list(leaf.tensor_split(count))

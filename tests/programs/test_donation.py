@@ -387,6 +387,28 @@ def test_a_failure_before_the_last_gradient_loses_nothing() -> None:
         assert_equal_values(expected.value, value)
 
 
+def test_a_failure_after_the_first_write_loses_the_state() -> None:
+    """The error speaks of no later state: the step that wrote has made none."""
+
+    def fails_late(value: Any, x: Tensor, fails: bool) -> Any:
+        made = simple(value, x)
+        if fails:
+            raise ValueError("after the update")
+        return made
+
+    step = fz.program_step(fails_late, init=init)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group), False)
+        with pytest.raises(ValueError, match="after the update"):
+            sharded(state, part(BATCHES[1], group), True)
+        with pytest.raises(DonatedError, match=r"state of step 1 .*if it failed, load the newest"):
+            sharded(state, part(BATCHES[1], group), False)
+
+    run_ranks(run, 2)
+
+
 def test_ranks_agree_before_the_first_write() -> None:
     """Ranks at different steps hear of it while both states are good."""
     step = fz.program_step(simple, init=init)

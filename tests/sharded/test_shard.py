@@ -74,7 +74,7 @@ def test_a_donated_state_says_which_step_took_it(level: int) -> None:
         second, _ = sharded(first, batch)
         sharded(second, batch)
         for use in (sharded, evaluate, lambda state, _: sharded.unshard(state)):
-            with pytest.raises(DonatedError, match=r"state of step 1 was donated.*state 2.*Remedy"):
+            with pytest.raises(DonatedError, match=r"state of step 1 was donated.*Remedy"):
                 use(second, batch)
             with pytest.raises(DonatedError, match=r"state of step 0"):
                 use(first.replace(seed=None), batch)

@@ -136,7 +136,7 @@ def loss_of(result: Any) -> Any:
         (
             lambda p: p["w"] * 2,
             StructureError,
-            r"not a scalar: expected shape \(\), got shape \(3,\).*Remedy",
+            r"not a scalar: expected shape \(\) of a real.*, got shape \(3,\).*Remedy",
         ),
         (lambda p: p["w"].sum(0, keepdim=True), StructureError, r"got shape \(1,\)"),
         (lambda p: 1.0, StructureError, "got float"),
