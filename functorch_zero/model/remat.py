@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
@@ -22,14 +22,19 @@ from .slots import Place, leaves_for, put, tensors_in
 
 
 def recomputed(
-    forward: Callable[..., Any], params: Sequence[Place], buffers: Sequence[Place]
+    forward: Callable[..., Any],
+    params: Sequence[Place],
+    buffers: Sequence[Place],
+    modules: Sequence[nn.Module],
 ) -> Callable[..., Any]:
-    """The same function, computed again in backward, each time on the buffers of the first time.
+    """The same function, computed again in backward, each time on the buffers and in the modes of
+    the first time.
 
     Args:
         forward: of a unit's module.
         params: the places of the unit's leaves.
         buffers: the places of all buffers in it.
+        modules: the unit's module, and those inside it.
     """
 
     # `wraps`, so that signatures and names stay for hooks and compilers
@@ -38,7 +43,8 @@ def recomputed(
         # Nothing is saved without gradients; torch.func refuses the hooks that checkpoint takes
         if not torch.is_grad_enabled() or transforms_active():
             return forward(*args, **kwargs)
-        return checkpoint(_Region(forward, params, buffers), *args, use_reentrant=False, **kwargs)
+        region = _Region(forward, params, buffers, modules)
+        return checkpoint(region, *args, use_reentrant=False, **kwargs)
 
     return run
 
@@ -47,14 +53,20 @@ class _Region:
     """One call of a unit's forward, to be run once or more."""
 
     def __init__(
-        self, forward: Callable[..., Any], params: Sequence[Place], buffers: Sequence[Place]
+        self,
+        forward: Callable[..., Any],
+        params: Sequence[Place],
+        buffers: Sequence[Place],
+        modules: Sequence[nn.Module],
     ):
         self._forward = forward
+        self._modules = modules
         # As they are now: functional_call may have put others in the places, for this call alone
         self._params, self._leaves = params, tensors_in(params)
         self._places = buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
         self._given: tuple[Any, Any] = ((), {})  # and what it was given, but for the tensors
+        self._modes: list[bool] = []  # of the modules then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
@@ -67,6 +79,8 @@ class _Region:
         self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
         # It may write to a list or object, too: a cache of keys and values, say
         self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
+        # A forward around it may call it in both modes, one after the other
+        self._modes = _modes(self._modules)
         return self._forward(*args, **kwargs)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,11 +96,25 @@ class _Region:
             copies.setdefault(place.leaf, buffer.clone())
         put(self._places, leaves_for(self._places, copies))
         put(self._params, self._leaves)
+        modes = _modes(self._modules)
+        _set_modes(self._modules, self._modes)
         try:
             return self._forward(*args, **kwargs)
         finally:
             put(self._places, after)
             put(self._params, leaves)
+            _set_modes(self._modules, modes)
+
+
+def _modes(modules: Sequence[nn.Module]) -> list[bool]:
+    """Whether each module is in training mode."""
+    return [module.training for module in modules]
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    # Not by `train`, which sets those of the modules inside, too
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode
 
 
 def _kept(argument: Any) -> Any:

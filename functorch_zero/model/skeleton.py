@@ -95,7 +95,8 @@ class Skeleton:
                 module.forward = self._entering(path, inside, module.forward)
                 # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
-                    module.forward = recomputed(module.forward, inside, self._buffers_in(module))
+                    buffers, modules = self._buffers_in(module), tuple(module.modules())
+                    module.forward = recomputed(module.forward, inside, buffers, modules)
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """All places of the buffers of a module and of those inside it."""

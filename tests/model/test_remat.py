@@ -113,6 +113,28 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
     assert float(again.states[-1].buffers["blocks.0.calls"]) == 1 + 2 * 2 * accumulate
 
 
+class InBothModes(nn.Module):
+    """Its forward calls a unit in evaluation mode, and then in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.block.eval()
+        clean: Tensor = self.block(x)
+        self.block.train()
+        return clean - 3 * self.block(x)
+
+
+def test_a_second_run_is_in_the_mode_of_the_first() -> None:
+    """As many rows as columns, so that torch can't tell a dropout's mask by its shape."""
+    options = {"make": InBothModes, "units": nn.Sequential}
+    plain = train(*step_of(**options), batches_of(rows=5))
+    again = train(*step_of(**options, remat=True), batches_of(rows=5))
+    assert_same_runs(plain, again)
+
+
 @pytest.mark.parametrize(
     ("accumulate", "ranks"), tiers([(2, (2,))], [(2, (3,))], [(1, (2, 3))], rows=True), ids=str
 )
