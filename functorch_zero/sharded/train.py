@@ -24,7 +24,7 @@ from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StatePlan
-from ..step.loss import Metrics
+from ..step.loss import Metrics, check_records
 from ..step.metrics import check_reported
 from ..step.refit import carried as carried_whole
 from ..step.refit import check_own_leaves, check_values
@@ -102,6 +102,7 @@ class ShardedTrainStep:
         # The optimizer's `init` may ask for collectives
         failures = sharing_failures(*self.options.axes.groups, call="init", settles=True)
         with failures, torch.no_grad():
+            check_records("a first state", self.group.rank)
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             if buffers is None:

@@ -77,6 +77,7 @@ def call_loss(
         rank: for errors, if one is given.
         differentiated: the tree among params whose gradients are taken, or the flats of it.
     """
+    check_records("a gradient", rank)
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
@@ -254,6 +255,21 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
 
 def _on_meta(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type == "meta"
+
+
+def check_records(what: str, rank: int | None = None) -> None:
+    """Raise in torch.inference_mode(), where autograd records nothing, and `enable_grad` changes
+    nothing about it: the loss would seem to use no param."""
+    if torch.is_inference_mode_enabled():
+        raise StructureError(
+            explain(
+                f"{what} was asked for in torch.inference_mode(), whose tensors are never "
+                "differentiated",
+                rank=rank,
+                remedy="leave that mode around training steps and their init; evaluations may run "
+                "in it",
+            )
+        )
 
 
 def independent(rank: int | None = None) -> StructureError:

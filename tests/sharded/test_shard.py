@@ -60,6 +60,27 @@ def equal_trees(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.parametrize("level", [None, *tiers([3], [0], [1, 2])])
+@pytest.mark.parametrize("call", ["init", "step"])
+def test_inference_mode_around_a_step_is_refused(level: int | None, call: str) -> None:
+    """Nothing has a gradient in it, though the loss does depend on the params."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build("convnet")
+        batch = batch_for(group, "convnet")
+        if level is not None:
+            step = shard(step, level=level, group=group)
+        state = step.init(params, buffers)
+        with (
+            torch.inference_mode(),
+            pytest.raises(StructureError, match=r"inference_mode\(\).* leave that mode"),
+        ):
+            # Of a first state that is made in it, one process can still evaluate
+            step(step.init(params, buffers) if call == "init" else state, batch)
+
+    run_ranks(run, 2)
+
+
 # donation
 
 

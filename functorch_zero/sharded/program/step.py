@@ -32,7 +32,7 @@ from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...shared_elements import check_apart
-from ...step.loss import Metrics
+from ...step.loss import Metrics, check_records
 from ...step.program_step import (
     ProgramStep,
     Unwritten,
@@ -147,6 +147,7 @@ class ShardedProgramStep:
         axes = self.options.axes
         # The optimizers' `init` may ask for collectives
         with sharing_failures(*axes.groups, call="init", settles=True), torch.no_grad():
+            check_records("a first state", axes.world.rank)
             state = self._agreed_first_state(args, seed, values)
             self._note_structure(state)
             return state
