@@ -20,6 +20,8 @@ from .._torch_private import transforms_active
 from .references import unshared_copy
 from .slots import Place, leaves_for, put, tensors_in
 
+_PLAIN = frozenset([bool, int, float, str, type(None)])
+
 
 def recomputed(
     forward: Callable[..., Any],
@@ -27,8 +29,8 @@ def recomputed(
     buffers: Sequence[Place],
     modules: Sequence[nn.Module],
 ) -> Callable[..., Any]:
-    """The same function, computed again in backward, each time on the buffers and in the modes of
-    the first time.
+    """The same function, computed again in backward, each time with the buffers and settings of the
+    first time.
 
     Args:
         forward: of a unit's module.
@@ -66,7 +68,7 @@ class _Region:
         self._places = buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
         self._given: tuple[Any, Any] = ((), {})  # and what it was given, but for the tensors
-        self._modes: list[bool] = []  # of the modules then
+        self._settings: list[dict[str, Any]] = []  # of the modules then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
@@ -79,8 +81,8 @@ class _Region:
         self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
         # It may write to a list or object, too: a cache of keys and values, say
         self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
-        # A forward around it may call it in both modes, one after the other
-        self._modes = _modes(self._modules)
+        # A forward around it may call it in both modes, say, one after the other
+        self._settings = [_settings(module) for module in self._modules]
         return self._forward(*args, **kwargs)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,25 +98,25 @@ class _Region:
             copies.setdefault(place.leaf, buffer.clone())
         put(self._places, leaves_for(self._places, copies))
         put(self._params, self._leaves)
-        modes = _modes(self._modules)
-        _set_modes(self._modules, self._modes)
+        settings = [_settings(module) for module in self._modules]
+        self._set(self._settings)
         try:
             return self._forward(*args, **kwargs)
         finally:
             put(self._places, after)
             put(self._params, leaves)
-            _set_modes(self._modules, modes)
+            self._set(settings)
+
+    def _set(self, settings: Sequence[dict[str, Any]]) -> None:
+        for module, own in zip(self._modules, settings, strict=True):
+            # Not by setattr: a module's own may do more
+            vars(module).update(own)
 
 
-def _modes(modules: Sequence[nn.Module]) -> list[bool]:
-    """Whether each module is in training mode."""
-    return [module.training for module in modules]
-
-
-def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    # Not by `train`, which sets those of the modules inside, too
-    for module, mode in zip(modules, modes, strict=True):
-        module.training = mode
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are plain values: its mode, a dropout's rate, a count. One
+    that is set for the first time in the run stays as it is."""
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 def _kept(argument: Any) -> Any:

@@ -113,23 +113,42 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
     assert float(again.states[-1].buffers["blocks.0.calls"]) == 1 + 2 * 2 * accumulate
 
 
-class InBothModes(nn.Module):
-    """Its forward calls a unit in evaluation mode, and then in training mode."""
+class Dropped(nn.Module):
+    """Counts its calls in a plain attribute, and depends on the count."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+        self.up, self.down, self.dropout = nn.Linear(5, 5), nn.Linear(5, 3), nn.Dropout(0.5)
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.block.eval()
-        clean: Tensor = self.block(x)
-        self.block.train()
-        return clean - 3 * self.block(x)
+        self.calls += 1
+        y: Tensor = self.down(self.dropout(torch.tanh(self.up(x))))
+        return y / self.calls
 
 
-def test_a_second_run_is_in_the_mode_of_the_first() -> None:
+class SetsItsUnit(nn.Module):
+    """Its forward calls a unit in one way, and then in another one."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.block, self.way = Dropped(), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for first in (True, False):
+            if self.way == "mode":
+                self.block.train(not first)
+            elif self.way == "rate":
+                self.block.dropout.p = 0.1 if first else 0.9
+            results.append(self.block(x))
+        return results[0] - 3 * results[1]
+
+
+@pytest.mark.parametrize("way", ["mode", "rate", "count"])
+def test_a_second_run_has_the_settings_of_the_first(way: str) -> None:
     """As many rows as columns, so that torch can't tell a dropout's mask by its shape."""
-    options = {"make": InBothModes, "units": nn.Sequential}
+    options = {"make": lambda: SetsItsUnit(way), "units": Dropped}
     plain = train(*step_of(**options), batches_of(rows=5))
     again = train(*step_of(**options, remat=True), batches_of(rows=5))
     assert_same_runs(plain, again)
