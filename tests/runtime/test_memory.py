@@ -21,7 +21,8 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.tiers import THOROUGH
 
-WIDTH, DEPTH, ROWS = 64, 12, 2
+# A piece of a block has more words than those that a watch copies, where it looks at values
+WIDTH, DEPTH, ROWS = 128, 12, 2
 UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it
 
 
