@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import takewhile
 from typing import Any
 
 import optree
@@ -24,13 +23,26 @@ class Absent:
 
 def told_apart(ours: Any, theirs: Any) -> tuple[str, str]:
     """Two pieces of plain data that differ, in words. Long ones are told from where they differ."""
-    texts = _in_words(ours), _in_words(theirs)
-    # Up to the first place where they differ
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-    if max(map(len, texts)) > _MOST and same > _MOST // 2:
-        texts = "..." + texts[0][same - 20 :], "..." + texts[1][same - 20 :]
-    one, two = (text if len(text) <= _MOST else text[: _MOST - 3] + "..." for text in texts)
-    return one, two
+    one, two = _in_words(ours), _in_words(theirs)
+    num_same = _num_same(one, two)
+    is_long = max(len(one), len(two)) > _MOST
+    # Else the difference might be cut off at the end
+    if is_long and num_same > _MOST // 2:
+        start = num_same - 20
+        one, two = f"...{one[start:]}", f"...{two[start:]}"
+    return _shortened(one), _shortened(two)
+
+
+def _num_same(one: str, two: str) -> int:
+    """The number of characters before the first one in which two texts differ."""
+    for n, (mine, other) in enumerate(zip(one, two, strict=False)):
+        if mine != other:
+            return n
+    return min(len(one), len(two))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
 def _in_words(value: Any) -> str:
@@ -43,15 +55,22 @@ def _in_words(value: Any) -> str:
         return f"[{', '.join(map(_in_words, value))}]"
     if not isinstance(value, dict):
         return repr(value)
-    # A thing by name, with its settings
-    if len(value) == 1 and isinstance(settings := next(iter(value.values())), dict):
-        told = []
-        for key, part in settings.items():
-            # The parts of a chain are numbered
-            label = "" if key.isdigit() else f"{key}="
-            told.append(f"{label}{_in_words(part)}")
-        return f"{next(iter(value))}({', '.join(told)})"
-    return "{" + ", ".join(f"{key}: {_in_words(part)}" for key, part in value.items()) + "}"
+    if len(value) == 1:
+        [(name, settings)] = value.items()
+        if isinstance(settings, dict):
+            return f"{name}({_settings_in_words(settings)})"
+    rows = [f"{key}: {_in_words(part)}" for key, part in value.items()]
+    return f"{{{', '.join(rows)}}}"
+
+
+def _settings_in_words(settings: dict[str, Any]) -> str:
+    """The settings of a thing that has a name, an optimizer say; the parts of a chain, which are
+    numbered, without their numbers."""
+    told = []
+    for key, value in settings.items():
+        words = _in_words(value)
+        told.append(words if key.isdigit() else f"{key}={words}")
+    return ", ".join(told)
 
 
 def told_values(tree: Any) -> dict[str, str]:
