@@ -14,10 +14,10 @@ from optree import tree_map
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_private import transforms_active
+from .._torch_private import transforms_active, version_of
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
-from ..model.untouched import Untouched, is_looked_at, versions_of
+from ..model.untouched import Untouched, is_looked_at
 from ..shared_elements import check_apart
 from ..tree import named_leaves, paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
@@ -88,13 +88,12 @@ class ProgramStep:
         """One step of the program; the state given stays valid."""
         check_whole_state(state)
         value = as_trained(state)
-        leaves = zip(paths(state.value), optree.tree_leaves(state.value), strict=True)
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
-        unwritten = Unwritten({path: [leaf] for path, leaf in leaves}, look=look)
+        unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
         with streams(state.seed, state.step, device_of(value)), torch.no_grad():
             new, metrics = check_result(self.program(value, *args))
-        unwritten.check()
+        unwritten.check(lambda _, leaf: paths(state.value)[leaf])
         check_next_value(state.value, new)
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
 
@@ -266,52 +265,78 @@ class Unwritten:
     through numpy, show in calls that are looked at.
 
     Args:
-        tensors: by path, some tensors each.
+        nodes: of each node of the value its leaves; a value of whole leaves is one node.
         look: whether values are compared.
     """
 
-    def __init__(self, tensors: Mapping[str, Sequence[Any]], *, look: bool):
+    def __init__(self, nodes: Sequence[Sequence[Any]], *, look: bool):
         # Under a transform of torch.func tensors stand for others
-        is_plain = not transforms_active()
-        self._tensors = {path: _plain(leaves) for path, leaves in tensors.items() if is_plain}
-        self._versions = {path: versions_of(leaves) for path, leaves in self._tensors.items()}
-        self._untouched: dict[str, Untouched] = {}
+        self._tensors = [] if transforms_active() else [_counted(leaves) for leaves in nodes]
+        self._versions = [_versions(tensors) for tensors in self._tensors]
+        self._untouched: list[Untouched] = []  # of each node; empty: values aren't compared
         if look:
-            for path, leaves in self._tensors.items():
-                self._untouched[path] = Untouched(leaves, look=True)
+            for tensors in self._tensors:
+                self._untouched.append(Untouched([*tensors.values()], look=True))
 
-    def check(self, rank: int | None = None, used_up: Container[str] = ()) -> None:
+    def check(
+        self,
+        path_of: Callable[[int, int], str],
+        rank: int | None = None,
+        used_up: Container[int] = (),
+    ) -> None:
         """Raise, naming the path, if the program has written to a tensor.
 
         Args:
+            path_of: the path of a node's leaf, by the numbers of both. Asked for an error alone,
+                since paths of all leaves take longer than their check.
             rank: for errors.
-            used_up: paths of tensors that a step which donates has written over.
+            used_up: numbers of nodes that a step which donates has written over.
         """
-        for path, leaves in self._tensors.items():
-            if path in used_up:
+        for node in range(len(self._tensors)):
+            leaf = None if node in used_up else self._first_written(node)
+            if leaf is None:
                 continue
-            changed = versions_of(leaves) != self._versions[path]
-            if not changed and path in self._untouched:
-                changed = self._untouched[path].first_changed() is not None
-            if changed:
-                raise StructureError(
-                    explain(
-                        "a program has written to its value in place, and the state that it was "
-                        "given has changed with it",
-                        path=path,
-                        expected="new tensors: a step is a pure function",
-                        got="a write to the value's own",
-                        rank=rank,
-                        remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
-                        "tree_map(torch.clone, tree) first for a copy to write to. The state is as "
-                        "the program has left it: make it anew, or load it",
-                    )
+            raise StructureError(
+                explain(
+                    "a program has written to its value in place, and the state that it was given "
+                    "has changed with it",
+                    path=path_of(node, leaf),
+                    expected="new tensors: a step is a pure function",
+                    got="a write to the value's own",
+                    rank=rank,
+                    remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
+                    "tree_map(torch.clone, tree) first for a copy to write to. The state is as "
+                    "the program has left it: make it anew, or load it",
                 )
+            )
+
+    def _first_written(self, node: int) -> int | None:
+        """The number of the first leaf of a node that has been written to."""
+        tensors, before = self._tensors[node], self._versions[node]
+        now = _versions(tensors)
+        first = None
+        if now != before:
+            first = next(i for i, version in enumerate(now) if version != before[i])
+        elif self._untouched:
+            first = self._untouched[node].first_changed()
+        return None if first is None else [*tensors][first]
 
 
-def _plain(leaves: Sequence[Any]) -> list[Tensor]:
-    # A tensor of inference mode counts no writes
-    return [x for x in leaves if type(x) in (Tensor, Parameter) and x.layout == torch.strided]
+def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
+    """By their numbers, the leaves that are tensors which count writes. To tensors of inference
+    mode nobody can write outside of it."""
+    return {
+        n: x
+        for n, x in enumerate(leaves)
+        if type(x) in _PLAIN and x.layout == torch.strided and not x.is_inference()
+    }
+
+
+def _versions(tensors: Mapping[int, Tensor]) -> list[int]:
+    return [*map(version_of, tensors.values())]
+
+
+_PLAIN = (Tensor, Parameter)  # subclasses may be of several tensors
 
 
 def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:

@@ -280,7 +280,11 @@ class ShardedProgramStep:
             with running as drawn, watched, calls.running():
                 result, donation = self._run(state, value, args, calls)
             new, metrics = check_result(result, axes.world.rank)
-            unwritten.check(axes.world.rank, used_up_nodes(value))
+            unwritten.check(
+                lambda node, _: paths(value, is_on_engine)[node],
+                axes.world.rank,
+                used_up_nodes(value),
+            )
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}

@@ -159,22 +159,20 @@ def unsharded_leaves(value: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
 
 
-def tensors_of_nodes(value: Any) -> dict[str, list[Any]]:
-    """By path of each node of a value its tensors. Flats stand for leaves that nobody has read, and
-    count the writes to them."""
-    found = {}
-    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-    for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+def tensors_of_nodes(value: Any) -> list[list[Any]]:
+    """Of each node of a value its tensors. Flats stand for leaves that nobody has read, and count
+    the writes to them."""
+    found = []
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
         is_uncut = isinstance(node, ShardedTree) and not node.are_leaves_cut
-        found[path] = node.flats() if is_uncut else optree.tree_leaves(node)
+        found.append(node.flats() if is_uncut else optree.tree_leaves(node))
     return found
 
 
-def used_up_nodes(value: Any) -> set[str]:
-    """The paths of the nodes of a value that a step has written over."""
+def used_up_nodes(value: Any) -> set[int]:
+    """The numbers of the nodes of a value that a step has written over."""
     nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-    rows = zip(paths(value, is_on_engine), nodes, strict=True)
-    return {path for path, node in rows if is_on_engine(node) and node.is_used_up}
+    return {n for n, node in enumerate(nodes) if is_on_engine(node) and node.is_used_up}
 
 
 def device_of_value(value: Any) -> torch.device:
