@@ -30,7 +30,7 @@ from ..sharded.program.piece_watch import PieceWatch, unwatched
 from ..sharded.program.results import StepResults
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.storage import is_moved
-from ..sharded_optim.sharded_state import ShardedOptState
+from ..sharded_optim.sharded_state import ShardedOptState, is_stored
 from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
@@ -233,7 +233,7 @@ def _stored_in(value: Any) -> list[Tensor]:
     """The tensors of a value's optimizer states that lie in a storage."""
     found: list[Tensor] = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if isinstance(node, ShardedOptState) and node.holding.fetched is not None:
+        if is_stored(node):
             found += filter(is_moved, optree.tree_leaves(node))
     return found
 

@@ -208,6 +208,11 @@ class ShardedOptState(OnEngine):
         return f"ShardedOptState({outline(self.tree, most=4)})"
 
 
+def is_stored(node: Any) -> bool:
+    """Whether a node of a value is an optimizer's state that lies in a storage."""
+    return isinstance(node, ShardedOptState) and node.holding.fetched is not None
+
+
 def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:
     # One child, under no name: paths are those of the state itself
     tree = node.tree

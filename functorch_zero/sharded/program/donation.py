@@ -11,7 +11,7 @@ import optree
 
 from ...layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
 from ...params import is_on_engine
-from ...sharded_optim.sharded_state import ShardedOptState
+from ...sharded_optim.sharded_state import ShardedOptState, is_stored
 from ...tree import storages
 from ..storage import is_moved
 
@@ -76,7 +76,7 @@ class Donation:
 
     def _note_read(self, node: Any, leaves: Sequence[Any]) -> None:
         # Of a state in a storage the program has copies
-        if not _is_in_storage(node):
+        if not is_stored(node):
             self._read.add(id(node))
 
     def _note_use(self, node: Any) -> None:
@@ -123,10 +123,6 @@ class Donation:
 _RUNNING: ContextVar[Donation | None] = ContextVar("_RUNNING", default=None)
 
 
-def _is_in_storage(node: Any) -> bool:
-    return isinstance(node, ShardedOptState) and node.holding.fetched is not None
-
-
 def _is_used_up(node: Any) -> bool:
     return is_on_engine(node) and node.is_used_up
 
@@ -135,7 +131,7 @@ def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
     """The storages of a node that an update would write to."""
     if isinstance(node, ShardedTree):
         return _storages_of(node)
-    if _is_in_storage(node):
+    if is_stored(node):
         return storages([leaf for leaf in optree.tree_leaves(node.tree) if is_moved(leaf)])
     # An update makes a new count and a new rate. States of one optimizer may share the old ones.
     rows = zip(optree.tree_leaves(node.tree), node.holding.plan.leaves, strict=True)

@@ -30,7 +30,7 @@ from ...optim.naming import described
 from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ...runtime.reduce import SUMMED
 from ...sharded_optim.across import Sharded
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
 from ...sharded_optim.state_plan import plan_state
 from ...step.loss import independent
 from ...step.program import LossCall, PerLoss
@@ -255,10 +255,10 @@ class ShardedEngine:
         else:
             found, tree = self._updated(prepared, grads, state, params)
             updates = found.tree
-            in_storage = state.holding.fetched is not None
-            after = (
-                self._stored_over(state, tree) if in_storage else self.stored(tree, state.holding)
-            )
+            if is_stored(state):
+                after = self._stored_over(state, tree)
+            else:
+                after = self.stored(tree, state.holding)
         axes, gather = self.options.axes, self.options.gather
         new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
         return new.as_read_only(read_only), after

@@ -30,7 +30,7 @@ from ...model.deferred_init import DeferredInit
 from ...model.untouched import is_looked_at
 from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
 from ...shared_elements import check_apart
 from ...step.loss import Metrics, check_records
 from ...step.program_step import (
@@ -206,7 +206,7 @@ class ShardedProgramStep:
         program has made by `tree_map`."""
 
         def stored(node: Any) -> Any:
-            if not isinstance(node, ShardedOptState) or node.holding.fetched is not None:
+            if not isinstance(node, ShardedOptState) or is_stored(node):
                 return node
             return self.engine.stored(node.tree, node.holding)
 
@@ -324,7 +324,7 @@ class ShardedProgramStep:
         """The program's result, and when donating, what the step has written over. Then the value
         is updated in place where it may be."""
         if not self.options.donate:
-            with self._fetching():
+            with self._fetching(value):
                 return self.unsharded.program(value, *args), None
         number = int(state.step)
         donation = Donation(
@@ -334,7 +334,7 @@ class ShardedProgramStep:
             agree=lambda: self._agreement.before_writing(number, calls.made),
         )
         try:
-            with donation.running(), self._fetching():
+            with donation.running(), self._fetching(value):
                 result = self.unsharded.program(value, *args)
                 donation.note_result(result)
         finally:
@@ -343,10 +343,12 @@ class ShardedProgramStep:
                 state.sharding.donations.take(state.step)
         return result, donation
 
-    def _fetching(self) -> AbstractContextManager[None]:
+    def _fetching(self, value: Any) -> AbstractContextManager[None]:
         """Fetch optimizers' states that the program reads inside."""
-        in_storage = self.options.state_storage is not None
-        return reading_leaves(lambda node, leaves: None) if in_storage else nullcontext()
+        # Another step's state may lie in a storage of its own
+        nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+        needed = self.options.state_storage is not None or any(map(is_stored, nodes))
+        return reading_leaves(lambda node, leaves: None) if needed else nullcontext()
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their

@@ -197,6 +197,32 @@ def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> N
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_without_a_storage_fetches_the_state_of_one_with(donate: bool) -> None:
+    """Also in a call that isn't looked at, in which nobody else reads leaves: the fourth."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        _, grads = fz.value_and_grad(loss)(params, x)
+        params = fz.apply_updates(params, tree_map(lambda g, m: g + m, grads, like(grads, state)))
+        return (params, state), {}
+
+    reading = fz.program_step(program, init=lambda params: (params, adamw.init(params)))
+
+    def run(group: Any) -> None:
+        options: dict[str, Any] = {"level": 1, "group": group, "donate": donate}
+        wholes = []
+        for storage in (None, Negated()):
+            writer = fz.shard(program_of(adamw), **options, state_storage=storage)
+            reader = fz.shard(reading, **options)
+            train(reader, reader.init(FIRST), BATCHES[:3])
+            state = train(writer, writer.init(FIRST), BATCHES[:2])
+            wholes.append(reader.unshard(train(reader, state, BATCHES[3:4])))
+        assert_equal_values(*wholes, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
 def test_outside_of_a_step() -> None:
     """A loop of the user's own goes on with a step's trees, and copies and pickles them."""
     step = program_of(adamw)
