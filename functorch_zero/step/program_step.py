@@ -305,8 +305,9 @@ class Unwritten:
                     got="a write to the value's own",
                     rank=rank,
                     remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
-                    "tree_map(torch.clone, tree) first for a copy to write to. The state is as "
-                    "the program has left it: make it anew, or load it",
+                    "tree_map(torch.clone, tree) first for a copy to write to; BatchNorm's buffers "
+                    "as value_and_grad(loss)(tree, buffers=buffers). The state is as the program "
+                    "has left it: make it anew, or load it",
                 )
             )
 

@@ -9,6 +9,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor
 
@@ -136,6 +137,38 @@ def test_what_the_program_has_made_may_be_written_to() -> None:
         assert_sharded_equals_unsharded(
             step, FIRST, BATCHES[:3], levels=[1, 3], ranks=[2], donate=donate
         )
+
+
+@pytest.mark.parametrize("level", [None, 1, 3])
+def test_a_module_s_buffers_go_by_the_parameter_for_them(level: int | None) -> None:
+    """Batch norm writes to its buffers: to those of the value, where a loss reaches these."""
+
+    def normed(params: Any, x: Tensor, buffers: Any) -> Tensor:
+        running = buffers["mean"], buffers["variance"]
+        return F.batch_norm(x @ params["w"], *running, training=True).sigmoid().mean()
+
+    def step_of(by_name: bool) -> Any:
+        def program(value: Any, x: Tensor) -> Any:
+            net, buffers = value
+            if by_name:
+                (_, _, buffers), grads = fz.value_and_grad(normed)(net, x, buffers=buffers)
+            else:
+                _, grads = fz.value_and_grad(lambda p, x: normed(p, x, buffers))(net, x)
+            return (fz.apply_updates(net, grads), buffers), {}
+
+        first = {"mean": torch.zeros(3), "variance": torch.ones(3)}
+        return fz.program_step(program, init=lambda net: (net, first))
+
+    def run(step: Any, group: Any) -> Any:
+        sharded = step if group is None else fz.shard(step, level=level, group=group)
+        state = sharded.init(FIRST)
+        return state, sharded(state, BATCHES[0])[0]
+
+    group = None if level is None else SingleRank()
+    before, after = run(step_of(by_name=True), group)
+    assert (before.value[1]["mean"] == 0).all() and (after.value[1]["mean"] != 0).all()
+    with pytest.raises(StructureError, match=r"path 1.mean.*value_and_grad\(loss\)\(.*buffers="):
+        run(step_of(by_name=False), group)
 
 
 def test_leaves_that_nobody_has_read_are_not_cut() -> None:
