@@ -142,6 +142,10 @@ class PrefetchOrders:
             self._by_key[key] = PrefetchOrder(self._group)
         return self._by_key[key]
 
+    def drop(self, key: Any) -> None:
+        """Forget one order and its key: no pass follows it any more."""
+        self._by_key.pop(key, None)
+
     @contextmanager
     def forgotten_on_failure(self) -> Iterator[None]:
         """Forget all orders when the code inside fails."""

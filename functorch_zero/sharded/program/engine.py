@@ -52,6 +52,8 @@ from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, n
 from .library_calls import compared
 from .piece_watch import check_leaves_of_loss, noted, unwatched
 
+_MOST_JOINED = 64  # combinations of trees that an engine remembers
+
 
 class ShardedEngine:
     """The functions of sharded trees on one rank. See `params.Engine`.
@@ -69,7 +71,8 @@ class ShardedEngine:
         self._num_gradients = 0  # so far; ranks compare it, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
         self._era = 0  # of the ranks' group, in which the gradients are counted
-        # By layouts and what is trained: the same keys, in the same order, on every rank
+        # By layouts and what is trained, the last one used at the end: the same keys, in the same
+        # order, on every rank
         self._joined: dict[Any, Joined] = {}
         # Each combination of trees is gathered in an order of its own
         self.orders = PrefetchOrders(options.axes.world)
@@ -426,9 +429,14 @@ class ShardedEngine:
         layouts, names = [sharded.sharding.layout for sharded in trees], _prefixes(trees)
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
-        if key not in self._joined:
-            self._joined[key] = join_layouts(layouts, trained, names)
-        return self._joined[key], self.orders.of(key)
+        joined = self._joined.pop(key, None) or join_layouts(layouts, trained, names)
+        self._joined[key] = joined
+        # A program that cuts a tree in each step brings a new layout each time
+        if len(self._joined) > _MOST_JOINED:
+            unused = next(iter(self._joined))
+            del self._joined[unused]
+            self.orders.drop(unused)
+        return joined, self.orders.of(key)
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves. Nothing is donated: trees have many owners."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from functorch_zero.errors import (
 )
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.sharded_tree import ShardedTree
+from functorch_zero.sharded.program import engine as engine_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 from tests.tiers import crossed, thinned, tiers
@@ -706,6 +709,38 @@ def test_a_program_cuts_a_tree_like_another_and_has_an_oracle(level: int) -> Non
     net = {"w": torch.ones(5, 3, dtype=torch.float64).requires_grad_()}
     batches = [torch.randn(12, 5, dtype=torch.float64) for _ in range(2)]
     assert_sharded_equals_unsharded(step, net, batches, levels=[level], ranks=[2])
+
+
+@pytest.mark.parametrize("level", thinned([3, 1]))
+def test_trees_that_are_cut_in_each_step_are_forgotten(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine remembers layouts by their ids: of those that it forgets another may be free."""
+    monkeypatch.setattr(engine_module, "_MOST_JOINED", 2)
+    teachers = [{"w": torch.full((5, 3), 0.1 * n, dtype=torch.float64)} for n in range(6)]
+    net = {"w": torch.ones(5, 3, dtype=torch.float64).requires_grad_()}
+
+    def loss(params: Any, teacher: Any, x: Tensor) -> Tensor:
+        return (x @ (params["w"] - teacher["w"])).square().mean()
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(net, level=level, group=group)
+        layouts = []
+        x = torch.arange(20, dtype=torch.float64).view(4, 5)
+        for teacher in teachers:
+            fresh = fz.shard_tree(teacher, level=level, group=group)
+            layouts.append(weakref.ref(fresh.sharding.layout))
+            part = x.chunk(group.size)[group.rank]
+            found, grads = fz.value_and_grad(loss)(params, fresh, part)
+            expected, whole_grads = fz.value_and_grad(loss)(net, teacher, x)
+            assert_equal_values(expected, found)
+            assert_equal_values(whole_grads, fz.unshard(grads))
+            fz.value_and_grad(lambda p, x: loss(p, p, x))(params, part)
+        del fresh
+        gc.collect()
+        assert sum(layout() is not None for layout in layouts) <= 2
+
+    run_ranks(run, RANKS)
 
 
 def test_ranks_that_differentiate_other_trees_are_told() -> None:
