@@ -18,9 +18,11 @@ that their losses use the same units: see Note [same uses] in `same_uses.py`.
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
 then. A use's own number tells: it begins with that of the next node, and its place among the open
-ones sets apart uses without a node between them. Each thread counts nodes by itself. So a pass runs
-its backward in the thread that runs the loss. By default torch runs that of a GPU's tensors in a
-thread of the device, which would number the nodes of a backward inside of the loss from its own.
+ones sets apart uses without a node between them. The node that asks for a saved leaf may be newer
+than uses that began after the leaf's own: a unit around others uses a leaf after them, too, where
+it holds a tied embedding. Each thread counts nodes by itself. So a pass runs its backward in the
+thread that runs the loss. By default torch runs that of a GPU's tensors in a thread of the device,
+which would number the nodes of a backward inside of the loss from its own.
 
 Note [one stream]: what a pass gathers and packs is allocated, waited for and freed in the order of
 one stream of its device: that of the call. A unit used on another stream would find leaves that
@@ -447,8 +449,9 @@ class Pass:
         if use is not self._in_use:
             self._in_use, self._asks, self._to_come = use, 0, use.saved
             # A recomputation has no place of its own; nor has a backward inside of the loss
-            if use.number is not None and self._loss_returned:
-                self._pass_by(use.number)
+            # Only where others began after it, as few do, is there somebody to pass by
+            if use.number is not None and self._loss_returned and self._open[-1:] != [use]:
+                self._pass_by_until_running_node()
             self._say(f"{self._units[use.unit].name}, in a backward of the loss's own")
 
         # Gathered by this ask, by one before, or on its way since an earlier unit
@@ -526,13 +529,18 @@ class Pass:
 
     def _is_at_last_use_of(self, unit: UnitInPass) -> bool:
         """Whether backward, which runs the unit again, has come to the unit's own last open use."""
-        node = running_node_number() if self._loss_returned else None
-        if node is None:
+        if not self._loss_returned or not self._pass_by_until_running_node():
             return False
-        # Every use that is newer than the running node has been passed by. A use that began right
-        # after it has the number (node + 1, k), which is greater than (node + 1,).
-        self._pass_by((node + 1,))
         return bool(self._open) and self._open[-1].unit == unit.index
+
+    def _pass_by_until_running_node(self) -> bool:
+        """Backward is at the node that runs: open uses after it get no gradients any more. False
+        if none runs."""
+        node = running_node_number()
+        if node is not None:
+            # A use that began right after it has the number (node + 1, k), greater than (node + 1,)
+            self._pass_by((node + 1,))
+        return node is not None
 
     def _close_last(self) -> UnitInPass:
         """Backward has come to the end of the last open use, or passed it by. Returns its unit."""

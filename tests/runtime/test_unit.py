@@ -16,6 +16,7 @@ from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.planning.api import plan
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import unshard
@@ -636,6 +637,52 @@ def test_units_left_out_that_others_gather_in_an_order_nobody_can_know(
 ) -> None:
     with pytest.raises(GroupError, match=r"the same|different collectives"):
         check(lambda apply: skipping(apply, inner), lambda: Skipping(regions), half_chosen, 3, 2)
+
+
+class Around(nn.Module):
+    """A unit around others, whose leaf is used before them and after them, as a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Parameter(torch.empty(7, 7))
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.tied)
+        for block in self.blocks:
+            y = torch.tanh(block(x))
+            x = torch.where(chosen[:, None], y, x) if chosen.any() else x
+        return (x @ self.tied.T)[:, :3]
+
+
+def around(apply: Any) -> Loss:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
+        output = apply(params, buffers, batch["x"], batch["y"][:, 0] > 0)[0]
+        return (output - batch["y"]).square().mean(), Aux(weight=len(output))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("level", tiers([3], [2, 0], [1]))
+def test_a_unit_around_others_is_used_before_and_after_them(level: int) -> None:
+    """Its leaf is the first that backward asks for, and the others' backward is still to come."""
+    check(around, Around, rows(7, 3), level, 2)
+    check(around, Around, half_chosen, level, 2)  # one rank's backward passes them by
+    check(around, Around, half_chosen, level, 3, sizes=uneven(12, 3))
+
+
+def test_a_unit_around_others_costs_the_others_nothing() -> None:
+    """Each is gathered twice and reduced once, as without it."""
+    apply, params, _ = build(Around)
+    step = train_step(
+        lambda p, b, x: apply(p, b, x, torch.ones(6) > 0)[0].square().mean(), optim.sgd(0.1)
+    )
+    collectives = plan(
+        params, step, level=3, ranks=2, batch=rows(7, 3)(6)["x"].to("meta")
+    ).collectives
+    units = ["blocks.2", "blocks.1", "blocks.0", "root"]
+    assert [c.unit for c in collectives if c.kind == "reduce_scatter"] == units
+    assert len([c for c in collectives if c.kind == "all_gather"]) <= 2 * len(units)
 
 
 class Ordered(nn.Module):
