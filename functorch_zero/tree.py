@@ -292,6 +292,11 @@ def same_structure(
             remedy = (
                 "fz.Params(leaves, params.units) makes a dict Params again; tree_map keeps them"
             )
+        elif is_on_engine(wanted) and not is_on_engine(found):
+            remedy = (
+                "tree_map keeps the kind of a tree, and a dict made leaf by leaf doesn't; "
+                "fz.apply_updates(params, updates) adds updates to params"
+            )
     raise StructureError(
         explain(
             f"{what} does not have the tree structure it must have",

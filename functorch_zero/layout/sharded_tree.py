@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -585,6 +585,13 @@ class ShardedTree(OnEngine):
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"a sharded tree takes no assignment, and its leaf {key!r} was assigned to. Remedy: "
+            "make a new tree, by tree_map, by optree.tree_map_with_path to go by the path, or by "
+            "fz.apply_updates(params, updates)"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tree)

@@ -28,6 +28,22 @@ def noting_lost_graphs() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def noting_missing_graphs() -> Iterator[None]:
+    """Around a program, which runs without gradients: torch's error for a backward of its own gets
+    a note."""
+    try:
+        yield
+    except RuntimeError as error:
+        # With a note already, it is an error of a loss
+        if "does not require grad" in str(error) and not _notes_of(error):
+            error.add_note(
+                "A program runs without gradients, outside of the losses whose gradients it takes. "
+                "Remedy: loss, grads = fz.value_and_grad(loss_fn)(params, ...), without .backward()"
+            )
+        raise
+
+
 def _notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 

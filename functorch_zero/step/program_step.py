@@ -20,6 +20,7 @@ from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..shared_elements import check_apart
 from ..tree import named_leaves, paths, same_structure
+from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried
 from .rng import streams
@@ -91,8 +92,10 @@ class ProgramStep:
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
-        with streams(state.seed, state.step, device_of(value)), torch.no_grad():
-            new, metrics = check_result(self.program(value, *args))
+        numbers = streams(state.seed, state.step, device_of(value))
+        with numbers, torch.no_grad(), noting_missing_graphs():
+            result = self.program(value, *args)
+        new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
         check_next_value(state.value, new)
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics

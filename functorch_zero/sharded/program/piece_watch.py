@@ -242,7 +242,10 @@ class PieceWatch:
         for x in given:
             other = self._extents.get(x)
             if other is None and x.dim() > 0:
-                self._refuse(f"{func} combines them with a tensor of shape {(*x.shape,)}", extent)
+                remedy = _FORMS if (*x.shape,) == (*extent.shape,) else ""
+                self._refuse(
+                    f"{func} combines them with a tensor of shape {(*x.shape,)}", extent, remedy
+                )
             if other not in (None, extent):
                 self._refuse(f"{func} combines them with pieces of another leaf", extent)
         operands = [self._noted(x) for x in (*args, *kwargs.values())]
@@ -426,6 +429,10 @@ _SHAPES = (
     "torch.ones_like, for a number of elements"
 )
 _DRAW = "fz.random.normal(tree), uniform or rademacher"
+_FORMS = (
+    "fz.apply_updates(params, updates) adds pieces to params that are held whole, and "
+    "fz.pieces(params) gives params in pieces; whole = fz.unshard(tree) makes whole leaves"
+)
 _ELEMENTWISE = (
     "make tensors by tree_map of the same tree, torch.zeros_like for one; or compute with whole "
     "leaves, fz.unshard(tree)"

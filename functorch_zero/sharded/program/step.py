@@ -32,6 +32,7 @@ from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
 from ...shared_elements import check_apart
+from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
 from ...step.program_step import (
     ProgramStep,
@@ -277,7 +278,7 @@ class ShardedProgramStep:
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             rank, device = axes.world.rank, device_of_value(value)
             running = streams(state.seed, state.step, device, rank)
-            with running as drawn, watched, calls.running():
+            with running as drawn, watched, calls.running(), noting_missing_graphs():
                 result, donation = self._run(state, value, args, calls)
             new, metrics = check_result(result, axes.world.rank)
             unwritten.check(

@@ -77,14 +77,14 @@ def test_a_pattern_of_levels_that_names_nothing() -> None:
     assert words in text(gan, {"gen": 3}, FIRST_GEN, FIRST_DISC)
 
 
-def told(program: Program, level: Any) -> list[str]:
+def told(program: Program, level: Any, error: type[Exception] = FunctorchZeroError) -> list[str]:
     """What each rank is told by one step of a program."""
     step = fz.program_step(program, init=init)
 
     def run(group: Any) -> str:
         sharded = fz.shard(step, level=level, group=group)
         state = sharded.init(FIRST_GEN, FIRST_DISC)
-        with pytest.raises(FunctorchZeroError) as caught:
+        with pytest.raises(error) as caught:
             sharded(state, X.chunk(group.size)[group.rank])
         return str(caught.value)
 
@@ -306,3 +306,53 @@ def test_a_wrong_tree_is_named_beside_the_expected_one(program: Any) -> None:
     for text in told(program, 3):
         for part in (*GIVEN[program], "on rank", "Remedy: "):
             assert part in text, text
+
+
+def descends(name: str) -> Program:
+    """A program that adds gradients to params itself, in one of the ways that `UPDATES` names."""
+
+    def program(value: Gan, noise: Tensor) -> Any:
+        loss, grads = fz.value_and_grad(gen_loss)(value.gen, value.disc, noise)
+        gen = value.gen
+        if name == "assigned":
+            for path in gen:
+                gen[path] = grads[path]
+        elif name == "a dict":
+            gen = {path: p - g for (path, p), g in zip(gen.items(), grads.values(), strict=True)}
+        return value._replace(gen=gen), {"loss": loss}
+
+    return program
+
+
+UPDATES = {
+    ("assigned", 1): (TypeError, r"'weight' was assigned to.*fz\.apply_updates\(params, updates\)"),
+    ("assigned", 3): (TypeError, r"'weight' was assigned to.*fz\.apply_updates\(params, updates\)"),
+    ("a dict", 1): (StructureError, r"pieces of leaves.*shape.*Remedy: fz\.apply_updates"),
+    ("a dict", 3): (StructureError, r"in a dict in place of a ShardedTree.*fz\.apply_updates"),
+}
+
+
+@pytest.mark.parametrize(("name", "level"), UPDATES)
+def test_updates_by_hand_are_led_to_apply_updates(name: str, level: int) -> None:
+    error, words = UPDATES[name, level]
+    for text in told(descends(name), level, error):
+        assert re.search(words, text), text
+
+
+def test_a_backward_of_a_programs_own_gets_a_note() -> None:
+    def program(w: Any, x: Tensor) -> Any:
+        loss = (fz.unshard(w)["w"] * x).square().mean()
+        loss.backward()
+        return w, {"loss": loss}
+
+    step = fz.program_step(program, init=lambda w: w)
+    tree = {"w": torch.ones(3, dtype=torch.float64).requires_grad_()}
+
+    def run(group: Any) -> None:
+        made = step if group is None else fz.shard(step, level=3, group=group)
+        with pytest.raises(RuntimeError, match="does not require grad") as caught:
+            made(made.init(tree), X)
+        assert "fz.value_and_grad(loss_fn)" in caught.value.__notes__[0]
+
+    run(None)
+    run_ranks(run, 1)
