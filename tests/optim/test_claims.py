@@ -108,6 +108,17 @@ def test_mistagged_pointwise_is_refused(culprit: str) -> None:
     assert re.search(r"\(test_claims\.py:\d+\)", message) or CUT in message
 
 
+def test_a_count_outside_of_the_state_is_told_from_a_cut() -> None:
+    counts = [0]
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        counts[0] += 1
+        return tree_map(lambda u: u / counts[0], updates), state
+
+    with pytest.raises(TransformError, match=r"is not a function: repeated.*keep it in the state"):
+        check_claims(pointwise(init_empty, update))
+
+
 def test_asking_across_in_a_pointwise_transform_is_refused() -> None:
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
         return tree_map(torch.mul, updates, across.norm(params)), state

@@ -244,10 +244,29 @@ class CutTest:
                 self._refuse(f"state {paths(whole)[i]}", FIRST_PIECES, difference)
 
     def _refuse(self, result: str, cut: TrialCut, difference: str) -> NoReturn:
+        if self._changes_with_calls():
+            self.watch.refuse(
+                "is not a function: repeated on the same leaves, its updates are others. Something "
+                "outside of its state changes, such as a count",
+                "keep it in the state, which init makes and update returns",
+            )
         self.watch.refuse(
             f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
             f"leaves: {difference}",
             CUT_REMEDY,
+        )
+
+    def _changes_with_calls(self) -> bool:
+        """Whether two runs on the same whole leaves differ."""
+        try:
+            once, again = self._run(WHOLE, later=0), self._run(WHOLE, later=0)
+        except Exception:  # an author's function may raise anything
+            return False
+        rows = zip(once, again, strict=True)
+        return any(
+            self.compare(x.reshape(-1), y.reshape(-1)) is not None
+            for a, b in rows
+            for x, y in zip(a.updates, b.updates, strict=True)
         )
 
 
