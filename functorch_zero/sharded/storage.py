@@ -13,6 +13,7 @@ import optree
 from torch import Tensor
 
 from .._torch_private import base_of
+from ..errors import StructureError, explain
 from ..tree import is_flagged
 
 
@@ -51,7 +52,7 @@ def fetched(storage: StateStorage | None, state: Any) -> Any:
     for leaf in leaves:
         home = _home(leaf)
         if home is not None and id(home) not in homes:
-            homes[id(home)] = storage.fetch(home)
+            homes[id(home)] = _checked("fetch", storage.fetch(home), home)
     return treedef.unflatten([_in(homes, leaf) for leaf in leaves])
 
 
@@ -74,7 +75,7 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
             into = None
         taken.add(id(into))
         # A storage may keep what it is given, and must not keep a graph
-        homes[id(home)] = storage.store(home.detach(), into)
+        homes[id(home)] = _checked("store", storage.store(home.detach(), into), home)
     return treedef.unflatten([_in(homes, leaf) for leaf in leaves])
 
 
@@ -106,6 +107,26 @@ def _in(homes: dict[int, Tensor], leaf: Any) -> Any:
     offset = leaf.storage_offset() - home.storage_offset()
     # Its own offset may be any: the storage chooses where a flat lies
     return now.as_strided(leaf.shape, leaf.stride(), now.storage_offset() + offset)
+
+
+def _checked(method: str, moved: Any, home: Tensor) -> Tensor:
+    """What a storage returned, or an error where that can't take the tensor's place."""
+    if isinstance(moved, Tensor) and _alike(moved, home):
+        return moved
+    raise StructureError(
+        explain(
+            f"state_storage.{method} returned what can't take the place of the tensor that it was "
+            "given",
+            expected=_form_of(home),
+            got=_form_of(moved) if isinstance(moved, Tensor) else type(moved).__name__,
+            remedy="return a tensor of the same shape and dtype; from store that is `into`, where "
+            "it is given",
+        )
+    )
+
+
+def _form_of(x: Tensor) -> str:
+    return f"shape {(*x.shape,)}, {x.dtype}"
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import DonatedError
+from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
@@ -336,3 +336,21 @@ def test_a_state_that_the_program_needs_later_stays() -> None:
         assert not storage.moved["over"]
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("method", ["fetch", "store"])
+def test_a_tensor_of_another_form_is_refused(method: str) -> None:
+    class Other(Negated):
+        pass
+
+    for made, words in ((Tensor.half, r"torch\.float16"), (lambda x: None, "NoneType")):
+        setattr(Other, method, lambda self, x, into=None, made=made: made(x))
+        storage: Any = Other()
+        sharded = fz.shard(
+            program_of(optim.adam(0.1)),
+            level=1,
+            group=fz.groups.SingleRank(),
+            state_storage=storage,
+        )
+        with pytest.raises(StructureError, match=rf"{method} returned.*float32, got .*{words}"):
+            sharded(sharded.init(FIRST), BATCHES[0])
