@@ -348,7 +348,8 @@ class Import:
         if extra:
             problems.append(
                 f"it has {some_of(extra)}, which `like` lacks "
-                "(rename=; aliases=; allow_extra=True, or patterns)"
+                "(aliases=apply knows other names of tied leaves, and rename= gives the model's "
+                "names; allow_extra=True, or patterns, leaves them out)"
             )
         for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
             problems += _misfits(name, leaves[name], found[name], allowed)

@@ -53,7 +53,8 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
             "fz.launch(fn, ranks), or call torch.distributed.init_process_group() in a script "
-            "that torchrun starts"
+            "that torchrun starts. fz.groups.SingleRank() is a group of one rank, and "
+            "fz.testing.run_ranks(fn, ranks) starts ranks that are threads"
         )
     if group is None:
         return _world_group()

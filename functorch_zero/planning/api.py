@@ -126,6 +126,14 @@ def plan(
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
     params: Any
     program = None
+    if isinstance(model_or_params, TrainStep | ProgramStep | Transform):
+        raise TypeError(
+            explain(
+                "plan takes what is planned before its step",
+                expected="fz.plan(params, step, ...), or a module and an optimizer",
+                got=f"a {type(model_or_params).__name__} first",
+            )
+        )
     if isinstance(optimizer, ProgramStep):
         program, others = optimizer, {"units": units, "precision": precision, "buffers": buffers}
         params = _trees_of_program(model_or_params, batch, others)

@@ -605,6 +605,8 @@ def test_errors_say_what_to_do() -> None:
         plan(params, optim.sgd(0.1), level=3, ranks=2, batch=tokens())
     with pytest.raises(StructureError, match="units and precision are of a module"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, units="blocks.*")
+    with pytest.raises(TypeError, match=r"before its step: expected fz\.plan\(params, step"):
+        plan(optim.sgd(0.1), params, level=3, ranks=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
         plan(params, optim.sgd(0.1), level=3, ranks=0)
     with pytest.raises(ValueError, match="rank must be"):
