@@ -502,7 +502,7 @@ class ShardedEngine:
                     got=_in_words(tree),
                     rank=self.rank,
                     remedy="pass the gradients that fz.value_and_grad gave of these params; params "
-                    "themselves as fz.pieces(params)",
+                    "themselves as fz.pieces(params); of several trees pass one at a time",
                 )
             )
         if not _is_of_no_updates(tree):
