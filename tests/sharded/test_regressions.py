@@ -20,6 +20,7 @@ from functorch_zero.layout.flat_buffers import flat_of_pieces
 from functorch_zero.sharded import update
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.tiers import thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -387,3 +388,21 @@ def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> Non
     else:
         step()(state, None)
     assert seen[1] == "meta" and seen.count("cpu") == 1
+
+
+def test_frequencies_in_an_embedding_are_those_of_each_ranks_part() -> None:
+    """As BatchNorm's statistics: docs/testing.md, Limits."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(5, 3, scale_grad_by_freq=True), torch.nn.Linear(3, 2)
+    ).double()
+    apply, params, buffers = fz.functionalize(model)
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
+
+    step = fz.train_step(loss, optim.sgd(0.1))
+    batch = {"x": torch.arange(12) % 5, "y": torch.randn(12, 2, dtype=torch.float64)}
+    case = step, params, buffers, [batch]
+    assert_sharded_equals_unsharded(*case, levels=(0, 3), ranks=(2,), per_rank=True)
+    with pytest.raises(AssertionError, match=r"the updates differ .* leaf 0.weight"):
+        assert_sharded_equals_unsharded(*case, levels=(0,), ranks=(2,))
