@@ -80,7 +80,12 @@ class Levels:
             if not self.rule:
                 # Else every leaf would raise, and none of the errors would name the cause
                 raise ValueError('level={} names no level. Remedy: level={"": 3}, say, or level=3')
-            for level in self.rule.values():
+            for pattern, level in self.rule.items():
+                if isinstance(level, Mapping):
+                    raise ValueError(
+                        f"level={self.rule!r} has a rule inside of a rule, at {pattern!r}. Remedy: "
+                        f'name whole paths in one rule, level={{"{pattern}.head": 3}}, say'
+                    )
                 find_level(level)
         elif not callable(self.rule):
             find_level(self.rule)

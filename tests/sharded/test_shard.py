@@ -783,6 +783,8 @@ def test_what_shard_takes() -> None:
         shard(lambda state, batch: state, level=1, group=SingleRank())  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"level must be one of 0 \('replicated'\).*got 4"):
         shard(step, level=4, group=SingleRank())
+    with pytest.raises(ValueError, match="a rule inside of a rule, at 'net'"):
+        shard(step, level={"net": {"": 3}}, group=SingleRank())  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="buffers must be one of"):
         shard(step, level=1, group=SingleRank(), sync_buffers="sum")  # type: ignore[call-overload]
     names = {"replicated": 0, "oss": 1, "sdp": 2, "fsdp": 3}
