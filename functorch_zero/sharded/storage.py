@@ -110,7 +110,7 @@ def _in(homes: dict[int, Tensor], leaf: Any) -> Any:
 
 
 def _checked(method: str, moved: Any, home: Tensor) -> Tensor:
-    """What a storage returned, or an error where that can't take the tensor's place."""
+    """The tensor that a storage has returned; an error where it can't take the tensor's place."""
     if isinstance(moved, Tensor) and _alike(moved, home):
         return moved
     raise StructureError(

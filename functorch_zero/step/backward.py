@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,35 +12,35 @@ from torch import Tensor
 from ..errors import StructureError, explain
 
 
-@contextmanager
-def noting_lost_graphs() -> Iterator[None]:
+def noting_lost_graphs() -> AbstractContextManager[None]:
     """Around the step's own backward: torch's error for a graph that is gone gets a note."""
-    try:
-        yield
-    except RuntimeError as error:
-        # With a note already, it is an error of the loss itself
-        if "backward through the graph a second time" in str(error) and not _notes_of(error):
-            error.add_note(
-                "The step runs backward itself, on the loss that it is given back, whose graph is "
-                "gone. Remedy: return the loss without .backward(); for x.grad, call it with "
-                "retain_graph=True, or on a graph of its own"
-            )
-        raise
+    return _noting(
+        "backward through the graph a second time",
+        "The step runs backward itself, on the loss that it is given back, whose graph is gone. "
+        "Remedy: return the loss without .backward(); for x.grad, call it with retain_graph=True, "
+        "or on a graph of its own",
+    )
 
 
-@contextmanager
-def noting_missing_graphs() -> Iterator[None]:
+def noting_missing_graphs() -> AbstractContextManager[None]:
     """Around a program, which runs without gradients: torch's error for a backward of its own gets
     a note."""
+    return _noting(
+        "does not require grad",
+        "A program runs without gradients, outside of the losses whose gradients it takes. Remedy: "
+        "loss, grads = fz.value_and_grad(loss_fn)(params, ...), without .backward()",
+    )
+
+
+@contextmanager
+def _noting(words: str, note: str) -> Iterator[None]:
+    """Add a note to torch's error that has these words."""
     try:
         yield
     except RuntimeError as error:
-        # With a note already, it is an error of a loss
-        if "does not require grad" in str(error) and not _notes_of(error):
-            error.add_note(
-                "A program runs without gradients, outside of the losses whose gradients it takes. "
-                "Remedy: loss, grads = fz.value_and_grad(loss_fn)(params, ...), without .backward()"
-            )
+        # With a note already, it is an error of a loss itself
+        if words in str(error) and not _notes_of(error):
+            error.add_note(note)
         raise
 
 
