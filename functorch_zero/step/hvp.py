@@ -91,9 +91,7 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
 
         with _noting_first_derivatives():
             held = _held_like(params, vector)
-            call = LossCall(
-                slope_of, args, buffers, batch, accumulate, counted=loss, caller="fz.hvp"
-            )
+            call = LossCall(slope_of, args, buffers, batch, accumulate, slope_of=loss)
             found, (product, grads) = differentiate(call, (params, held))
         # The slope always has metrics, and buffers where the loss was given some
         _, metrics, *new_buffers = found

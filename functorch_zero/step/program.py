@@ -203,7 +203,7 @@ class LossCall:
         count: of the micro-batches.
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
-        caller: the function that was given the loss, for errors.
+        is_slope: whether the loss is a slope of the user's own; see Note [slope] in `hvp`.
     """
 
     def __init__(
@@ -214,15 +214,20 @@ class LossCall:
         batch: Any = None,
         count: int = 1,
         *,
-        counted: Callable[..., Any] | None = None,
-        caller: str = "value_and_grad",
+        slope_of: Callable[..., Any] | None = None,
     ):
-        self.loss, self.args, self.count, self.caller = loss, args, count, caller
-        self.counted = loss if counted is None else counted
+        self.loss, self.args, self.count = loss, args, count
+        self.is_slope = slope_of is not None
+        self.counted = loss if slope_of is None else slope_of
         self.takes_buffers = buffers is not None
         self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
         self.batch = batch
         self._has_aux = False  # known once the loss has returned: whether metrics are wanted
+
+    @property
+    def caller(self) -> str:
+        """The function that was given the loss, for errors."""
+        return "fz.hvp" if self.is_slope else "value_and_grad"
 
     @property
     def takes_batch(self) -> bool:
