@@ -216,12 +216,13 @@ def _spots(step: Step, state: State) -> list[_Spot]:
         spots = spots.replace(
             params=_in_tree(state.params, _param_spots(layout, axes)),
             opt_state=_in_tree(state.opt_state, _state_spots(state.opt_state, plan, layout, axes)),
-            parts=_in_tree(state.parts, _parts_spots(step, state)),
         )
     elif isinstance(step, ShardedProgramStep):
         axes = step.options.axes
         value = tree_map(lambda node: _node_spots(node, axes), state.value, is_leaf=is_on_engine)
         spots = spots.replace(value=value)
+    if isinstance(step, ShardedStep):
+        spots = spots.replace(parts=_in_tree(state.parts, _parts_spots(step, state)))
     # A spot is a tuple, which optree would go into
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed
@@ -325,13 +326,11 @@ def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
     return _Spot(shape, 0, prod(shape) if planned.owner == piece_number else 0)
 
 
-def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
+def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
     """The spots of the tensors that the gradients' reduction keeps between steps, see
     `sharded.parts`."""
-    assert state.sharding is not None
-    layout = state.sharding.layout
-    axes = step.options.axes
-    parts = step.parts(layout)
+    axes, parts = step.options.axes, step.parts_of(state)
+    layout = parts.layout
     parts.check(state.parts)
     spots = []
     for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):

@@ -53,7 +53,7 @@ def join_layouts(
             # The unit of leaves around all others has no name of its own
             name = f"{i}.{unit.name or 'root'}"
             units.append(replace(unit, name=name, buckets=numbers))
-    # Trees of one engine are cut over the same ranks
-    num_ranks = layouts[0].num_ranks
+    # Trees of one engine are cut over the same ranks. A program may train none of its trees.
+    num_ranks = max((layout.num_ranks for layout in layouts), default=1)
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))

@@ -241,6 +241,7 @@ def _plan_of_program(
         "gradients": imagined.reduced,
         "state": imagined.others,
         "buffers": 0,  # among the state
+        "parts": imagined.parts,
         "stored": imagined.stored,
         "gathered": max(sample.gathered for sample in samples),
     }

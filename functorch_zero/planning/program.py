@@ -58,6 +58,7 @@ class ImaginedProgram:
         held: bytes of the first value's trees that are held as params are.
         others: bytes of the rest of that value.
         stored: of these, bytes that lie in the storage of optimizers' states.
+        parts: bytes that the gradients' reduction keeps between steps.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
@@ -68,7 +69,7 @@ class ImaginedProgram:
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
         self.level = self._step.level
-        self.held = self.others = self.stored = 0
+        self.held = self.others = self.stored = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
         """Run one step, but with the order of units known, as from the second one on. Returns the
@@ -80,7 +81,7 @@ class ImaginedProgram:
         """
         with self.watch.live, uncompiled():
             state = self._without_values(self._step.init(*trees))
-            self._adopt_held((trees, args), state.value)
+            self._adopt_held((trees, args), state)
             # Which finds out the order. A first step donates nothing.
             self._step(state, *args)
             self.watch.begin()
@@ -106,15 +107,15 @@ class ImaginedProgram:
         with self.watch.live.paused():
             return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
 
-    def _adopt_held(self, given: Any, value: Any) -> None:
+    def _adopt_held(self, given: Any, state: State) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""
-        held, others = held_and_others(value)
+        held, others = held_and_others(state.value)
         self.held, self.others = bytes_held(held), bytes_held(others)
-        elsewhere = _stored_in(value)
-        self.stored = bytes_held(elsewhere)
+        elsewhere, parts = _stored_in(state.value), _tensors(state.parts)
+        self.stored, self.parts = bytes_held(elsewhere), bytes_held(parts)
         live = self.watch.live
         live.adopt(_tensors(given), None)
-        live.adopt(others, "state")
+        live.adopt([*others, *parts], "state")
         live.adopt(elsewhere, None)
         live.adopt(held, "params")
 

@@ -106,7 +106,8 @@ def shard(
             "memory" for leaves on a CPU, "time" on other devices. Results are the same to the bit.
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
-            `State.parts`. None: gradients are summed as they are.
+            `State.parts`; of a program, those of each trained tree of its value. None: gradients
+            are summed as they are.
         gather: the representation in which pieces of params travel, an object with the methods of
             `runtime.unshard.Gather`. None: pieces travel as they are.
         state_storage: the place of the optimizer's state between steps, of a program's optimizers

@@ -212,10 +212,12 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
             tensors = [x for x in optree.tree_leaves(node) if isinstance(x, Tensor)]
             shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
             rows.append(_plain(name, tensors, shares or "whole"))
-    # Sharded nodes are left out: they have rows already
-    others = tree_map(lambda x: None if is_on_engine(x) else x, state, is_leaf=is_on_engine)
+    # Sharded nodes and parts are left out: they have rows of their own
+    others = state.replace(parts=None)
+    others = tree_map(lambda x: None if is_on_engine(x) else x, others, is_leaf=is_on_engine)
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
+    rows += _rows_of_parts(step, state)
     return _on_this_rank(step, rows, repr(step.unsharded))
 
 
@@ -266,12 +268,11 @@ def _by_field(state: State) -> dict[str, list[Tensor]]:
     return fields
 
 
-def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
+def _rows_of_parts(step: ShardedTrainStep | ShardedProgramStep, state: State) -> list[Row]:
     """A row for each name under which a part keeps something."""
     if state.parts is None:
         return []
-    assert state.sharding is not None
-    step.parts(state.sharding.layout).check(state.parts)
+    step.parts_of(state).check(state.parts)
     # The share that is here, by how the reduction carries a tensor
     shares = {
         "sum": "a share of the sum",

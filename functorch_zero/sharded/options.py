@@ -274,12 +274,6 @@ def check_state_storage(value: Any) -> StateStorage | None:
 
 def check_of_program(options: Options) -> None:
     """Raise if a program is given an option that it has no place for."""
-    if options.reduction.keeps:
-        raise NotImplementedError(
-            f"reduction={type(options.reduction).__name__} keeps tensors between steps, and a "
-            "program's state has no place for them. Remedy: leave it out, or write the program as "
-            "a train_step"
-        )
     if options.sync_buffers == "local":
         raise ValueError(
             'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '

@@ -1,8 +1,9 @@
 """The tensors that a reduction keeps between steps: in `State.parts` by leaf, for the reduction by
 bucket.
 
-`State.parts` is None where nothing is kept, else {"reduction": {name: {path: tensor}}}. Each name
-is carried in one of three ways, which gives its tensors their form:
+`State.parts` is None where nothing is kept, else {"reduction": {name: {path: tensor}}}. Paths of a
+program's leaves begin with their tree's. Each name is carried in one of three ways, which gives its
+tensors their form:
 
     "sum"     (1, *shape) per trained leaf: this rank's row of the rows of all ranks
     "pieces"  (n,) per trained leaf: this rank's piece; in a whole state (*shape)
@@ -44,10 +45,15 @@ class Kind:
 
 
 class ReductionParts:
-    """The parts of states that are cut by one layout, and the tensors that a reduction keeps."""
+    """The parts of states that are cut by one layout, and the tensors that a reduction keeps.
+
+    Attributes:
+        layout: of the params, or of a program's trees together.
+    """
 
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
-        self._reduction, self._layout, self._axes = reduction, layout, axes
+        self.layout = layout
+        self._reduction, self._axes = reduction, axes
         self._piece_number = axes.piece_number
         # A whole state holds each element once, and each replica keeps a value of its own for it:
         # nothing says which to save
@@ -118,7 +124,7 @@ class ReductionParts:
         """
         made: Parts = {name: {} for name in self._reduction.keeps}
         for b, kept in self.kept_in(parts).items():
-            bucket = self._layout.buckets[b]
+            bucket = self.layout.buckets[b]
             for name, carried in self._reduction.keeps.items():
                 if carried == "pieces":
                     flat = _all_gathered(kept[name], bucket, axes.optimizer)
@@ -229,12 +235,12 @@ class ReductionParts:
 
     def _trained(self) -> Iterator[tuple[int, Bucket]]:
         """The trained buckets with their numbers."""
-        for b, bucket in enumerate(self._layout.buckets):
+        for b, bucket in enumerate(self.layout.buckets):
             if bucket.trainable:
                 yield b, bucket
 
     def _paths(self, bucket: Bucket) -> list[str]:
-        return [self._layout.leaves[n].path for n in bucket.leaves]
+        return [self.layout.leaves[n].path for n in bucket.leaves]
 
 
 def _all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:

@@ -72,6 +72,23 @@ def check_same_ranks(state: State, options: Options) -> None:
         )
 
 
+def check_no_parts(state: State, rank: int) -> None:
+    """Raise if a reduction keeps tensors in a state. They are of buckets, which `refit` cuts
+    anew."""
+    if state.parts is None:
+        return
+    raise NotImplementedError(
+        explain(
+            "the state's parts hold tensors that a reduction keeps between steps, and refit can't "
+            "cut them anew",
+            path="parts",
+            rank=rank,
+            remedy="refit the whole state, and let the reduction begin anew: "
+            "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None), ...))",
+        )
+    )
+
+
 def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> None:
     """Raise `MismatchError` on every rank, unless all refit one state. One exchange.
 

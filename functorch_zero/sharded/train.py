@@ -11,7 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
@@ -49,7 +49,7 @@ from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
 from .program.engine import ShardedEngine
 from .readable import told_values
-from .refit import agree_on_refit, carried, first_parts
+from .refit import agree_on_refit, carried, check_no_parts, first_parts
 from .state import lay_out_state, shard_state, unshard_state
 from .tree_numbers import next_number
 from .update import PreparedUpdate
@@ -248,8 +248,7 @@ class ShardedTrainStep:
             before = sharding_of(state, self.options)
             past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)
             past.check_state(state.opt_state, self.group.rank)
-            if state.parts is not None:
-                raise _parts_stay(self.group.rank)
+            check_no_parts(state, self.group.rank)
             if params is None:
                 params = _without_values(before.layout)
             if buffers is None:
@@ -329,9 +328,10 @@ class ShardedTrainStep:
         facts = self._facts(layout, new, buffers, None)
         agree(labelled(self.group, "refit/agreement"), facts)
 
-    def parts(self, layout: Layout) -> ReductionParts:
+    def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
-        return self._prepare(layout).parts
+        assert state.sharding is not None
+        return self._prepare(state.sharding.layout).parts
 
     def state_plan(self, layout: Layout) -> StatePlan:
         """The plan of the optimizer's state: which leaves follow a param, which have an owner."""
@@ -406,19 +406,6 @@ def _without_values(layout: Layout) -> PyTree[Tensor]:
 def _trained_without_values(layout: Layout) -> PyTree[Tensor]:
     """The same of trained leaves alone."""
     return select(_without_values(layout), layout.trainable)
-
-
-def _parts_stay(rank: int) -> NotImplementedError:
-    return NotImplementedError(
-        explain(
-            "the state's parts hold tensors that a reduction keeps between steps, and refit can't "
-            "cut them anew",
-            path="parts",
-            rank=rank,
-            remedy="refit the whole state, and let the reduction begin anew: "
-            "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None)))",
-        )
-    )
 
 
 def _shapes_and_dtypes(tree: PyTree[Tensor]) -> dict[str, Any]:

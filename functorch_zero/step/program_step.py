@@ -22,7 +22,7 @@ from ..shared_elements import check_apart
 from ..tree import named_leaves, paths, same_structure
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
-from .refit import carried
+from .refit import carried, check_no_parts
 from .rng import streams
 from .state import State, Trained, check_whole_state
 
@@ -78,9 +78,11 @@ class ProgramStep:
         An optimizer whose first state follows from values of params takes those of `args`.
 
         Raises:
-            StructureError: a leaf has another shape or dtype than before.
+            StructureError: a leaf has another shape or dtype than before, or a reduction keeps
+                tensors in the state.
         """
         check_whole_state(state)
+        check_no_parts(state.parts)
         fresh = self.init(*args, seed=None)
         value = carried(fresh.value, state.value, "the value")
         return fresh.replace(step=state.step, seed=state.seed, value=value)

@@ -13,6 +13,15 @@ from ..optim.base import Transform
 from ..tree import PyTree, paths, select
 
 
+def check_no_parts(parts: Any) -> None:
+    """Raise if a state has parts, which another structure has no place for."""
+    if parts is not None:
+        raise StructureError(
+            "refit can't keep the tensors of a reduction, which belong to buckets. Remedy: "
+            "refit(state.replace(parts=None), ...), and they begin anew"
+        )
+
+
 class Form(NamedTuple):
     """A leaf's shape, where it is whole, and dtype; of a number its type."""
 

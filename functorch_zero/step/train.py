@@ -41,7 +41,7 @@ from .loss import LossFn, Metrics, Outcome, as_metric
 from .metrics import UpdateMetrics, check_names, check_reported
 from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
-from .refit import carried, check_own_leaves
+from .refit import carried, check_no_parts, check_own_leaves
 from .rng import replayed
 from .state import (
     State,
@@ -144,11 +144,7 @@ class TrainStep:
         check_whole_state(state)
         view, _ = optimizer_view(state.params, trained(state))
         self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
-        if state.parts is not None:
-            raise StructureError(
-                "refit can't keep the tensors of a reduction, which belong to buckets. Remedy: "
-                "refit(state.replace(parts=None)), and they begin anew"
-            )
+        check_no_parts(state.parts)
         # Detached leaves of the state still say whether they are trained
         params = marked(state) if params is None else carried(params, state.params, "params")
         if buffers is not None:

@@ -49,6 +49,7 @@ from ..storage import fetched, stored
 from ..update import PreparedUpdate
 from .donation import donation_here
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
+from .kept import KeptTensors, kept_here
 from .library_calls import compared
 from .piece_watch import check_leaves_of_loss, noted, unwatched
 
@@ -380,9 +381,8 @@ class ShardedEngine:
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)
-        # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
-        by = SUMMED if self.options.reduction.keeps else self.options.reduction
-        options = replace(self.options, reduction=by)
+        options, kept = self._reducing(call)
+        kept_before = {} if kept is None else kept.before(given.trained_in(joined))
         look = is_looked_at(next(self._call_numbers.of(call.counted)))
         of_trees = call.loss_fn(look=look, rank=self.rank)
 
@@ -397,12 +397,28 @@ class ShardedEngine:
             joined=joined,
             flats=flats,
             loss=LossOnData(loss_fn, call.buffers, call.data, call.count, streams, self._reminder),
-            reduction=make_reduction(joined.layout, options, log, {}),
+            reduction=make_reduction(joined.layout, options, log, kept_before),
             order=order,
             options=options,
             log=log,
+            kept=kept,
             look=look,
         )
+
+    def _reducing(self, call: LossCall) -> tuple[Options, KeptTensors | None]:
+        """The options by which a loss's gradients are reduced, and the tensors that the reduction
+        has kept.
+
+        Where there is no place for them, gradients are summed as they are: outside of a step of
+        the program that this engine is of. So are those of a slope, which don't follow the
+        gradients.
+        """
+        reduction, kept = self.options.reduction, kept_here()
+        if not reduction.keeps:
+            return self.options, None
+        if kept is None or kept.reduction is not reduction or call.is_slope:
+            return replace(self.options, reduction=SUMMED), None
+        return self.options, kept
 
     def _next_name_of(self, loss: Callable[..., Any], given: LossTrees) -> str:
         """The name of the next gradient, which the ranks compare: its number, its loss and its

@@ -31,6 +31,7 @@ from ..grad_mean import to_means
 from ..options import Options
 from ..params import grads_like
 from ..passes import LossOnData, Passed, run_passes
+from .kept import KeptTensors
 
 
 class _GivenTree(NamedTuple):
@@ -90,6 +91,15 @@ class LossTrees:
         """Those of which no gradients are taken."""
         return [given.tree for given in self._given if not given.is_trained]
 
+    def trained_in(self, joined: Joined) -> list[tuple[ShardedTree, int]]:
+        """The trees whose gradients are taken, each with the number of its first bucket.
+
+        Args:
+            joined: the layouts of all trees as one.
+        """
+        rows = zip(self._given, joined.first_buckets, strict=True)
+        return [(given.tree, first) for given, first in rows if given.is_trained]
+
     @property
     def flats(self) -> list[Tensor]:
         """The flats of all trees, one per bucket, as held between steps."""
@@ -133,6 +143,7 @@ class GradientRun:
     order: PrefetchOrder  # in which the last pass over these trees gathered units
     options: Options
     log: list[str]  # the gradient's number, and the collectives started since
+    kept: KeptTensors | None  # by the reduction, of the trees; None: it keeps nothing
     look: bool  # whether the loss is looked at closely
 
 
@@ -207,6 +218,8 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
         report.num_weighty if has_weight else None,
         outcome.is_weighty,
     )
+    if run.kept is not None:
+        run.kept.replace(run.trees.trained_in(run.joined), run.reduction.kept)
     metrics = dict(report.metrics)
     mean = metrics.pop("loss")
     return run.call.results(mean, metrics, buffers), run.trees.gradients(local.reduced, run.joined)

@@ -51,11 +51,13 @@ from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
-from ..refit import agree_on_refit, carried, check_same_ranks
+from ..parts import ReductionParts
+from ..refit import agree_on_refit, carried, check_no_parts, check_same_ranks
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
 from .donation import Donation
 from .engine import ShardedEngine
+from .kept import KeptTensors, PartsOfValues, keeping
 from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
 from .results import StepResults
@@ -108,6 +110,7 @@ class ShardedProgramStep:
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
         self._agreement = agreement or ProgramAgreement(options, self.background)
+        self._parts = PartsOfValues(options)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
@@ -199,8 +202,13 @@ class ShardedProgramStep:
         with watch.running():
             value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
-        value = self._stored(as_marked(value))
-        return State.first(value, seed, sharding=self._sharding(layouts))
+        marked = as_marked(value)
+        return State.first(
+            self._stored(marked),
+            seed,
+            sharding=self._sharding(layouts),
+            parts=self._parts.of(marked).parts.init(device_of_value(marked)),
+        )
 
     def _stored(self, value: Any) -> Any:
         """A value whose optimizers' states lie in the storage, if there is one: also those that the
@@ -225,12 +233,14 @@ class ShardedProgramStep:
         Raises:
             StructureError: the state lies on other ranks, or a leaf has another shape or dtype.
             MismatchError: ranks refit other states.
+            NotImplementedError: a reduction keeps tensors between steps.
         """
         axes = self.options.axes
         failures = sharing_failures(*axes.groups, call="refit", state=state, settles=True)
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
+            check_no_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
             fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
@@ -278,7 +288,14 @@ class ShardedProgramStep:
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             rank, device = axes.world.rank, device_of_value(value)
             running = streams(state.seed, state.step, device, rank)
-            with running as drawn, watched, calls.running(), noting_missing_graphs():
+            kept = self._kept_in(state, value)
+            with (
+                running as drawn,
+                watched,
+                calls.running(),
+                keeping(kept),
+                noting_missing_graphs(),
+            ):
                 result, donation = self._run(state, value, args, calls)
             new, metrics = check_result(result, axes.world.rank)
             unwritten.check(
@@ -306,7 +323,18 @@ class ShardedProgramStep:
                 self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
                 self._needed |= donation.needed
             value = self._marked(state, self._stored(new))
-            return state.replace(step=state.step + 1, value=value), metrics
+            parts = None if kept is None else kept.parts
+            return state.replace(step=state.step + 1, value=value, parts=parts), metrics
+
+    def _kept_in(self, state: State, value: Any) -> KeptTensors | None:
+        """The tensors that the reduction has kept; None: it keeps nothing.
+
+        Args:
+            value: the state's, for the program.
+        """
+        if not self.options.reduction.keeps:
+            return None
+        return KeptTensors(self._parts.of(value), state.parts)
 
     def _looks_at_next_call(self) -> bool:
         """Whether the call of this step that begins is looked at. Ranks count calls alike, whatever
@@ -369,15 +397,17 @@ class ShardedProgramStep:
                 step=state.step.clone(),
                 value=value,
                 seed=tree_map(torch.clone, state.seed),
+                parts=self._parts.of(marked).parts.whole(state.parts, axes.at("unshard")),
                 trained=Trained(tuple(zip(paths(value), trained, strict=True))),
             )
 
     def shard_state(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
-        communication.
+        communication. Of `State.parts`, sums become rank 0's; a state without parts is given first
+        ones.
 
-        The parts are cut as those of the last `init` or `refit`, which every rank has called
-        before.
+        The parts of the value are cut as those of the last `init` or `refit`, which every rank has
+        called before.
         """
         check_is_state(state)
         if state.sharding is not None:
@@ -389,13 +419,15 @@ class ShardedProgramStep:
             )
         structure = self._structures[-1]
         with torch.no_grad():
-            value = self._stored(structure.part_of(state.value))
-        return State(
-            step=state.step.clone(),
-            value=value,
-            seed=tree_map(torch.clone, state.seed),
-            sharding=structure.sharding,
-        )
+            value = structure.part_of(state.value)
+            parts = self._parts.of(value).parts.part(state.parts, device_of_value(value))
+            return State(
+                step=state.step.clone(),
+                value=self._stored(value),
+                seed=tree_map(torch.clone, state.seed),
+                sharding=structure.sharding,
+                parts=parts,
+            )
 
     def _layout_of(self, name: str, tree: Any) -> Layout:
         """The layout of an argument of `init`; the rule of levels sees its name before paths.
@@ -434,6 +466,10 @@ class ShardedProgramStep:
         joined = join_layouts([*layouts.values()], [True] * len(names), names)
         return self.options.sharding(joined.layout)
 
+    def parts_of(self, state: State) -> ReductionParts:
+        """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
+        return self._parts.of(self._marked(state, state.value)).parts
+
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
         check_is_state(state)
@@ -444,6 +480,7 @@ class ShardedProgramStep:
         state.sharding.donations.check(state.step, ())
         known = [structure.sharding for structure in reversed(self._structures)]
         if not known or state.sharding in known:
+            self._check_parts(state)
             return
         raise StructureError(
             explain(
@@ -454,6 +491,12 @@ class ShardedProgramStep:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
+
+    def _check_parts(self, state: State) -> None:
+        """Raise unless a state's parts are those that the reduction keeps."""
+        # Mostly there are none
+        if self.options.reduction.keeps or state.parts is not None:
+            self.parts_of(state).check(state.parts)
 
 
 def _fills(

@@ -105,12 +105,12 @@ def as_marked(value: Any) -> Any:
 
 
 def _named_by(places: Sequence[str], nodes: Sequence[Any]) -> list[Any]:
-    """The nodes of a value, of which sharded trees are named by their paths. One that is the whole
-    value, or that the value holds twice, keeps its name."""
+    """The nodes of a value, of which sharded trees are named by their paths: one that the value
+    holds twice has a node for each. One that is the whole value keeps its name."""
     named = []
     for path, node in zip(places, nodes, strict=True):
-        once = isinstance(node, ShardedTree) and path and sum(x is node for x in nodes) == 1
-        named.append(node.named(path) if once else node)
+        is_named = isinstance(node, ShardedTree) and path
+        named.append(node.named(path) if is_named else node)
     return named
 
 

@@ -775,10 +775,6 @@ class Doubled(Summed):
         return super().start(2 * flat, kept, group, cut=cut)
 
 
-class Keeping(Doubled):
-    keeps = {"error": "sum"}  # noqa: RUF012
-
-
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_reduction_is_used(level: int) -> None:
     def program(params: Any, x: Tensor) -> Any:
@@ -795,16 +791,6 @@ def test_a_reduction_is_used(level: int) -> None:
 
     for norm in run_ranks(run, 2):
         assert_equal_values(2 * expected, norm)
-
-
-def test_a_reduction_that_keeps_tensors_is_refused() -> None:
-    step = fz.program_step(gan, init=init)
-    story = r"reduction.*program.*Remedy: leave it out"
-    with pytest.raises(NotImplementedError, match=story):
-        fz.shard(step, level=2, group=SingleRank(), reduction=Keeping())
-    with pytest.raises(NotImplementedError, match=story):
-        options = {"level": 2, "ranks": 2, "batch": batches(1)[0], "reduction": Keeping()}
-        fz.plan((first_gen, first_disc), step, **options)
 
 
 def test_two_leaves_of_one_path_are_refused() -> None:

@@ -1,0 +1,415 @@
+"""Programs whose reduction keeps tensors between gradients: by tree, in `State.parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import HybridGroup, SingleRank, counted, run_ranks
+from functorch_zero.runtime.reduce import Carried, Kept, Summed
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.programs.cases import CASES
+from tests.sharded.test_seams import (
+    EXACT,
+    LR,
+    ROUNDED,
+    linear_loss,
+    make_batches,
+    make_params,
+    sums_of_grads,
+)
+from tests.tiers import crossed, thinned
+
+sgd = optim.sgd(LR)
+LEVELS = [0, 1, 2, 3]
+
+
+class Value(NamedTuple):
+    first: Any
+    second: Any
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return linear_loss(params, {}, x)
+
+
+def twice(params: Any, x: Tensor) -> Tensor:
+    return 2 * linear_loss(params, {}, x)
+
+
+def descended(params: Any, grads: Any) -> Any:
+    return fz.apply_updates(params, tree_map(lambda g: -LR * g, grads))
+
+
+def program(value: Value, x: Tensor) -> Any:
+    """Two gradients of the first tree, and one of the second."""
+    first, second = value
+    mean, grads = fz.value_and_grad(loss)(first, x)
+    first = descended(first, grads)
+    _, grads = fz.value_and_grad(twice)(first, x)
+    first = descended(first, grads)
+    _, grads = fz.value_and_grad(loss)(second, x)
+    return Value(first, descended(second, grads)), {"loss": mean}
+
+
+STEP = fz.program_step(program, init=Value)
+TIMES = {"first": 3, "second": 1}  # the loss's gradient, in a step
+
+
+def part(x: Tensor, group: Any) -> Tensor:
+    return x.tensor_split(group.size)[group.rank]
+
+
+def train(sharded: Any, state: Any, batches: list[Tensor], group: Any = None) -> Any:
+    for x in batches:
+        state, _ = sharded(state, part(x, sharded.group if group is None else group))
+    return state
+
+
+def first_of(sharded: Any) -> Any:
+    return sharded.init(make_params(), make_params())
+
+
+def check_conserved(sharded: Any, state: Any, batches: list[Tensor]) -> None:
+    """All gradients of each tree were sent, or are kept; and some of each are kept."""
+    whole = sharded.unshard(state)
+    error, sums = whole.parts["reduction"]["error"], sums_of_grads(batches)
+    for name, times in TIMES.items():
+        for path, first in make_params().items():
+            kept = error[f"{name}.{path}"][0]
+            assert kept.abs().max() > 1e-6
+            expected = first - LR * (times * sums[path] - kept)
+            found = getattr(whole.value, name)[path]
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [False, True]))
+def test_gradients_of_a_tree_are_sent_or_kept(level: int, donate: bool) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(STEP, level=level, group=group, reduction=ROUNDED, donate=donate)
+        state = train(sharded, first_of(sharded), batches)
+        check_conserved(sharded, state, batches)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_gradient_is_that_of_a_training_step(level: int) -> None:
+    """To the bit, and so are the tensors that are kept."""
+
+    def own(value: Any, x: Tensor) -> Any:
+        params, opt_state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        return sgd.apply(grads, opt_state, params), {"loss": mean}
+
+    own_step = fz.program_step(own, init=lambda params: (params, sgd.init(params)))
+
+    def run(group: Any) -> None:
+        options = {"level": level, "group": group, "reduction": ROUNDED}
+        by_program = fz.shard(own_step, **options)
+        by_train_step = fz.shard(fz.train_step(linear_loss, sgd), **options)
+        state = train(by_program, by_program.init(make_params()), make_batches())
+        found = by_program.unshard(state)
+        state = train(by_train_step, by_train_step.init(make_params()), make_batches())
+        expected = by_train_step.unshard(state)
+        assert_equal_values(dict(expected.params), dict(found.value[0]), grade=EXACT)
+        error, expected_error = (w.parts["reduction"]["error"] for w in (found, expected))
+        named = {f"0.{path}": leaf for path, leaf in expected_error.items()}
+        assert_equal_values(named, error, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+class Counted(Summed):
+    """Sums as they are, and counts the reductions of each bucket."""
+
+    keeps: Mapping[str, Carried] = {"count": "same"}
+
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        return {"count": torch.zeros((), dtype=torch.int64, device=device)}
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        result, work, _ = super().start(flat, kept, group, cut=cut)
+        return result, work, {"count": kept["count"] + 1}
+
+
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
+def test_every_program_keeps_by_its_trees(name: str, level: int) -> None:
+    """Displaced params, copies, teachers and products by vectors among them."""
+    case = CASES[name]()
+    assert_sharded_equals_unsharded(
+        case.step,
+        *case.trees(),
+        case.batches(),
+        levels=[level],
+        ranks=[2],
+        reduction=Counted(),
+        donate=level % 2 == 1,
+    )
+
+
+def test_the_tensors_follow_each_gradient() -> None:
+    """Those of a tree that no gradient is asked of stay as they are."""
+
+    def some(value: Value, x: Tensor) -> Any:
+        for _ in range(3):
+            _, grads = fz.value_and_grad(loss)(value.second, x)
+        return value._replace(second=descended(value.second, grads)), {}
+
+    def run(group: Any) -> Any:
+        step = fz.program_step(some, init=Value)
+        sharded = fz.shard(step, level=2, group=group, reduction=Counted())
+        state = train(sharded, first_of(sharded), make_batches(2))
+        return state.parts["reduction"]["count"]
+
+    counts, _ = run_ranks(run, 2)
+    assert {name.partition(".")[0] for name in counts} == {"first", "second"}
+    for name, count in counts.items():
+        assert int(count) == (6 if name.startswith("second") else 0)
+
+
+def test_what_is_kept_goes_to_other_ranks(tmp_path: Path) -> None:
+    batches = make_batches(5)
+
+    def run(group: Any, done: int, until: int) -> None:
+        sharded = fz.shard(STEP, level={"first": 3, "second": 1}, group=group, reduction=ROUNDED)
+        state = first_of(sharded)
+        if done:
+            state = checkpoint.load(tmp_path, sharded, like=state).state
+        state = train(sharded, state, batches[done:until])
+        check_conserved(sharded, state, batches[:until])
+        checkpoint.save(tmp_path, sharded, state)
+        again = checkpoint.load(tmp_path, sharded, like=first_of(sharded)).state
+        assert_equal_values(state.parts, again.parts, grade=EXACT)
+        whole = sharded.unshard(state)
+        again = sharded.shard_state(whole)
+        assert_equal_values(whole, sharded.unshard(again), grade=EXACT)
+        train(sharded, again, batches)
+
+    for ranks, done, until in [(2, 0, 2), (3, 2, 4), (1, 4, 5)]:
+        run_ranks(lambda g, a=done, b=until: run(g, a, b), ranks)
+
+
+@pytest.mark.parametrize("same_data", thinned(["replicate", None]))
+def test_on_a_mesh(same_data: Any) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        mesh = HybridGroup(group, shard_size=2, same_data=same_data)
+        sharded = fz.shard(STEP, level=3, group=mesh, reduction=ROUNDED)
+        state = train(sharded, first_of(sharded), batches, mesh.data)
+        check_conserved(sharded, state, batches)
+
+    run_ranks(run, 4)
+
+
+def test_accumulated_gradients_are_sent_or_kept() -> None:
+    batches = make_batches()
+
+    def both(value: Value, *, batch: Tensor) -> Tensor:
+        return 3 * loss(value.first, batch) + loss(value.second, batch)
+
+    def together(value: Value, x: Tensor) -> Any:
+        found, grads = fz.value_and_grad(both, accumulate=3)(value, batch=x)
+        return Value(*map(descended, value, grads)), {"loss": found}
+
+    def run(group: Any) -> None:
+        for rule in (None, "once"):
+            step = fz.program_step(together, init=Value)
+            options = {"reduction": ROUNDED, "reduce_gradients": rule}
+            sharded = fz.shard(step, level=3, group=group, **options)
+            check_conserved(sharded, train(sharded, first_of(sharded), batches), batches)
+
+    run_ranks(run, 2)
+
+
+def test_a_step_that_fails_changes_nothing() -> None:
+    x = make_batches()[0]
+
+    def failing(value: Value, x: Tensor, fail: bool) -> Any:
+        after, metrics = program(value, x)
+        if fail:
+            raise ValueError("after three gradients")
+        return after, metrics
+
+    def run(group: Any) -> None:
+        step = fz.program_step(failing, init=Value)
+        sharded = fz.shard(step, level=3, group=group, reduction=ROUNDED)
+        own = part(x, group)
+        state, _ = sharded(first_of(sharded), own, False)
+        before = tree_map(torch.clone, state.parts)
+        expected, _ = sharded(state, own, False)
+        with pytest.raises(ValueError, match="after three gradients"):
+            sharded(state, own, True)
+        again, _ = sharded(state, own, False)
+        assert_equal_values(before, state.parts, grade=EXACT)
+        assert_equal_values(expected.parts, again.parts, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_products_and_gradients_outside_are_summed_as_they_are(level: int) -> None:
+    """They don't follow the gradients of the steps."""
+
+    def cubed(params: Any, x: Tensor) -> Tensor:
+        return (x @ fz.unshard(params)["w"]).pow(3).mean()
+
+    def probing(params: Any, x: Tensor) -> Any:
+        vector = tree_map(torch.ones_like, fz.zero_updates(params))
+        _, grads, product = fz.hvp(cubed)(params, vector, x)
+        return params, {"norm": fz.dot(grads, grads), "curvature": fz.dot(vector, product)}
+
+    step = fz.program_step(probing, init=lambda params: params)
+    params, x = {"w": make_params()["w"]}, make_batches()[0]
+    _, expected = step(step.init(params), x)
+    _, grads = fz.value_and_grad(cubed)(params, x)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group, reduction=ROUNDED)
+        state, found = sharded(sharded.init(params), part(x, group))
+        assert_equal_values(expected, found)
+        _, found = fz.value_and_grad(cubed)(state.value, part(x, group))
+        assert_equal_values(dict(grads), dict(fz.unshard(found)))
+        assert not state.parts["reduction"]["error"]["params.w"].any()
+
+    run_ranks(run, 2)
+
+
+def refused(program: Callable[..., Any], init: Callable[..., Any], story: str) -> None:
+    """Before anything of the state has changed."""
+    step = fz.program_step(program, init=init)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, reduction=ROUNDED)
+        state = sharded.init(make_params())
+        before = tree_map(torch.clone, state.parts)
+        with pytest.raises(StructureError, match=story):
+            sharded(state, part(make_batches()[0], group))
+        assert_equal_values(before, state.parts, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_a_gradient_by_copies_of_one_tree_is_refused() -> None:
+    def of_both(params: Any, x: Tensor) -> Any:
+        other = descended(params, fz.zero_updates(params))
+        fz.value_and_grad(lambda trees, x: loss(trees[0], x) + loss(trees[1], x))(
+            (params, other), x
+        )
+        return params, {}
+
+    story = r"two copies of one tree.*Rounded.*path params.*Remedy: take two gradients"
+    refused(of_both, lambda params: params, story)
+
+
+def test_a_gradient_by_a_tree_that_no_place_is_kept_for_is_refused() -> None:
+    def of_average(value: Any, x: Tensor) -> Any:
+        _, average = value
+        trained = tree_map(lambda p: p.requires_grad_(), tree_map(torch.clone, average))
+        fz.value_and_grad(loss)(trained, x)
+        return value, {}
+
+    def with_average(params: Any) -> Any:
+        return params, tree_map(lambda p: p.detach().clone(), params)
+
+    story = r"Rounded keeps nothing.*path 1, expected .*\['0'\].*Remedy: let the program's init"
+    refused(of_average, with_average, story)
+
+
+def test_a_tree_in_two_places_is_kept_for_in_each() -> None:
+    """Each step asks for a gradient by the first place alone, and then puts the tree into both."""
+
+    def together(value: Value, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(loss)(value.first, x)
+        first = descended(value.first, grads)
+        return Value(first, first), {}
+
+    step = fz.program_step(together, init=lambda params: Value(params, params))
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, reduction=ROUNDED)
+        whole = sharded.unshard(train(sharded, sharded.init(make_params()), batches))
+        error, sums = whole.parts["reduction"]["error"], sums_of_grads(batches)
+        for path, first in make_params().items():
+            assert not error[f"second.{path}"].any()
+            expected = first - LR * (sums[path] - error[f"first.{path}"][0])
+            torch.testing.assert_close(whole.value.first[path], expected, rtol=1e-13, atol=1e-13)
+
+    run_ranks(run, 2)
+
+
+def test_states_with_other_parts_are_refused() -> None:
+    def run(group: Any) -> None:
+        keeping = fz.shard(STEP, level=1, group=group, reduction=ROUNDED)
+        plain = fz.shard(STEP, level=1, group=group)
+        x = part(make_batches()[0], group)
+        state, other = first_of(keeping), first_of(plain)
+        for call in (lambda: keeping(other, x), lambda: keeping.unshard(other)):
+            with pytest.raises(StructureError, match=r"no parts, and reduction=Rounded"):
+                call()
+        for call in (lambda: plain(state, x), lambda: plain.unshard(state)):
+            with pytest.raises(StructureError, match=r"has parts.*replace\(parts=None\)"):
+                call()
+        plain(state.replace(parts=None), x)
+        with pytest.raises(NotImplementedError, match=r"keeps between steps.*path parts"):
+            keeping.refit(state, make_params(), make_params())
+        whole = keeping.unshard(state)
+        with pytest.raises(StructureError, match=r"replace\(parts=None\)"):
+            STEP.refit(whole, make_params(), make_params())
+        # Begun anew
+        again = keeping.shard_state(whole.replace(parts=None))
+        assert_equal_values(state.parts, again.parts, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_one_process_keeps_the_parts_of_others() -> None:
+    def run(group: Any) -> Any:
+        sharded = fz.shard(STEP, level=3, group=group, reduction=ROUNDED)
+        return sharded.unshard(train(sharded, first_of(sharded), make_batches()))
+
+    whole, _ = run_ranks(run, 2)
+    later, _ = STEP(whole, make_batches()[0])
+    assert_equal_values(whole.parts, later.parts, grade=EXACT)
+
+
+def test_describe_and_plan_see_what_is_kept_and_sent() -> None:
+    x = make_batches()[0]
+
+    def run(group: Any) -> Any:
+        watched = counted(group)
+        sharded = fz.shard(STEP, level=3, group=watched, reduction=ROUNDED)
+        state = train(sharded, first_of(sharded), [x])
+        watched.reset()
+        state = train(sharded, state, [x])
+        return fz.describe(sharded, state), watched.sent_bytes("all_to_all")
+
+    (described, sent), _ = run_ranks(run, 2)
+    planned = fz.plan(
+        (make_params(), make_params()), STEP, level=3, ranks=2, reduction=ROUNDED, batch=x[:6]
+    )
+    rows = [row for row in described.rows if row.unit == "(reduction: error)"]
+    assert [row.nbytes for row in rows] == [planned.parts] and planned.parts > 0
+    assert sent == sum(c.sent_bytes for c in planned.collectives if c.kind == "all_to_all") > 0
+    assert "parts" in str(planned)
+
+
+def test_a_value_without_trained_trees() -> None:
+    step = fz.program_step(lambda value, x: (value, {}), init=fz.zero_updates)
+    sharded = fz.shard(step, level=1, group=SingleRank(), reduction=ROUNDED)
+    state, _ = sharded(sharded.init(make_params()), 1.0)
+    assert state.parts == {"reduction": {"error": {}}}
+    sharded.shard_state(sharded.unshard(state))
