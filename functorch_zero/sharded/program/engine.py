@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...groups import labelled
-from ...groups.forwarding import era_of
+from ...groups.era_counter import EraCounter
 from ...layout.joined import Joined, join_layouts
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, pieces_of, shapes_of
@@ -69,9 +69,8 @@ class ShardedEngine:
         # One object: by it the engine knows states that lie in its storage
         self._fetched = None if storage is None else partial(fetched, storage)
         self._reminder = WeightReminder()  # for all losses together
-        self._num_gradients = 0  # so far; ranks compare it, in the log
+        self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
-        self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained, the last one used at the end: the same keys, in the same
         # order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -423,16 +422,11 @@ class ShardedEngine:
     def _next_name_of(self, loss: Callable[..., Any], given: LossTrees) -> str:
         """The name of the next gradient, which the ranks compare: its number, its loss and its
         trees."""
-        # Counted from 0 in each era: ranks that come back after a failure may differ in it
-        era = era_of(self.options.axes.world)
-        if era != self._era:
-            self._era, self._num_gradients = era, 0
-        self._num_gradients += 1
         # With the trees' serial numbers, the same on all ranks
         at = " and ".join(tree.holding.label for tree in given.trees)
         read = " and ".join(tree.holding.label for tree in given.read_only)
         name = getattr(loss, "__qualname__", type(loss).__name__)
-        told = f"gradient {self._num_gradients} of {name} at {at}"
+        told = f"gradient {self._gradients.next() + 1} of {name} at {at}"
         return f"{told}, which only reads {read}" if read else told
 
     def join(

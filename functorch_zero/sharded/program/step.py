@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import optree
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...groups import labelled
-from ...groups.forwarding import era_of
+from ...groups.era_counter import EraCounter
 from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
@@ -36,7 +35,6 @@ from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
 from ...step.program_step import (
     ProgramStep,
-    Unwritten,
     check_result,
     check_value,
     copy_of,
@@ -60,7 +58,6 @@ from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues, keeping
 from .library_calls import LibraryCalls
 from .piece_watch import PieceWatch
-from .results import StepResults
 from .value import (
     ValueStructure,
     as_marked,
@@ -68,12 +65,11 @@ from .value import (
     check_fits,
     device_of_value,
     marked_like,
-    tensors_of_nodes,
     trained_leaves,
     unsharded_leaves,
-    used_up_nodes,
     whole_value,
 )
+from .watched_call import WatchedCall
 
 
 class ProgramEngine(Engine, Protocol):
@@ -114,9 +110,9 @@ class ShardedProgramStep:
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
+        self._calls = EraCounter(self.group)
         # What donations go by: the most gradients that a call has taken, and the nodes that a call
         # has used after their update, by their places in the value
-        self._num_calls, self._era = 0, era_of(self.group)  # in this era of the ranks' group
         self._num_gradients: int | None = None
         self._needed: set[int] = set()
 
@@ -272,59 +268,39 @@ class ShardedProgramStep:
             MismatchError: metrics, or leaves that every rank holds, differ between ranks; on every
                 rank.
         """
-        axes = self.options.axes
-        failures = sharing_failures(*axes.groups, call="step", state=state)
+        groups, rank = self.options.axes.groups, self.group.rank
+        failures = sharing_failures(*groups, call="step", state=state)
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
             value = self._marked(state, state.value)
-            watch = PieceWatch(axes.world.rank)
-            number = int(state.step)
-            look = self._looks_at_next_call()
-            watched = watch.running() if look else nullcontext()
-            calls = LibraryCalls(partial(self._agreement.before_call, number) if look else None)
-            if look:
-                watch.name(value, "value")
-            unwritten = Unwritten(tensors_of_nodes(value), look=look)
-            rank, device = axes.world.rank, device_of_value(value)
-            running = streams(state.seed, state.step, device, rank)
             kept = self._kept_in(state, value)
-            with (
-                running as drawn,
-                watched,
-                calls.running(),
-                keeping(kept),
-                noting_missing_graphs(),
-            ):
-                result, donation = self._run(state, value, args, calls)
-            new, metrics = check_result(result, axes.world.rank)
-            unwritten.check(
-                lambda node, _: paths(value, is_on_engine)[node],
-                axes.world.rank,
-                used_up_nodes(value),
+            call = WatchedCall(
+                value,
+                int(state.step),
+                rank,
+                # Calls are counted, whatever their states: ranks that look meet in messages that
+                # others don't send
+                look=is_looked_at(self._calls.next()),
+                before_call=self._agreement.before_call,
             )
+            running = streams(state.seed, state.step, device_of_value(value), rank)
+            with running as drawn, call.running(), keeping(kept), noting_missing_graphs():
+                result, donation = self._run(state, value, args, call.library)
+            new, metrics = check_result(result, rank)
+            call.check_unwritten()
             if self.options.donate:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_fits(value, new, axes.world.rank)
-            self._agreement.on_results(
-                StepResults(
-                    step=number,
-                    calls=calls.made,
-                    value=new,
-                    metrics=metrics,
-                    num_draws=drawn.num_draws,
-                    watch=watch,
-                    look=look,
-                )
-            )
+            check_fits(value, new, rank)
+            self._agreement.on_results(call.results(new, metrics, drawn.num_draws))
             # Once no rank has failed, so that all ranks know the same number
             if donation is not None:
                 self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
                 self._needed |= donation.needed
-            value = self._marked(state, self._stored(new))
+            after = self._marked(state, self._stored(new))
             parts = None if kept is None else kept.parts
-            return state.replace(step=state.step + 1, value=value, parts=parts), metrics
+            return state.replace(step=state.step + 1, value=after, parts=parts), metrics
 
     def _kept_in(self, state: State, value: Any) -> KeptTensors | None:
         """The tensors that the reduction has kept; None: it keeps nothing.
@@ -336,19 +312,8 @@ class ShardedProgramStep:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
 
-    def _looks_at_next_call(self) -> bool:
-        """Whether the call of this step that begins is looked at. Ranks count calls alike, whatever
-        states they were given: ranks that look meet in messages that others don't send."""
-        # From 0 in each era: ranks that come back after a failure may differ in it
-        era = era_of(self.group)
-        if era != self._era:
-            self._era, self._num_calls = era, 0
-        number = self._num_calls
-        self._num_calls += 1
-        return is_looked_at(number)
-
     def _run(
-        self, state: State, value: Any, args: Sequence[Any], calls: LibraryCalls
+        self, state: State, value: Any, args: Sequence[Any], library: LibraryCalls
     ) -> tuple[Any, Donation | None]:
         """The program's result, and when donating, what the step has written over. Then the value
         is updated in place where it may be."""
@@ -360,7 +325,7 @@ class ShardedProgramStep:
             value,
             self._num_gradients,
             self._needed,
-            agree=lambda: self._agreement.before_writing(number, calls.made),
+            agree=lambda: self._agreement.before_writing(number, library.made),
         )
         try:
             with donation.running(), self._fetching(value):
