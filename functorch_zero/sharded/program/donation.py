@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +24,25 @@ def donation_here() -> Donation | None:
     return _RUNNING.get()
 
 
+class EarlierCalls:
+    """What the calls of a program have shown so far, on all ranks alike: by it the next call
+    donates.
+
+    Attributes:
+        num_gradients: the most that a call has taken; None: there was none yet.
+        needed: by their places in the value, the nodes that a call has used after their update.
+    """
+
+    def __init__(self) -> None:
+        self.num_gradients: int | None = None
+        self.needed: set[int] = set()
+
+    def note(self, call: Donation) -> None:
+        """Note a call that has ended, and failed on no rank."""
+        self.num_gradients = max(call.num_taken, self.num_gradients or 0)
+        self.needed |= call.needed
+
+
 class Donation:
     """The trees and optimizers' states that one call of a program was given, and may be updated in
     place.
@@ -37,26 +56,24 @@ class Donation:
 
     Args:
         value: as the program is given it.
-        num_gradients: the most that a call of the program has taken; None: there was none yet.
-        needed: by their places in the value, the nodes that a call has used after their update.
+        earlier: calls of the program.
         agree: tell all ranks that this one is about to write. It raises where another has failed.
 
     Attributes:
         num_taken: the number of gradients so far.
         has_written: whether the value was used up, or a part of it.
-        needed: as given, and those of this call.
+        needed: those of the earlier calls, and of this one.
     """
 
     def __init__(
         self,
         value: Any,
-        num_gradients: int | None,
-        needed: Set[int],
+        earlier: EarlierCalls,
         agree: Callable[[], None],
     ):
         self._nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-        self._num_gradients, self._agree = num_gradients, agree
-        self.needed = set(needed)
+        self._num_gradients, self._agree = earlier.num_gradients, agree
+        self.needed = set(earlier.needed)
         self._read: set[int] = set()  # ids of nodes
         self._updated: set[int] = set()  # the same, of those that an update has left as they were
         self._agreed = False

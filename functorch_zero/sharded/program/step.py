@@ -53,7 +53,7 @@ from ..parts import ReductionParts
 from ..refit import agree_on_refit, carried, check_no_parts, check_same_ranks
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
-from .donation import Donation
+from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues, keeping
 from .library_calls import LibraryCalls
@@ -111,10 +111,7 @@ class ShardedProgramStep:
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
         self._calls = EraCounter(self.group)
-        # What donations go by: the most gradients that a call has taken, and the nodes that a call
-        # has used after their update, by their places in the value
-        self._num_gradients: int | None = None
-        self._needed: set[int] = set()
+        self._earlier = EarlierCalls()  # where the step donates
 
     @property
     def group(self) -> Group:
@@ -294,10 +291,8 @@ class ShardedProgramStep:
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_fits(value, new, rank)
             self._agreement.on_results(call.results(new, metrics, drawn.num_draws))
-            # Once no rank has failed, so that all ranks know the same number
             if donation is not None:
-                self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
-                self._needed |= donation.needed
+                self._earlier.note(donation)
             after = self._marked(state, self._stored(new))
             parts = None if kept is None else kept.parts
             return state.replace(step=state.step + 1, value=after, parts=parts), metrics
@@ -323,8 +318,7 @@ class ShardedProgramStep:
         number = int(state.step)
         donation = Donation(
             value,
-            self._num_gradients,
-            self._needed,
+            self._earlier,
             agree=lambda: self._agreement.before_writing(number, library.made),
         )
         try:
