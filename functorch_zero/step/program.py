@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import optree
@@ -27,7 +28,7 @@ from ..params import engine_of, is_on_engine
 from ..shared_elements import check_apart
 from ..tree import PyTree, check_tensors, is_plain, paths, same_structure
 from .gradient import mean_gradients
-from .loss import Aux, LossFn, Metrics, as_metric
+from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .micro_batches import check_accumulate
 from .program_step import copy_of
 from .rng import next_streams
@@ -366,6 +367,21 @@ def _device_of(tree: Any) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
+class Part(NamedTuple):
+    """The part of the batch that this copy of a program is given.
+
+    A proof may run copies side by side, one on each rank's part (`testing.runs`). Nobody else does.
+    """
+
+    number: int  # from 0: the losses draw what that rank would draw
+    mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
+
+
+# One process has all of the batch, and its gradients are the mean
+_ALL = Part(0, lambda grads, outcome: (grads, outcome))
+PART: ContextVar[Part] = ContextVar("PART", default=_ALL)  # so that threads have parts of their own
+
+
 def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     call.check()
     leaves = optree.tree_leaves(tree)
@@ -381,17 +397,18 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     check_not_on_meta(tree, call.data)
     history = _HISTORIES.of(call.counted)
     look = is_looked_at(next(history.numbers))
+    part = PART.get()
     grads, outcome = mean_gradients(
         call.loss_fn(look=look),
         (tree, call.args),
         call.buffers,
         call.data,
         count=call.count,
-        # Part 0: one process has all of the batch
-        streams=next_streams(0, _device_of(tree)),
+        streams=next_streams(part.number, _device_of(tree)),
         look=look,
         reminder=history.reminder,
     )
+    grads, outcome = part.mean(grads, outcome)
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
     return call.results(outcome.loss, metrics, outcome.buffers), grads
 

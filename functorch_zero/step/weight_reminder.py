@@ -12,10 +12,10 @@ from ..errors import UnequalBatchesWarning, explain, warn
 
 
 class WeightReminder:
-    """Warns once in the life of a step, on rank 0; a silent one never does."""
+    """Warns once in the life of a step, on rank 0."""
 
-    def __init__(self, *, silent: bool = False):
-        self._done = silent
+    def __init__(self) -> None:
+        self._done = False
 
     def compare_parts(
         self, parts: Sequence[Any], weight: Tensor | float | None, rank: int = 0

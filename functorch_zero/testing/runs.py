@@ -11,14 +11,24 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..groups import run_ranks
+from ..groups.protocol import Group
 from ..step.loss import Metrics, Outcome, as_metric
+from ..step.program import PART, Part
 from ..step.program_step import ProgramStep
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..tree import PyTree, named_leaves
+from .equality import assert_equal_values
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
 JITTER = 16
+
+IN_PARTS = (
+    "While running {num_parts} copies of the unsharded program side by side, each on a part of the "
+    "batch. If they don't go on alike, make of the batch only what fz.value_and_grad gives, a loss "
+    "and Aux(metrics=...), which are means over the parts; branch and scale by these."
+)
 
 
 class Step(NamedTuple):
@@ -176,20 +186,79 @@ def run_in_parts(
             own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
             gradients.append(own)
             outcomes.append(outcome)
-        # As ranks do: shares first, then the weighted sum in rank order
-        shares = _shares(outcomes)
-        grads = _mean_trees(gradients, shares)
+        mean = _mean_over_parts(gradients, outcomes, rule)
+        grads, metrics = mean.grads, mean.metrics
         if generator is not None:
             grads = _jittered(grads, generator)
-        metrics = _average_metrics(outcomes, shares)
-        combined = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
         # The optimizer runs once, on the mean
         before = state
-        state, measured = step.update_measured(before, grads, combined[0], metrics["loss"])
+        state, measured = step.update_measured(before, grads, mean.buffers[0], metrics["loss"])
         if not _skipped(before, state):  # after a skipped step each rank has its old buffers
-            held = combined
+            held = mean.buffers
         steps.append(Step(state, held, metrics | measured))
     return Run(first, steps)
+
+
+def run_program_in_parts(
+    step: ProgramStep, start: ProgramStart, batches: Sequence[list[Any]], *, rule: str = "mean"
+) -> Run:
+    """The unsharded program with each batch in parts: as many copies of it as there are parts run
+    side by side, each on its own. In each gradient that they take, all get the means over the
+    parts, and the buffers by `shard`'s rule.
+
+    Args:
+        rule: "mean" or "rank0"; programs have no other.
+
+    Raises:
+        AssertionError: the copies' results differ.
+        GroupError: the copies take other gradients.
+    """
+    num_parts = len(batches[0])
+    # By part: those of the gradient that the copies are taking
+    gradients: list[PyTree[Tensor]] = [None] * num_parts
+    outcomes: list[Any] = [None] * num_parts
+
+    def run_copy(group: Group) -> Run:
+        own = group.rank
+
+        def mean(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
+            gradients[own], outcomes[own] = grads, outcome
+            group.barrier()  # until those of all parts are there
+            over_parts = _mean_over_parts(gradients, outcomes, rule)
+            group.barrier()  # until nobody needs them any more
+            return over_parts.grads, over_parts.outcome
+
+        PART.set(Part(own, mean))  # in this thread alone
+        return run_whole(step, start, [parts[own] for parts in batches])
+
+    try:
+        # Threads, all of which end where one fails
+        runs = run_ranks(run_copy, num_parts)
+        _check_alike(runs)
+    except Exception as error:
+        error.add_note(IN_PARTS.format(num_parts=num_parts))
+        raise
+    return runs[0]
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    """Raise unless the copies of a program have the same results, to the bit."""
+    first, *others = runs
+    for part, other in enumerate(others, start=1):
+        for k, (want, have) in enumerate(zip(first.steps, other.steps, strict=True)):
+            assert_equal_values(
+                _by_path(want),
+                _by_path(have),
+                grade="bitwise",
+                what="part 0's results and this part's",
+                context={"step": k, "part": part},
+            )
+
+
+def _by_path(step: Step) -> dict[str, Any]:
+    """The results of one step of a program, as `ProgramStart` arranges them."""
+    value: Any = step.state.value
+    return {**value.params, **value.opt_state, "(metrics)": step.metrics}
 
 
 def _skipped(old: State, new: State) -> bool:
@@ -198,6 +267,32 @@ def _skipped(old: State, new: State) -> bool:
         old.finite is not None
         and new.finite is not None
         and bool(new.finite.skipped > old.finite.skipped)
+    )
+
+
+class _OverParts(NamedTuple):
+    """The results of a loss on all parts of a batch."""
+
+    grads: PyTree[Tensor]  # their mean
+    metrics: Metrics  # their means, the loss among them
+    buffers: list[PyTree[Tensor]]  # that each part's rank holds afterwards
+
+    @property
+    def outcome(self) -> Outcome:
+        """As that of the loss on a whole batch, where all ranks hold the same buffers."""
+        others = {name: value for name, value in self.metrics.items() if name != "loss"}
+        return Outcome(self.metrics["loss"], self.buffers[0], others, weight=None)
+
+
+def _mean_over_parts(
+    gradients: Sequence[PyTree[Tensor]], outcomes: Sequence[Outcome], rule: str
+) -> _OverParts:
+    """As ranks do: shares first, then the weighted sums in rank order."""
+    shares = _shares(outcomes)
+    return _OverParts(
+        grads=_mean_trees(gradients, shares),
+        metrics=_average_metrics(outcomes, shares),
+        buffers=_combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares),
     )
 
 

@@ -3,8 +3,9 @@ batch."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import explain
+from ..errors import UnequalBatchesWarning, explain
 from ..groups import HybridGroup, SingleRank, run_ranks
 from ..groups.mesh import SameData
 from ..groups.protocol import Group
@@ -23,23 +24,26 @@ from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
-from ..step.weight_reminder import WeightReminder
 from ..tree import paths, same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
-from .runs import ProgramStart, Run, Start, Step, run_in_parts, run_whole, split
+from .runs import (
+    ProgramStart,
+    Run,
+    Start,
+    Step,
+    run_in_parts,
+    run_program_in_parts,
+    run_whole,
+    split,
+)
 
 JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 
 HINT = (
-    "If the loss is a sum over the batch, make it a mean: a sharded step returns the mean over "
-    "ranks. If it couples the samples of a batch (BatchNorm) or draws random numbers (dropout), "
-    "compare with per_rank=True."
-)
-HINT_OF_PROGRAM = (
     "If a loss is a sum over the batch, make it a mean: sharded it is the mean over ranks. If "
     "ranks' parts are of unequal size, return fz.Aux(weight=...). If a loss couples the samples of "
-    "a batch or draws random numbers, only ranks=(1,) is like the unsharded program."
+    "a batch (BatchNorm) or draws random numbers (dropout), compare with per_rank=True."
 )
 AMPLIFIED = (
     "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
@@ -86,7 +90,7 @@ def assert_sharded_equals_unsharded(
         per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
             taking the whole batch: for losses that couple the samples of a batch (BatchNorm) or
             draw random numbers (dropout), and for unequal parts of a loss without a weight. Of a
-            program it isn't possible.
+            program, each gradient that it takes is averaged so.
         unused: paths, or patterns of paths, of leaves whose update may be zero or lost in rounding:
             trained ones that the loss does not use, averages of frozen ones.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
@@ -148,34 +152,37 @@ def assert_sharded_equals_unsharded(
     equality = as_equality(grade)
     oracle: _Oracle | _ProgramOracle
     if isinstance(step, ProgramStep):
-        oracle = _ProgramOracle.of(step, tuple(of_init), batches, seed, per_rank=per_rank)
+        of_trees = _leaves_of_trees(step, tuple(of_init), sync_buffers)
+        first = ProgramStart(tuple(of_init), seed, of_trees)
+        oracle = _ProgramOracle(step, first, batches, sync_buffers, per_rank)
     else:
-        # Whoever says so means unequal parts to count the same
-        if per_rank:
-            step = replace(step, reminder=WeightReminder(silent=True))
         params, buffers = of_init
         start = Start(params, buffers, seed)
         oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
-    for num_ranks in ranks:
-        mesh = Mesh(num_ranks, shard_size, same_data)
-        parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's part
-        expected = oracle.run(parts)
-        # Whose buffers a rank's are compared with, where each keeps its own
-        local = mesh.parts_by_rank if sync_buffers == "local" else None
-        for level in levels:
-            settings = {"level": level, "sync_buffers": sync_buffers, **options}
-            got = _run_sharded(step, oracle.start, parts, mesh, settings)
-            at = {"level": level, "ranks": num_ranks}
-            comparison = Comparison(
-                expected,
-                got,
-                equality,
-                tuple(unused),
-                local,
-                at,
-                names_its_loss=isinstance(step, TrainStep),
-            )
-            _check(comparison, oracle, parts, allow_round_off=allow_round_off)
+    with warnings.catch_warnings():
+        # Whoever says so means unequal parts to count the same
+        if per_rank:
+            warnings.simplefilter("ignore", UnequalBatchesWarning)
+        for num_ranks in ranks:
+            mesh = Mesh(num_ranks, shard_size, same_data)
+            parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's
+            expected = oracle.run(parts)
+            # Whose buffers a rank's are compared with, where each keeps its own
+            local = mesh.parts_by_rank if sync_buffers == "local" else None
+            for level in levels:
+                settings = {"level": level, "sync_buffers": sync_buffers, **options}
+                got = _run_sharded(step, oracle.start, parts, mesh, settings)
+                at = {"level": level, "ranks": num_ranks}
+                comparison = Comparison(
+                    expected,
+                    got,
+                    equality,
+                    tuple(unused),
+                    local,
+                    at,
+                    names_its_loss=isinstance(step, TrainStep),
+                )
+                _check(comparison, oracle, parts, allow_round_off=allow_round_off)
 
 
 def _check_is_unsharded(step: Any) -> None:
@@ -209,7 +216,7 @@ def _check(
         if explained and allow_round_off:
             return
         # Most differences that round-off doesn't explain come from a loss that is a sum
-        hint = comparison.cause_by_size(len(parts[0])) or oracle.hint
+        hint = comparison.cause_by_size(len(parts[0])) or HINT
         error.add_note(AMPLIFIED if explained else hint)
         raise
 
@@ -223,7 +230,6 @@ class _Oracle:
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
-    hint = HINT
 
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
@@ -263,47 +269,17 @@ class _Oracle:
 
 @dataclass(frozen=True)
 class _ProgramOracle:
-    """An unsharded program, which takes the batches whole."""
+    """An unsharded program, which takes the batches whole or, `per_rank`, in the ranks' parts."""
 
     step: ProgramStep
     start: ProgramStart
     batches: Sequence[Any]  # whole
-    hint = HINT_OF_PROGRAM
-
-    @classmethod
-    def of(
-        cls,
-        step: ProgramStep,
-        args: tuple[Any, ...],
-        batches: Sequence[Any],
-        seed: int | None,
-        *,
-        per_rank: bool,
-    ) -> _ProgramOracle:
-        if per_rank:
-            raise ValueError(
-                explain(
-                    "per_rank=True is of training steps: the gradients of a program are its own "
-                    "business, and nobody else can average them",
-                    remedy="leave it out, and give the program losses that are means over a batch",
-                )
-            )
-        return cls(step, ProgramStart(args, seed, _leaves_of_trees(step, args)), batches)
+    rule: SyncBuffers
+    per_rank: bool
 
     def run(self, parts: list[list[Any]]) -> Run:
-        """The run expected of ranks that are given these parts: the same for all."""
-        return self._whole
-
-    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """The same several times, from trained leaves that are off in their last places."""
-        runs = []
-        for seed in range(JITTERED_RUNS):
-            runs.append(run_whole(self.step, self.start.jittered(seed), self.batches))
-        return runs
-
-    @cached_property
-    def _whole(self) -> Run:
-        run = run_whole(self.step, self.start, self.batches)
+        """The run expected of ranks that are given these parts, batch by batch."""
+        run = self._run_from(self.start, parts) if self.per_rank else self._whole
         if not any(map(is_trained, run.start.params.values())):
             raise ProvesNothing(
                 "no tree of the program's value has a trained leaf, whose update could be "
@@ -311,11 +287,26 @@ class _ProgramOracle:
             )
         return run
 
+    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
+        """The same several times, from trained leaves that are off in their last places."""
+        return [self._run_from(self.start.jittered(seed), parts) for seed in range(JITTERED_RUNS)]
 
-def _leaves_of_trees(step: ProgramStep, args: tuple[Any, ...]) -> list[bool]:
+    def _run_from(self, start: ProgramStart, parts: list[list[Any]]) -> Run:
+        if self.per_rank:
+            return run_program_in_parts(self.step, start, parts, rule=self.rule)
+        return run_whole(self.step, start, self.batches)
+
+    @cached_property
+    def _whole(self) -> Run:
+        return run_whole(self.step, self.start, self.batches)  # the same for all ranks and levels
+
+
+def _leaves_of_trees(
+    step: ProgramStep, args: tuple[Any, ...], sync_buffers: SyncBuffers
+) -> list[bool]:
     """Per leaf of a program's whole value, whether it is one of a tree that ranks cut, as params
     are. Others are an optimizer's, or no tree's."""
-    sharded = shard(step, level=0, group=SingleRank())
+    sharded = shard(step, level=0, group=SingleRank(), sync_buffers=sync_buffers)
     state = sharded.init(*args)
     same_structure(
         step.init(*args).value,

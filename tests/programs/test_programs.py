@@ -112,6 +112,14 @@ def test_by_rank(name: str, level: Any, ranks: int) -> None:
         check(case, result, ranks)
 
 
+@pytest.mark.parametrize("name", BY_RANK)
+def test_by_rank_beside_the_unsharded_program(name: str) -> None:
+    case = BY_RANK[name]()
+    assert_sharded_equals_unsharded(
+        case.step, *case.trees(), case.batches(), levels=[3], ranks=[3], per_rank=True
+    )
+
+
 @pytest.mark.parametrize(("name", "level"), crossed([*OF_ONE_THREAD], LEVELS, n=4))
 def test_one_thread(name: str, level: int) -> None:
     case = OF_ONE_THREAD[name]()

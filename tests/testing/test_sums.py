@@ -88,6 +88,6 @@ def test_other_differences_have_no_such_cause() -> None:
 
     # The sum of rows alone is divided
     found = hints((fz.train_step(penalty, optim.sgd(1e-3)), first(), {}), 2)
-    assert "1/2" not in found and "If the loss is a sum over the batch" in found
+    assert "1/2" not in found and "If a loss is a sum over the batch" in found
     coupled = training_step(lambda rows: rows.mean() * rows.std(), optim.sgd(1e-3))
-    assert "If it couples the samples of a batch" in hints(coupled, 2)
+    assert "If a loss couples the samples of a batch" in hints(coupled, 2)

@@ -460,11 +460,11 @@ def test_programs_that_prove_nothing_are_refused() -> None:
         # The average of a net that rests moves by a rounding
         assert_sharded_equals_unsharded(*averaged_program(optim.set_to_zero()), unused=["mean.w"])
     idle = fz.program_step(lambda value, x: (value, {}), init=lambda net: net)
-    with pytest.raises(ProvesNothing, match="no tree of the program's value has a trained leaf"):
-        assert_sharded_equals_unsharded(idle, {"w": torch.ones(2)}, [torch.ones(6)])
-    step, net, batches = averaged_program(optim.sgd(0.1))
-    with pytest.raises(ValueError, match=r"per_rank=True is of training steps.*Remedy"):
-        assert_sharded_equals_unsharded(step, net, batches, per_rank=True)
+    for per_rank in (False, True):
+        with pytest.raises(ProvesNothing, match="no tree of the program's value has a trained"):
+            assert_sharded_equals_unsharded(
+                idle, {"w": torch.ones(2)}, [torch.ones(6)], per_rank=per_rank
+            )
 
 
 def test_wrong_inits_of_programs_are_refused() -> None:
@@ -525,12 +525,16 @@ def test_a_tree_that_is_read_must_move_visibly() -> None:
         assert_sharded_equals_unsharded(*slow_average(2**-10, moves_on_ranks=False), ranks=(2,))
 
 
-def test_round_off_of_a_program_is_told_from_a_defect() -> None:
-    arguments = averaged_program(amplifying())
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_round_off_of_a_program_is_told_from_a_defect(per_rank: bool) -> None:
+    prove = partial(
+        assert_sharded_equals_unsharded, *averaged_program(amplifying()),
+        levels=(3,), ranks=(2, 3), per_rank=per_rank,
+    )  # fmt: skip
     with pytest.raises(AssertionError, match="updates differ") as caught:
-        assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3))
+        prove()
     assert any("amplify round-off" in note for note in caught.value.__notes__)
-    assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3), allow_round_off=True)
+    prove(allow_round_off=True)
 
 
 # Transforms: the operators are in tests/optim/test_claims.py, here are the numbers
