@@ -192,6 +192,13 @@ def storages(tree: PyTree[Any]) -> set[int]:
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
 
 
+def own_copy(leaf: Any) -> Any:
+    """A tensor's copy, without its history, trained where the tensor is; anything else itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
 def copied_if_in(tree: PyTree[Any], *others: PyTree[Any]) -> PyTree[Any]:
     """A tree whose tensors lie in none of the storages of the others: copies where they did."""
     shared = storages(others)

@@ -19,7 +19,7 @@ from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine
-from ..tree import PyTree
+from ..tree import PyTree, own_copy
 from .extent import Extent
 from .flat_buffers import (
     Fill,
@@ -582,6 +582,11 @@ class ShardedTree(OnEngine):
     def __reduce__(self) -> tuple[Any, ...]:
         # Engine and memory of flats stay behind; see `Holding.__reduce__`
         return ShardedTree, (self.tree, self.holding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTree:
+        """A tree of its own on the same ranks, trained where this one is."""
+        made: ShardedTree = optree.tree_map(own_copy, self)
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

@@ -17,7 +17,7 @@ from ..layout.extent import Extent
 from ..layout.sharded_tree import is_in_a_loss, is_somebody_reading, tell_reader, tell_use
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
-from ..tree import outline
+from ..tree import outline, own_copy
 from .state_plan import EVERYONE, StatePlan
 
 
@@ -201,6 +201,11 @@ class ShardedOptState(OnEngine):
     def __reduce__(self) -> tuple[Any, ...]:
         tree = self.tree
         return ShardedOptState, (tree, self.holding_of(tree))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptState:
+        """A state of its own on the same ranks."""
+        made: ShardedOptState = optree.tree_map(own_copy, self)
+        return made
 
     def __repr__(self) -> str:
         if self.is_used_up:

@@ -17,7 +17,7 @@ from ..model.casting import CastParams
 from ..model.untouched import Untouched
 from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
-from .loss import LossFn, Outcome, as_metric, call_loss, independent
+from .loss import LossFn, Outcome, as_metric, call_loss, independent, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
 from .rng import MicroStreams, rank_of_step
 from .weight_reminder import WeightReminder
@@ -104,6 +104,8 @@ def _gradients(
     """Forward and backward of the loss on one micro-batch: gradients, and its results."""
     tree, read = trees
     leaves, treedef = optree.tree_flatten(tree)
+    if not any(leaf.requires_grad for leaf in leaves):
+        raise untrained()
     # Autograd leaves of this call's own, on the tree's storage, so that it is in no graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     # The loss must not write to params: a sharded one couldn't, and results would differ
@@ -133,9 +135,6 @@ def _of_leaves(
 ) -> list[Tensor | None]:
     """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
     trained = [leaf for leaf in leaves if leaf.requires_grad]
-    # Nothing trained: no gradients to take
-    if not trained:
-        raise independent()
     # Backward begins with the loss scale, which is the same as to multiply the loss by it
     seed = None if scale is None else outcome.loss.new_full((), scale)
     with noting_lost_graphs():

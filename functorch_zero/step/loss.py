@@ -284,6 +284,20 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
+def untrained(rank: int | None = None) -> StructureError:
+    """The error for a gradient by a tree without trained leaves."""
+    return StructureError(
+        explain(
+            "a gradient was asked of a tree of which no leaf is trained",
+            expected="a leaf that requires grad",
+            rank=rank,
+            remedy="leaf.requires_grad_() before the tree is given to init, or is cut. Of what "
+            "tree_map makes of a tree no leaf is trained, unless the mapped function ends with "
+            ".requires_grad_()",
+        )
+    )
+
+
 def check_metrics(metrics: Any, rank: int | None = None) -> None:
     """Raise, naming the first at fault, unless metrics are real numbers by name."""
     remedy = "return numbers or 0-d tensors, by .mean() for example; what is no number is a row, "

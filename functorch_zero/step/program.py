@@ -26,11 +26,10 @@ from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..shared_elements import check_apart
-from ..tree import PyTree, check_tensors, is_plain, paths, same_structure
+from ..tree import PyTree, check_tensors, is_plain, own_copy, paths, same_structure
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .micro_batches import check_accumulate
-from .program_step import copy_of
 from .rng import next_streams
 from .state import State, check_not_on_meta
 from .weight_reminder import WeightReminder
@@ -497,7 +496,7 @@ def copied_like(tree: PyTree[Tensor], like: PyTree[Tensor]) -> PyTree[Tensor]:
         trained = leaf.requires_grad if is_known else None
         forms.append((path, tuple(leaf.shape), leaf.dtype, trained))
     check_like(tree, like, forms)
-    return tree_map(copy_of, tree)
+    return tree_map(own_copy, tree)
 
 
 def check_like(

@@ -19,7 +19,7 @@ from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..shared_elements import check_apart
-from ..tree import named_leaves, paths, same_structure
+from ..tree import named_leaves, own_copy, paths, same_structure
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried, check_no_parts
@@ -64,7 +64,7 @@ class ProgramStep:
         own_args = []
         for name, arg in given.items():
             filled = values[name].fill(arg) if name in values else arg
-            own_args.append(tree_map(copy_of, filled))
+            own_args.append(tree_map(own_copy, filled))
         with torch.no_grad():
             value = self.first_value(*own_args)
         check_value(value)
@@ -147,12 +147,6 @@ def as_trained(state: State) -> Any:
 
 def _marked(leaf: Any, on: bool) -> Any:
     return leaf.detach().requires_grad_(on) if isinstance(leaf, Tensor) else leaf
-
-
-def copy_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:

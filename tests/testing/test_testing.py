@@ -455,6 +455,29 @@ def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, sto
     assert any("make it a mean" in note for note in caught.value.__notes__)
 
 
+def test_a_tree_that_moves_in_some_steps_alone() -> None:
+    """A target, as of DQN: when it rests it still has the round-off of an earlier step."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        net, target, number = value
+
+        def loss(net: Any, target: Any, x: Tensor) -> Tensor:
+            return (torch.tanh(x @ net["w"]) - 0.5 * torch.tanh(x @ target["w"])).square().mean()
+
+        mean, grads = fz.value_and_grad(loss)(net, target, x)
+        net = fz.apply_updates(net, tree_map(lambda g: -0.1 * g, grads))
+        return (net, net if number % 2 == 0 else target, number + 1), {"loss": mean}
+
+    def init(net: Any) -> Any:
+        return net, tree_map(torch.clone, net), 0
+
+    made = torch.Generator().manual_seed(0)
+    w = torch.randn(6, 4, generator=made, dtype=torch.float64)
+    batches = [torch.randn(12, 6, generator=made, dtype=torch.float64) for _ in range(4)]
+    step = fz.program_step(program, init=init)
+    assert_sharded_equals_unsharded(step, {"w": w.requires_grad_()}, batches, levels=[1, 3])
+
+
 def test_programs_that_prove_nothing_are_refused() -> None:
     with pytest.raises(ProvesNothing, match=r"expected update is zero.*path net\.w"):
         # The average of a net that rests moves by a rounding

@@ -32,7 +32,7 @@ from ...runtime.reduce import SUMMED
 from ...sharded_optim.across import Sharded
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
 from ...sharded_optim.state_plan import plan_state
-from ...step.loss import independent
+from ...step.loss import untrained
 from ...step.program import LossCall, PerLoss
 from ...step.rng import in_a_step, next_streams
 from ...step.state import check_not_on_meta
@@ -375,8 +375,8 @@ class ShardedEngine:
         # Ranks that take gradients of other things, or in another order, find out in `agree_on`
         log = [self._next_name_of(call.loss, given)]
         flats = given.flats
-        if not flats:
-            raise independent(self.rank)
+        if not any(bucket.trainable for bucket in joined.layout.buckets):
+            raise untrained(self.rank)
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)

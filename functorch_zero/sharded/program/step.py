@@ -37,14 +37,13 @@ from ...step.program_step import (
     ProgramStep,
     check_result,
     check_value,
-    copy_of,
     named_args,
     named_values,
 )
 from ...step.rng import streams
 from ...step.state import State, Trained
 from ...step.state import check_state as check_is_state
-from ...tree import check_tensors, paths
+from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
@@ -189,7 +188,7 @@ class ShardedProgramStep:
                 given[name], sharding, engine=engine, number=number, name=name, fill=fill
             )
         # Copies of all that isn't cut, too: nobody who holds it can change the state
-        own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
+        own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         watch = PieceWatch(self.group.rank)
         watch.name(dict(zip(given, own, strict=True)), "init's argument")
         with watch.running():

@@ -467,6 +467,27 @@ def test_a_deep_copy_is_a_tree_of_its_own(level: int) -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+def test_deep_copies_in_a_program(level: int) -> None:
+    """Of params in `init`, and of gradients and a state in a call that is looked at."""
+    adam = optim.adam(0.1)
+
+    def init(params: Any) -> Any:
+        return params, copy.deepcopy(params), adam.init(params)
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, first, opt_state = value
+        loss, grads = fz.value_and_grad(lambda p, q, x: square(p) * x + square(q))(params, first, x)
+        params, opt_state = adam.apply(copy.deepcopy(grads), copy.deepcopy(opt_state), params)
+        return (params, first, opt_state), {"loss": loss}
+
+    step = fz.program_step(program, init=init)
+    whole = {"w": torch.arange(1.0, 10, dtype=torch.float64, requires_grad=True)}
+    assert_sharded_equals_unsharded(
+        step, whole, [torch.ones(()), torch.ones(())], levels=[level], ranks=[2], unused=["1.w"]
+    )
+
+
 def test_a_state_is_unsharded_by_its_step() -> None:
     """Its optimizer's state stayed in pieces otherwise."""
     step = fz.train_step(lambda p, b, x: square(p) * x, optim.adam(0.1))
@@ -482,8 +503,29 @@ def test_a_state_is_unsharded_by_its_step() -> None:
 
 
 def test_a_gradient_of_nothing_says_so() -> None:
-    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+    with pytest.raises(StructureError, match="no leaf is trained"):
         fz.value_and_grad(lambda nothing, x: x.sum())({}, torch.ones(2, requires_grad=True))
+
+
+def test_a_gradient_by_a_mapped_tree_says_how_to_train_it() -> None:
+    """The loss depends on the tree, of which `tree_map` has made a copy without gradients."""
+
+    def program(params: Any, x: Tensor) -> Any:
+        halved = tree_map(lambda p: 0.5 * p, params)
+        return params, {"loss": fz.value_and_grad(lambda p, x: square(p) * x)(halved, x)[0]}
+
+    step = fz.program_step(program, init=lambda params: params)
+    whole, x = {"w": torch.ones(9, requires_grad=True)}, torch.ones(())
+    story = r"no leaf is trained.*Remedy: .*ends with \.requires_grad_\(\)"
+    with pytest.raises(StructureError, match=story):
+        step(step.init(whole), x)
+
+    def run(group: fz.Group) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        with pytest.raises(StructureError, match=story):
+            sharded(sharded.init(whole), x)
+
+    run_ranks(run, 2)
 
 
 def set_leaf(tree: Any, name: str, leaf: Any) -> Any:
@@ -530,7 +572,7 @@ def test_leaves_that_are_not_what_the_layout_says_are_refused(level: int) -> Non
         for call in (lambda: sgd.update(without, state, params), lambda: fz.unshard(without)):
             with pytest.raises((StructureError, PeerError), match="is no tensor: path a"):
                 call()
-        with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        with pytest.raises(StructureError, match="no leaf is trained"):
             fz.value_and_grad(lambda nothing, params: square(params))({}, params)
 
     run_ranks(run, 2)
