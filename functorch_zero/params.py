@@ -26,6 +26,11 @@ class Engine(Protocol):
         """This rank's number, for errors."""
         ...
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether the reduction of its trees' gradients keeps tensors between them."""
+        ...
+
     def init(self, transform: Any, params: Any) -> Any:
         """The first state of an optimizer's transform."""
         ...

@@ -138,7 +138,7 @@ class Holding:
         read_only: whether no leaf is trained, although the layout trains some: a program's average
             of its params, say, which is cut as they are. Not compared.
         name: of the tree for people: its path in a program's value, or the argument of `init` that
-            it was cut from; "" has none. Not compared, and not pickled.
+            it was cut from; "" has none. Not compared.
     """
 
     sharding: Sharding
@@ -171,7 +171,7 @@ class Holding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the engine, which is bound to this process's groups and connections
-        return _holding_without_engine, (self.sharding, self.form, self.read_only)
+        return _holding_without_engine, (self.sharding, self.form, self.read_only, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
         """Itself: copies of a tree lie on the ranks that the tree lies on."""
@@ -235,8 +235,10 @@ class Holding:
         return flat_of_leaves(leaves, bucket)
 
 
-def _holding_without_engine(sharding: Sharding, form: Form, read_only: bool) -> Holding:
-    return Holding(sharding, form, read_only=read_only)
+def _holding_without_engine(
+    sharding: Sharding, form: Form, read_only: bool, name: str = ""
+) -> Holding:
+    return Holding(sharding, form, read_only=read_only, name=name)
 
 
 class ShardedTree(OnEngine):

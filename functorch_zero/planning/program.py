@@ -155,6 +155,7 @@ class _AnnouncedEngine:
     def __init__(self, engine: ShardedEngine, watch: MemoryWatch):
         self._engine, self._watch = engine, watch
         self.rank, self.orders = engine.rank, engine.orders
+        self.keeps_tensors = engine.keeps_tensors
         self.reduced = 0
         # The rest of an `Engine`, as it is
         self.dot, self.unshard = engine.dot, engine.unshard

@@ -125,7 +125,7 @@ def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Pa
         buffers: that the loss was given.
         live: knows which copies nobody has written to.
     """
-    outcome, means, changes = passed
+    outcome, means, changes, _ = passed
     after, treedef = optree.tree_flatten(outcome.buffers)
     new, changed = [], []
     old = optree.tree_leaves(buffers)
@@ -138,10 +138,10 @@ def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Pa
     zeros = {name: torch.zeros((), device="cpu") for name in means.values}
     vector = torch.zeros(means.vector.shape, dtype=means.vector.dtype, device="cpu")
     weight = None if means.weight is None else 1.0
-    return Passed(
-        outcome._replace(buffers=treedef.unflatten(new)),
-        means._replace(values=zeros, weight=weight, vector=vector),
-        changes._replace(known=changed),
+    return passed._replace(
+        outcome=outcome._replace(buffers=treedef.unflatten(new)),
+        means=means._replace(values=zeros, weight=weight, vector=vector),
+        changes=changes._replace(known=changed),
     )
 
 

@@ -128,6 +128,7 @@ class GradientReduction:
 
     Attributes:
         kept: those that it keeps for the next step, by bucket, once the reduction is finished.
+        divisor: of gradients before they are reduced, 0-d; None: they are reduced as they are.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class GradientReduction:
         self._by = by
         # A copy: a step that is repeated begins with the same tensors
         self.kept: dict[int, Kept] = {} if kept is None else {**kept}
+        self.divisor: Tensor | None = None
         self.every_use, self.in_layout_order = every_use, in_layout_order
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
         self._buckets, self._axes, self._log = layout.buckets, axes, log
@@ -152,6 +154,11 @@ class GradientReduction:
         self._sums: dict[int, Tensor] = {}
         self._complete: set[int] = set()  # buckets whose sums along the shard axis lack nothing
         self._over_replicas: list[UnderWay] = []  # reductions of such sums along the replicate axis
+
+    @property
+    def keeps(self) -> bool:
+        """Whether tensors of these gradients are kept for the next ones."""
+        return bool(self._by.keeps)
 
     def follows_uses(self, last: bool) -> bool:
         """Whether the order of a pass's reductions follows from the units that its loss uses."""
@@ -191,6 +198,8 @@ class GradientReduction:
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
             # Rounded here, unless it is in the dtype of reductions already
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
+            if self.divisor is not None:
+                flat = flat / self.divisor
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)

@@ -21,7 +21,7 @@ from ..errors import GroupError
 from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group, Work
 from ..step.loss import as_metric
-from ..step.weights import or_nan
+from ..step.weights import nonzero, or_nan
 from .equal_copies import check_copies
 from .words import WIDTH, tell
 
@@ -43,6 +43,16 @@ class MeansUnderWay(NamedTuple):
     weight: Tensor | float | None  # of this rank's batch; None: all count the same
     vector: Tensor  # as `_pack` makes it; sums over ranks once the work is done
     work: Work
+
+    def divisor(self, num_copies: int) -> Tensor:
+        """The sum of the weights of the batch's parts, 0-d float64; 1 where nothing has weight.
+        Waits for the ranks' losses.
+
+        Args:
+            num_copies: of each part.
+        """
+        self.work.wait()
+        return nonzero(self.vector[1] / num_copies)
 
 
 def start_means(
@@ -105,7 +115,7 @@ def report_of(
     sent = means.vector[: 2 + len(means.values)]  # zeros come behind
     num_weighty, total, *sums = sent.unbind()
     # Where no batch weighs anything the sums are 0
-    divisor = torch.where(total == 0, 1.0, total)
+    divisor = nonzero(total)
     metrics = {}
     for (name, value), weighted in zip(means.values.items(), sums, strict=True):
         metrics[name] = (weighted / divisor).to(value.dtype)

@@ -25,7 +25,7 @@ from ..devices import number_on
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
-from ..step.weights import as_weight, is_on_device, or_nan, unless_weightless
+from ..step.weights import as_weight, is_on_device, nonzero, or_nan, unless_weightless
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
 F16_END = 65520.0  # numbers from here on are infinite in float16
@@ -128,12 +128,12 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
 
     Args:
         reduced: by bucket, (piece,) or (numel,).
-        total: the sum of the weights over ranks, 0-d; None: the seeds have divided already.
+        total: the sum of the weights over ranks, 0-d; None: they are divided already.
         scale: of the loss; None: it isn't scaled.
     """
     # Where nothing has weight, gradients are 0 and stay 0. In float64, since a half precision may
     # not hold the total.
-    divisor = None if total is None else torch.where(total == 0, 1.0, total)
+    divisor = None if total is None else nonzero(total)
     for flat in reduced.values():
         if divisor is not None:
             flat.div_(divisor)

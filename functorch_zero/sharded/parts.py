@@ -7,7 +7,8 @@ tensors their form:
 
     "sum"     (1, *shape) per trained leaf: this rank's row of the rows of all ranks
     "pieces"  (n,) per trained leaf: this rank's piece; in a whole state (*shape)
-    "same"    as it is, per bucket, under the bucket's name
+    "same"    as it is, per bucket, under the bucket's name. Of buckets that have one name the later
+              ones are numbered
 
 Note [rows]: rows are numbered by the data that ranks hold, since ranks of the same data keep the
 same. Only the sum of all rows counts. A whole state has one row, the sum, which becomes rank 0's.
@@ -15,7 +16,8 @@ same. Only the sum of all rows counts. A whole state has one row, the sum, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,7 @@ class ReductionParts:
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self.layout = layout
         self._reduction, self._axes = reduction, axes
+        self._names = _distinct_names(layout.buckets)
         self._piece_number = axes.piece_number
         # A whole state holds each element once, and each replica keeps a value of its own for it:
         # nothing says which to save
@@ -76,8 +79,8 @@ class ReductionParts:
         made: Parts = {}
         for name, carried in self._reduction.keeps.items():
             made[name] = {}
-            for b, bucket in self._trained():
-                made[name] |= self._leaves(kept[b][name], carried, bucket)
+            for b, _ in self._trained():
+                made[name] |= self._leaves(kept[b][name], carried, b)
         return {"reduction": made} if made else None
 
     def kept_in(self, parts: Any) -> dict[int, Kept]:
@@ -86,15 +89,16 @@ class ReductionParts:
             return {}
         self.check(parts)
         kept: dict[int, Kept] = {}
-        for b, bucket in self._trained():
+        for b, _ in self._trained():
             own: dict[str, Tensor] = {}
             for name, carried in self._reduction.keeps.items():
-                own[name] = self._flat(parts["reduction"][name], carried, bucket)
+                own[name] = self._flat(parts["reduction"][name], carried, b)
             kept[b] = own
         return kept
 
-    def check(self, parts: Any) -> None:
-        """Raise StructureError unless the parts of a state are those that this reduction keeps."""
+    def check(self, parts: Any, *, whole: bool = False) -> None:
+        """Raise StructureError unless the parts of a state, or of a whole one, are those that this
+        reduction keeps."""
         name, keeps = type(self._reduction).__name__, self._reduction.keeps
         rank = self._axes.world.rank
         if parts is None and keeps:
@@ -110,6 +114,34 @@ class ReductionParts:
             )
         if parts is not None:
             same_structure(self._expected(), parts, what="state.parts", rank=rank)
+            self._check_shapes(parts, whole=whole)
+
+    def _check_shapes(self, parts: Parts, *, whole: bool) -> None:
+        leaves = optree.tree_leaves(parts)
+        for n, (kind, leaf) in enumerate(zip(self.kinds(), leaves, strict=True)):
+            expected, got = self._shape_of(kind, whole=whole), getattr(leaf, "shape", None)
+            if expected is not None and got != expected:
+                raise StructureError(
+                    explain(
+                        "a tensor that a reduction keeps has another shape",
+                        path=f"parts.{paths(parts)[n]}",
+                        expected=expected,
+                        got=type(leaf).__name__ if got is None else tuple(got),
+                        rank=self._axes.world.rank,
+                        remedy="take the state from this step's `init` or `shard_state`",
+                    )
+                )
+
+    def _shape_of(self, kind: Kind, *, whole: bool) -> tuple[int, ...] | None:
+        """The shape of a leaf of the parts; None: it may have any."""
+        bucket = self.layout.buckets[kind.bucket]
+        if kind.carried == "same":
+            return None
+        if kind.carried == "sum":
+            return (1, *bucket.shapes[kind.k])
+        if whole or bucket.cut.num_pieces == 1:
+            return bucket.shapes[kind.k]
+        return (bucket.extent(kind.k, self._piece_number).num_here,)
 
     def kinds(self) -> list[Kind]:
         """The kinds of the parts' leaves, in flatten order."""
@@ -134,7 +166,7 @@ class ReductionParts:
                     if carried == "sum":
                         # Ranks of the same data keep equal rows, of which one counts
                         axes.data.all_reduce(flat).wait()
-                    leaves = self._leaves(flat, carried, bucket)
+                    leaves = self._leaves(flat, carried, b)
                 made[name] |= leaves
         return {"reduction": made} if made else None
 
@@ -143,20 +175,21 @@ class ReductionParts:
         communication."""
         if whole is None:
             return self.init(device)
-        self.check(whole)
+        self.check(whole, whole=True)
         kept: dict[int, Kept] = {}
-        for b, bucket in self._trained():
+        for b, _ in self._trained():
             own: dict[str, Tensor] = {}
             for name, carried in self._reduction.keeps.items():
-                own[name] = self._flat_of_whole(whole["reduction"][name], carried, bucket)
+                own[name] = self._flat_of_whole(whole["reduction"][name], carried, b)
             kept[b] = own
         return self.parts_of(kept)
 
-    def _flat_of_whole(self, leaves: Leaves, carried: Carried, bucket: Bucket) -> Tensor:
+    def _flat_of_whole(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
         """This rank's flat of a bucket, from the leaves of a whole state's parts; see Note
         [rows]."""
+        bucket = self.layout.buckets[b]
         if carried == "same":
-            return leaves[bucket.name].clone()
+            return leaves[self._names[b]].clone()
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "pieces":
             return slice_flat(own, bucket, self._piece_number)
@@ -167,10 +200,11 @@ class ReductionParts:
             return row.clone()
         return torch.zeros_like(row)
 
-    def _leaves(self, kept: Tensor, carried: Carried, bucket: Bucket) -> Leaves:
+    def _leaves(self, kept: Tensor, carried: Carried, b: int) -> Leaves:
         """The leaves of a bucket, as views of its kept flat."""
+        bucket = self.layout.buckets[b]
         if carried == "same":
-            return {bucket.name: kept}
+            return {self._names[b]: kept}
         # An uncut bucket's piece is all of it, and its leaves keep their shapes
         if carried == "pieces" and bucket.cut.num_pieces > 1:
             views = cut(kept, bucket, self._piece_number)
@@ -181,10 +215,11 @@ class ReductionParts:
             views = [view[None] for view in views]
         return dict(zip(self._paths(bucket), views, strict=True))
 
-    def _flat(self, leaves: Leaves, carried: Carried, bucket: Bucket) -> Tensor:
+    def _flat(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
         """The inverse: the flat that the leaves lie in, or a new one."""
+        bucket = self.layout.buckets[b]
         if carried == "same":
-            return leaves[bucket.name]
+            return leaves[self._names[b]]
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "sum":
             return flat_of_leaves([leaf[0] for leaf in own], bucket)
@@ -198,7 +233,7 @@ class ReductionParts:
         for name, carried in self._reduction.keeps.items():
             made[name] = {}
             for b, bucket in self._trained():
-                keys = [bucket.name] if carried == "same" else self._paths(bucket)
+                keys = [self._names[b]] if carried == "same" else self._paths(bucket)
                 for k, key in enumerate(keys):
                     made[name][key] = Kind(carried, b, k)
         return {"reduction": made}
@@ -241,6 +276,18 @@ class ReductionParts:
 
     def _paths(self, bucket: Bucket) -> list[str]:
         return [self.layout.leaves[n].path for n in bucket.leaves]
+
+
+def _distinct_names(buckets: Sequence[Bucket]) -> list[str]:
+    """The names of buckets, each once. A module called "root" beside leaves of the root makes two
+    of one name."""
+    seen: Counter[str] = Counter()
+    names = []
+    for bucket in buckets:
+        seen[bucket.name] += 1
+        number = seen[bucket.name]
+        names.append(bucket.name if number == 1 else f"{bucket.name}#{number}")
+    return names
 
 
 def _all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:

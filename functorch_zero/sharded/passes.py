@@ -138,6 +138,12 @@ class Passed(NamedTuple):
     outcome: Outcome  # of all as one, without graphs
     means: MeansUnderWay  # of its loss, metrics and weight
     changes: Changes  # of its buffers
+    is_divided: bool  # whether gradients were divided by the weights' sum before they were reduced
+
+    @property
+    def is_to_divide(self) -> bool:
+        """Whether reduced gradients are still to be divided by the weights' sum."""
+        return self.outcome.weight is not None and not self.is_divided
 
 
 def run_passes(
@@ -168,8 +174,12 @@ def run_passes(
     def passed(outcome: Outcome) -> Passed:
         metrics = {"loss": outcome.loss, **outcome.metrics}
         means = start_means(metrics, outcome.weight, group, outcome.loss.device)
-        rule = options.sync_buffers
-        return Passed(outcome, means, ask_changes(given.buffers, outcome.buffers, rule, axes.data))
+        changes = ask_changes(given.buffers, outcome.buffers, options.sync_buffers, axes.data)
+        divides = reduction.keeps and outcome.weight is not None
+        # What is kept is added to gradients of other weights, so it must be of means
+        if divides:
+            reduction.divisor = means.divisor(axes.copy.num)
+        return Passed(outcome, means, changes, divides)
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> None:
         part, last = parts[i], i == len(parts) - 1
@@ -185,6 +195,8 @@ def run_passes(
             outcomes.append(_detached(outcome))
             if last:
                 found.append(passed(joined(outcomes)))
+            elif reduction.keeps and reduction.every_use and outcome.weight is not None:
+                raise _weights_come_late(rank)
 
         with given.streams(i), noting_lost_graphs():
             run_pass(
@@ -208,6 +220,18 @@ def run_passes(
         buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
     given.reminder.compare_parts(parts, outcomes[0].weight, rank)
     return found[0]
+
+
+def _weights_come_late(rank: int) -> StructureError:
+    return StructureError(
+        explain(
+            "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
+            "known when those of earlier ones are reduced",
+            rank=rank,
+            remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
+            "nothing",
+        )
+    )
 
 
 def _detached(outcome: Outcome) -> Outcome:

@@ -185,7 +185,7 @@ def agree_on(run: Run, local: LocalResults, background: BackgroundTasks) -> Agre
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
-    (outcome, means, changes), policy = local.passed, run.step.policy
+    (outcome, means, changes, _), policy = local.passed, run.step.policy
     group, axes = run.options.group, run.options.axes
     old, new = run.state.buffers, outcome.buffers
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
@@ -227,7 +227,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     state, options = run.state, run.options
     scale = run.step.policy.scale(state.finite)
     # In place: these flats are the reduction's own
-    to_means(local.reduced, agreed.weight if _weighted(local.passed.outcome) else None, scale)
+    to_means(local.reduced, agreed.weight if local.passed.is_to_divide else None, scale)
     buffers = _next_buffers(run, local.passed.outcome, agreed)
     params, opt_state = state.params, state.opt_state
     # From here on the given state is used up: see Note [before the first write]
@@ -285,10 +285,6 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
         agreed.changed,
         run.options.sync_buffers,
         group,
-        agreed.num_weighty if _weighted(outcome) else None,
+        None if outcome.weight is None else agreed.num_weighty,
         outcome.is_weighty,
     )
-
-
-def _weighted(outcome: Outcome) -> bool:
-    return outcome.weight is not None

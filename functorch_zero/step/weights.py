@@ -106,6 +106,11 @@ def or_nan(weight: Tensor) -> Tensor:
     return torch.where((weight >= 0) & (weight < math.inf), weight, torch.nan)
 
 
+def nonzero(total: Tensor) -> Tensor:
+    """A sum of weights (0-d) as a divisor: 1 where nothing has weight, and all sums are 0."""
+    return torch.where(total == 0, 1.0, total)
+
+
 def is_on_device(weight: Tensor | float | None) -> TypeGuard[Tensor]:
     """Whether the host would have to wait for a device to know the weight."""
     return isinstance(weight, Tensor) and weight.device.type != "cpu"

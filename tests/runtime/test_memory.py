@@ -170,8 +170,11 @@ def test_gradients_are_freed_unit_by_unit(level: int) -> None:
 # Programs: several gradients, which are kept until one update
 
 
-def program_peak(program: Any, *models: Callable[[], nn.Module]) -> float:
-    """The most bytes, in units of a block, that a program's step makes beside its state."""
+def program_peak(
+    program: Any, *models: Callable[[], nn.Module], init: Callable[..., Any] | None = None
+) -> float:
+    """The most bytes, in units of a block, that a program's step makes beside its state. `init`:
+    the program's; None: the value is a tuple of the trees."""
     trees, losses = [], []
     for make in models:
         with torch.random.fork_rng():
@@ -179,7 +182,8 @@ def program_peak(program: Any, *models: Callable[[], nn.Module]) -> float:
             apply, params, _ = functionalize(make().double())
         trees.append(params)
         losses.append(lambda p, x, apply=apply: apply(p, {}, x)[0].square().mean())
-    step = program_step(lambda value, x: (program(value, losses, x), {}), init=TAKES[len(trees)])
+    init = TAKES[len(trees)] if init is None else init
+    step = program_step(lambda value, x: (program(value, losses, x), {}), init=init)
     sharded = shard(step, level=3, group=CountingGroup(RANKS))
     state = sharded.init(*trees)
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
@@ -240,6 +244,29 @@ def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
     alone = program_peak(several(1, moving=False), Deep)
     both = program_peak(program, Deep, Half)
     assert both <= alone + PIECES + 0.1
+
+
+@pytest.mark.parametrize(("first", "pieces"), [(Deep, PIECES), (Half, PIECES / 2)])
+def test_a_tree_updated_before_the_last_gradient_costs_its_pieces(
+    first: Callable[[], nn.Module], pieces: float
+) -> None:
+    """Its next params and both of Adam's moments lie beside the old ones then."""
+    adam = optim.adam(1e-3)
+
+    def init(*trees: Any) -> Any:
+        return tuple((params, adam.init(params)) for params in trees)
+
+    def program(value: Any, losses: Any, x: Tensor) -> Any:
+        new = []
+        for (params, opt_state), loss in zip(value, losses, strict=True):
+            grads = value_and_grad(loss)(params, x)[1]
+            new.append(adam.apply(grads, opt_state, params))
+            del grads
+        return tuple(new)
+
+    alone = program_peak(several(1, moving=False), Deep)
+    both = program_peak(program, first, Deep, init=lambda a, b: init(a, b))
+    assert both - alone == pytest.approx(3 * pieces, abs=0.1)
 
 
 class FrozenDeep(Deep):

@@ -215,6 +215,27 @@ def test_accumulated_gradients_are_sent_or_kept() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", [1, 3])
+def test_weighted_gradients_are_sent_or_kept(level: int) -> None:
+    """What is kept is of means: a step's weights are no others'."""
+    batches = make_batches()
+
+    def weighted(params: Any, buffers: Any, batch: tuple[Tensor, Tensor]) -> Any:
+        x, weight = batch
+        return linear_loss(params, buffers, x), fz.Aux(weight=weight)
+
+    def run(group: Any) -> None:
+        step = fz.train_step(weighted, optim.sgd(LR))
+        sharded = fz.shard(step, level=level, group=group, reduction=ROUNDED)
+        state = sharded.init(make_params())
+        for x, weight in zip(batches, (1000.0, 1.0, 30.0), strict=True):
+            own = x.tensor_split(group.size)[group.rank]
+            state, _ = sharded(state, (own, torch.tensor(weight)))
+        check_conserved(sharded, state, batches)
+
+    run_ranks(run, 2)
+
+
 def test_a_state_that_is_not_donated_stays_valid() -> None:
     x = make_batches()[0]
 

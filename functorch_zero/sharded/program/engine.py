@@ -101,6 +101,11 @@ class ShardedEngine:
         """This rank's number among all."""
         return self.options.axes.world.rank
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether the reduction of its trees' gradients keeps tensors between them."""
+        return bool(self.options.reduction.keeps)
+
     @compared
     @noted
     def init(self, transform: Transform, params: ShardedTree) -> Any:
@@ -408,16 +413,16 @@ class ShardedEngine:
         """The options by which a loss's gradients are reduced, and the tensors that the reduction
         has kept.
 
-        Where there is no place for them, gradients are summed as they are: outside of a step of
-        the program that this engine is of. So are those of a slope, which don't follow the
-        gradients.
+        Where there is no place for them, outside of a program's step, gradients are summed as they
+        are. So are those of a slope, which don't follow the gradients.
         """
-        reduction, kept = self.options.reduction, kept_here()
-        if not reduction.keeps:
+        kept = kept_here()
+        if not self.keeps_tensors:
             return self.options, None
-        if kept is None or kept.reduction is not reduction or call.is_slope:
+        if kept is None or call.is_slope:
             return replace(self.options, reduction=SUMMED), None
-        return self.options, kept
+        # The step's own: another step may have cut the trees
+        return replace(self.options, reduction=kept.reduction), kept
 
     def _next_name_of(self, loss: Callable[..., Any], given: LossTrees) -> str:
         """The name of the next gradient, which the ranks compare: its number, its loss and its

@@ -183,7 +183,7 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
         GroupError: ranks have taken gradients of other things, or have started other collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
     """
-    (outcome, means, changes), axes = local.passed, run.options.axes
+    (outcome, means, changes, _), axes = local.passed, run.options.axes
     old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     # Logs are compared here, when all collectives of the passes have started
@@ -206,16 +206,15 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
     outcome, axes = local.passed.outcome, run.options.axes
     sizes, rank = report.sizes, axes.world.rank
     run.loss.reminder.compare_ranks(run.call.data, outcome.weight, sizes, rank)
-    has_weight = outcome.weight is not None
     # In place: the flats were made for this gradient
-    to_means(local.reduced, report.weight if has_weight else None, scale=None)
+    to_means(local.reduced, report.weight if local.passed.is_to_divide else None, scale=None)
     buffers = synchronize(
         run.call.buffers,
         outcome.buffers,
         report.flags,
         run.options.sync_buffers,
         labelled(axes.data, "gradient/buffers"),
-        report.num_weighty if has_weight else None,
+        None if outcome.weight is None else report.num_weighty,
         outcome.is_weighty,
     )
     if run.kept is not None:

@@ -63,14 +63,36 @@ class TrainedTrees:
             explain(
                 f"a gradient was asked of a tree of which reduction={self._reduction_name} keeps "
                 "nothing",
-                path=name,
-                expected=f"a trained tree of the program's value, {[*self.layouts]}",
+                path=name or None,
+                expected=f"a trained tree of the program's value, {[*self.layouts]}, or one that "
+                "tree_map or fz.apply_updates has made of it",
                 got=tree.holding.label,
                 rank=self._rank,
-                remedy="let the program's init put the tree into the value, with leaves that "
-                "require grad; or shard without the reduction",
+                remedy="give the tree to init, with leaves that require grad, and let init put it "
+                "into the value; or shard without the reduction",
             )
         )
+
+    def buckets_of(self, name: str) -> list[int]:
+        """The numbers of the trained buckets of the tree in this place."""
+        first = self._first_buckets[name]
+        buckets = enumerate(self.layouts[name].buckets, start=first)
+        return [b for b, bucket in buckets if bucket.trainable]
+
+    def check_next(self, after: TrainedTrees) -> None:
+        """Raise unless a program's next value has the same trained trees."""
+        if [*after.layouts] != [*self.layouts]:
+            raise StructureError(
+                explain(
+                    f"reduction={self._reduction_name} keeps tensors of other trees of the "
+                    "program's next value than of the one that it was given",
+                    expected=[*self.layouts],
+                    got=[*after.layouts],
+                    rank=self._rank,
+                    remedy="cut a tree that takes another one's place like that one, "
+                    "fz.shard_tree(tree, layout_like=other)",
+                )
+            )
 
     def refuse_twice(self, tree: ShardedTree) -> StructureError:
         """The error of a gradient that is asked of a tree and of a copy of it."""
@@ -107,7 +129,7 @@ class PartsOfValues:
         layouts: dict[str, Layout] = {}
         nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
         for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
-            if _is_trained(node):
+            if _keeps(node):
                 # A tree that is the whole value has the name of init's argument
                 layouts[path or node.holding.name] = node.sharding.layout
         if self._known is None or not _same(self._known.layouts, layouts):
@@ -115,12 +137,16 @@ class PartsOfValues:
         return self._known
 
 
-def _is_trained(node: Any) -> bool:
-    """Whether this is a tree, in the form of params, whose gradients may be asked for."""
+def _keeps(node: Any) -> bool:
+    """Whether this is a tree, in the form of params, whose gradients may be asked for, and go by
+    the reduction. Those of a tree that `fz.shard_tree` has cut with a level of its own don't."""
     if not isinstance(node, ShardedTree) or node.holding.form != "held":
         return False
+    engine = node.holding.engine
+    # A pickled tree has none, and whatever is asked of it says so
+    goes_by_reduction = engine is None or engine.keeps_tensors
     is_trainable = any(bucket.trainable for bucket in node.sharding.layout.buckets)
-    return is_trainable and not node.holding.read_only
+    return goes_by_reduction and is_trainable and not node.holding.read_only
 
 
 def _same(known: Mapping[str, Layout], layouts: Mapping[str, Layout]) -> bool:
@@ -147,10 +173,23 @@ class KeptTensors:
         """The reduction that keeps them."""
         return self._trees.reduction
 
-    @property
-    def parts(self) -> Parts | None:
-        """Those of the next state."""
-        return self._trees.parts.parts_of(self._kept)
+    def next_parts(self, value: Any, after: TrainedTrees) -> Parts | None:
+        """Those of the next state. Trees that have changed places take theirs along.
+
+        Args:
+            value: the program's next one, whose trees still have the names of their places before.
+            after: the trees of the next state's value, which are named by their new places.
+
+        Raises:
+            StructureError: others are trained than before.
+        """
+        self._trees.check_next(after)
+        kept = dict(self._kept)
+        for place, name in _moved(value, [*after.layouts]).items():
+            new, old = after.buckets_of(place), self._trees.buckets_of(name)
+            for b, before in zip(new, old, strict=True):
+                kept[b] = self._kept[before]
+        return after.parts.parts_of(kept)
 
     def before(self, trained: Trained) -> dict[int, Kept]:
         """The tensors that a gradient's reduction begins with, by bucket of its pass.
@@ -178,6 +217,17 @@ class KeptTensors:
                 if bucket.trainable:
                     numbers[first + k] = own_first + k
         return numbers
+
+
+def _moved(value: Any, places: Sequence[str]) -> dict[str, str]:
+    """By new place, the old one of each tree that has changed places with others. A tree that is
+    put into another place besides its own, or is made of several, has not moved."""
+    names: dict[str, str] = {}
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        if path in places and node.holding.name != path:
+            names[path] = node.holding.name
+    return names if sorted(names) == sorted(names.values()) else {}
 
 
 def kept_here() -> KeptTensors | None:

@@ -293,7 +293,7 @@ class ShardedProgramStep:
             if donation is not None:
                 self._earlier.note(donation)
             after = self._marked(state, self._stored(new))
-            parts = None if kept is None else kept.parts
+            parts = None if kept is None else kept.next_parts(new, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after, parts=parts), metrics
 
     def _kept_in(self, state: State, value: Any) -> KeptTensors | None:

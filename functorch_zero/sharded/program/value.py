@@ -69,14 +69,15 @@ class ValueStructure(NamedTuple):
 
 
 def marked_like(value: Any, structure: ValueStructure | None) -> Any:
-    """A value whose trees are trained, or read only, as the structure says of those in their
-    places, and have these places' names. Where that is None, or another one: as each tree was
-    made."""
+    """A value whose trees have the names of their places, and are trained, or read only, as the
+    structure says of those there. Where that is None, or another one: as each tree was made."""
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
     if structure is None or structure.treedef != treedef:
-        return treedef.unflatten(_marked_like(node, None) for node in nodes)
-    marked = [*map(_marked_like, nodes, structure.nodes)]
-    return treedef.unflatten(_named_by(structure.paths, marked))
+        places, noted = paths(value, is_on_engine), [None] * len(nodes)
+    else:
+        places, noted = structure.paths, structure.nodes
+    marked = [*map(_marked_like, nodes, noted)]
+    return treedef.unflatten(_named_by(places, marked))
 
 
 def _marked_like(node: Any, noted: Any) -> Any:

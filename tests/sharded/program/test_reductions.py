@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, counted, run_ranks
+from functorch_zero.params import UnitSpec
 from functorch_zero.runtime.reduce import Carried, Kept, Summed
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.programs.cases import CASES
@@ -22,6 +24,7 @@ from tests.sharded.test_seams import (
     EXACT,
     LR,
     ROUNDED,
+    Rounded,
     linear_loss,
     make_batches,
     make_params,
@@ -287,6 +290,248 @@ def test_products_and_gradients_outside_are_summed_as_they_are(level: int) -> No
     run_ranks(run, 2)
 
 
+def weighing(weight: float) -> Callable[..., Any]:
+    """The loss, with a weight that says nothing of the batch."""
+    return lambda params, x: (loss(params, x), fz.Aux(weight=weight))
+
+
+def test_losses_of_other_weights_follow_one_another() -> None:
+    """What is kept of one is added to the other in units of means."""
+
+    def weighted(value: Value, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(weighing(4096.0))(value.first, x)
+        first = descended(value.first, grads)
+        _, grads = fz.value_and_grad(twice)(first, x)
+        _, of_second = fz.value_and_grad(weighing(0.25))(value.second, x)
+        return Value(descended(first, grads), descended(value.second, of_second)), {}
+
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        for level in (0, 3):
+            step = fz.program_step(weighted, init=Value)
+            sharded = fz.shard(step, level=level, group=group, reduction=ROUNDED)
+            check_conserved(sharded, train(sharded, first_of(sharded), batches), batches)
+
+    run_ranks(run, 2)
+
+
+def test_a_batch_without_weight_sends_what_is_kept_as_it_is() -> None:
+    """It was divided by no weight, and so by as much as it had been multiplied by."""
+
+    def weighted(value: Value, x: Tensor, weight: float) -> Any:
+        _, grads = fz.value_and_grad(weighing(weight))(value.first, x)
+        return value._replace(first=descended(value.first, grads)), {}
+
+    x = make_batches()[0]
+
+    def run(group: Any) -> None:
+        step = fz.program_step(weighted, init=Value)
+        sharded = fz.shard(step, level=2, group=group, reduction=ROUNDED)
+        state, _ = sharded(first_of(sharded), part(x, group), 4096.0)
+        later, _ = sharded(state, part(x, group), 0.0)
+        whole, after = sharded.unshard(state), sharded.unshard(later)
+        for path, error in whole.parts["reduction"]["error"].items():
+            if path.startswith("first."):
+                name = path.partition(".")[2]
+                still = after.parts["reduction"]["error"][path][0]
+                moved = (whole.value.first[name] - after.value.first[name]).detach() / LR
+                torch.testing.assert_close(moved, error[0] - still, rtol=1e-9, atol=1e-13)
+                assert 0 < moved.abs().max() < 0.01
+
+    run_ranks(run, 2)
+
+
+def test_weights_of_micro_batches_are_known_too_late() -> None:
+    def weighted(params: Any, *, batch: Tensor) -> Any:
+        return loss(params, batch), fz.Aux(weight=len(batch))
+
+    def accumulating(params: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(weighted, accumulate=2)(params, batch=x)
+        return descended(params, grads), {}
+
+    x = make_batches(1, rows=14)[0]
+    step = fz.program_step(accumulating, init=lambda params: params)
+
+    def run(group: Any) -> None:
+        refusing = fz.shard(step, level=3, group=group, reduction=ROUNDED)
+        with pytest.raises(StructureError, match=r'micro-batches.*reduce_gradients="once"'):
+            refusing(refusing.init(make_params()), part(x, group))
+        options = {"reduction": ROUNDED, "reduce_gradients": "once"}
+        sharded = fz.shard(step, level=3, group=group, **options)
+        whole = sharded.unshard(train(sharded, sharded.init(make_params()), [x]))
+        for name, total in sums_of_grads([x]).items():
+            kept = whole.parts["reduction"]["error"][f"params.{name}"][0]
+            expected = make_params()[name] - LR * (total - kept)
+            torch.testing.assert_close(whole.value[name], expected, rtol=1e-13, atol=1e-13)
+
+    run_ranks(run, 2)
+
+
+def test_trees_that_change_places_take_theirs_along() -> None:
+    """The first tree's gradients are a thousand times the second's."""
+
+    def large(params: Any, x: Tensor) -> Tensor:
+        return 1000 * loss(params, x)
+
+    def exchanging(value: Value, x: Tensor, is_exchanged: bool) -> Any:
+        first, second = value[::-1] if is_exchanged else value
+        _, grads = fz.value_and_grad(large)(first, x)
+        _, of_second = fz.value_and_grad(loss)(second, x)
+        new = descended(first, grads), descended(second, of_second)
+        return Value(*(new if is_exchanged else new[::-1])), {}
+
+    step, batches = fz.program_step(exchanging, init=Value), make_batches(4)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, reduction=ROUNDED)
+        state = first_of(sharded)
+        for k, x in enumerate(batches):
+            state, _ = sharded(state, part(x, group), k % 2 == 1)
+        whole, sums = sharded.unshard(state), sums_of_grads(batches)
+        for name, times in (("first", 1000), ("second", 1)):
+            for path, first in make_params().items():
+                kept = whole.parts["reduction"]["error"][f"{name}.{path}"][0]
+                expected = first - LR * (times * sums[path] - kept)
+                found = getattr(whole.value, name)[path]
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+    run_ranks(run, 2)
+
+
+def test_a_state_of_another_step_goes_on() -> None:
+    """The step that goes on has made no state of its own, and has a reduction of its own."""
+    batches = make_batches(4)
+
+    def run(group: Any) -> None:
+        made_by, going_on = (
+            fz.shard(STEP, level=1, group=group, reduction=Rounded(torch.bfloat16))
+            for _ in range(2)
+        )
+        state = train(made_by, first_of(made_by), batches[:2])
+        check_conserved(made_by, train(going_on, state, batches[2:]), batches)
+
+    run_ranks(run, 2)
+
+
+def test_places_are_told_apart_by_steps_that_have_made_no_state() -> None:
+    """One step puts the first tree into both places, and another one trains the second."""
+
+    def together(value: Value, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(loss)(value.first, x)
+        first = descended(value.first, grads)
+        return Value(first, first), {}
+
+    def second_alone(value: Value, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(loss)(value.second, x)
+        return value._replace(second=descended(value.second, grads)), {}
+
+    def run(group: Any) -> None:
+        made_by, putting, going_on = (
+            fz.shard(
+                fz.program_step(own, init=lambda params: Value(params, params)),
+                level=1,
+                group=group,
+                reduction=ROUNDED,
+            )
+            for own in (program, together, second_alone)
+        )
+        x, other = make_batches(2)
+        state = train(putting, made_by.init(make_params()), [x])
+        later = train(going_on, state, [other])
+        before, after = (s.parts["reduction"]["error"] for s in (state, later))
+        for path in make_params():
+            assert torch.equal(before[f"first.{path}"], after[f"first.{path}"])
+            assert not before[f"second.{path}"].any() and after[f"second.{path}"].any()
+
+    run_ranks(run, 2)
+
+
+def test_a_tree_that_is_cut_on_its_own_goes_by_no_reduction() -> None:
+    def run(group: Any) -> None:
+        def init(params: Any) -> Value:
+            return Value(params, fz.shard_tree(make_params(), level=1, group=group))
+
+        sharded = fz.shard(
+            fz.program_step(program, init=init), level=1, group=group, reduction=ROUNDED
+        )
+        whole = sharded.unshard(train(sharded, sharded.init(make_params()), make_batches()))
+        assert {*whole.parts["reduction"]["error"]} == {"first.w", "first.b", "first.one"}
+        sums = sums_of_grads(make_batches())
+        for path, first in make_params().items():
+            expected = first - LR * sums[path]
+            torch.testing.assert_close(whole.value.second[path], expected, rtol=1e-13, atol=1e-13)
+
+        def replacing(value: Value, x: Tensor) -> Any:
+            return value._replace(first=fz.shard_tree(make_params(), level=1, group=group)), {}
+
+        step = fz.program_step(replacing, init=Value)
+        sharded = fz.shard(step, level=1, group=group, reduction=ROUNDED)
+        story = r"other trees of the program's next value.*\['second'\].*layout_like=other"
+        with pytest.raises(StructureError, match=story):
+            train(sharded, first_of(sharded), make_batches(1))
+
+    run_ranks(run, 2)
+
+
+def test_a_pickled_tree_says_that_it_has_no_ranks() -> None:
+    step = fz.program_step(lambda params, x: (params, {}), init=lambda params: params)
+    sharded = fz.shard(step, level=1, group=SingleRank(), reduction=ROUNDED)
+    state = pickle.loads(pickle.dumps(sharded.init(make_params())))
+    with pytest.raises(StructureError, match="pickled has no group of ranks"):
+        sharded.unshard(state)
+
+
+def test_a_kept_tensor_of_another_shape_is_named() -> None:
+    sharded = fz.shard(STEP, level=1, group=SingleRank(), reduction=ROUNDED)
+    state = first_of(sharded)
+    whole = sharded.unshard(state)
+    for call, given in ((sharded.unshard, state), (sharded.shard_state, whole)):
+        parts = tree_map(lambda leaf: leaf[0], given.parts)
+        story = r"another shape: path parts\.reduction\.error\.first\.b, expected \(1, 5\)"
+        with pytest.raises(StructureError, match=story):
+            call(given.replace(parts=parts))
+
+
+class Noted(Summed):
+    """Keeps the length of each bucket."""
+
+    keeps: Mapping[str, Carried] = {"numel": "same"}
+
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        return {"numel": torch.tensor(bucket.numel, device=device)}
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        assert int(kept["numel"]) == flat.numel()
+        result, work, _ = super().start(flat, {}, group, cut=cut)
+        return result, work, kept
+
+
+def test_buckets_of_one_name_keep_tensors_of_their_own() -> None:
+    """A module called "root", beside leaves of the root."""
+    tree = {
+        "root.w": torch.ones(50, requires_grad=True),
+        "w": torch.ones(3, requires_grad=True),
+    }
+    units = (UnitSpec("", ("",), ("w",)), UnitSpec("root", ("root",), ("root.w",)))
+
+    def used(params: Any, x: Tensor) -> Tensor:
+        return x.mean() * sum(p.sum() for p in fz.unshard(params).values())
+
+    def own(params: Any, x: Tensor) -> Any:
+        return descended(params, fz.value_and_grad(used)(params, x)[1]), {}
+
+    step = fz.program_step(own, init=lambda params: params)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, reduction=Noted())
+        state = train(sharded, sharded.init(fz.Params(tree, units)), make_batches())
+        names = [*state.parts["reduction"]["numel"]]
+        assert len(names) == 2 and names[1] == f"{names[0]}#2"
+
+    run_ranks(run, 2)
+
+
 def refused(program: Callable[..., Any], init: Callable[..., Any], story: str) -> None:
     """Before anything of the state has changed."""
     step = fz.program_step(program, init=init)
@@ -324,7 +569,7 @@ def test_a_gradient_by_a_tree_that_no_place_is_kept_for_is_refused() -> None:
     def with_average(params: Any) -> Any:
         return params, tree_map(lambda p: p.detach().clone(), params)
 
-    story = r"Rounded keeps nothing.*path 1, expected .*\['0'\].*Remedy: let the program's init"
+    story = r"Rounded keeps nothing.*path 1, expected .*\['0'\].*Remedy: give the tree to init"
     refused(of_average, with_average, story)
 
 
