@@ -61,3 +61,18 @@ def _current_index() -> int | None:
     if is_initialized is None or not is_initialized():
         return None
     return torch.accelerator.current_device_index()
+
+
+def divided(flat: Tensor, divisor: Tensor) -> Tensor:
+    """A tensor divided by a 0-d float64 one, in its own dtype. A device would cast the divisor to
+    that dtype first, and a half holds no large sum: so halves are divided in float32."""
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return (wide / divisor).to(flat.dtype)
+
+
+def divide_(flat: Tensor, divisor: Tensor) -> None:
+    """The same in place. Halves take room for a quotient meanwhile."""
+    if flat.dtype.itemsize < torch.float32.itemsize:
+        flat.copy_(divided(flat, divisor))
+    else:
+        flat.div_(divisor)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import profiler_enabled
+from ..devices import divided
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
@@ -67,7 +68,8 @@ class Reduction(Protocol):
 
         Args:
             flat: this rank's gradients (numel,), in the dtype of reductions, times the share of its
-                data in the mean. Where `cut`, it is only read; else it is given away.
+                data in the mean; where nothing is kept, and the loss gives a weight, times that.
+                Where `cut`, it is only read; else it is given away.
             kept: from `init` or the start before. It is only read: it may belong to a state that
                 stays valid, and the next one is dropped where the step is skipped.
             group: where `cut`, the ranks of the shard axis; pieces are then summed along the
@@ -160,6 +162,11 @@ class GradientReduction:
         """Whether tensors of these gradients are kept for the next ones."""
         return bool(self._by.keeps)
 
+    @property
+    def reduces_before_the_end(self) -> bool:
+        """Whether gradients are reduced before the last pass."""
+        return any(self._buckets[b].trainable for b in self.every_use)
+
     def follows_uses(self, last: bool) -> bool:
         """Whether the order of a pass's reductions follows from the units that its loss uses."""
         return not self.in_layout_order and (last or bool(self.every_use))
@@ -196,10 +203,10 @@ class GradientReduction:
         # The log is compared across ranks, so an entry comes before its collective
         self._log.append("reduce " + bucket.name)
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
+            if self.divisor is not None:
+                flat = divided(flat, self.divisor)
             # Rounded here, unless it is in the dtype of reductions already
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
-            if self.divisor is not None:
-                flat = flat / self.divisor
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)

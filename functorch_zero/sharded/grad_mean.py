@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..devices import number_on
+from ..devices import divide_, number_on
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
@@ -101,19 +101,20 @@ def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
     return dtype == torch.float64 or (dtype == torch.float32 and not has_doubles)
 
 
-def in_range(reduced: Mapping[int, Tensor], layout: Layout, outcome: Outcome) -> bool:
+def in_range(
+    reduced: Mapping[int, Tensor], layout: Layout, outcome: Outcome, *, is_to_divide: bool
+) -> bool:
     """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note
     [overflow]. So must be the batch's loss and weight, unless it weighs nothing. The host waits for
     the device, once.
 
-    Weighted sums are not held to float16's range: the weight that will divide them is not known
+    Sums that are still to be divided by a weight are not held to float16's range: it is not known
     yet.
     """
-    weighted = outcome.weight is not None
     ends: list[float] = []  # per bucket, the magnitude that its gradients must stay below
     for b in reduced:
         is_half = layout.buckets[b].compute == torch.float16
-        ends.append(F16_END if is_half and not weighted else math.inf)
+        ends.append(F16_END if is_half and not is_to_divide else math.inf)
     numbers = [unless_weightless(outcome.loss, outcome.weight)]
     # A host's has been checked
     if is_on_device(outcome.weight):
@@ -131,11 +132,10 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
         total: the sum of the weights over ranks, 0-d; None: they are divided already.
         scale: of the loss; None: it isn't scaled.
     """
-    # Where nothing has weight, gradients are 0 and stay 0. In float64, since a half precision may
-    # not hold the total.
+    # Where nothing has weight, gradients are 0 and stay 0
     divisor = None if total is None else nonzero(total)
     for flat in reduced.values():
         if divisor is not None:
-            flat.div_(divisor)
+            divide_(flat, divisor)
         if scale is not None:
             flat.div_(scale)

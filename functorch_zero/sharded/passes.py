@@ -195,7 +195,9 @@ def run_passes(
             outcomes.append(_detached(outcome))
             if last:
                 found.append(passed(joined(outcomes)))
-            elif reduction.keeps and reduction.every_use and outcome.weight is not None:
+                return
+            keeps_early = reduction.keeps and reduction.reduces_before_the_end
+            if keeps_early and outcome.weight is not None:
                 raise _weights_come_late(rank)
 
         with given.streams(i), noting_lost_graphs():

@@ -168,7 +168,9 @@ def differentiate(run: Run, order: PrefetchOrder) -> LocalResults:
     # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced = reduction.finish()
     # The host waits for the device there, so it asks only if the step looks
-    fine = not run.step.policy.looks or in_range(reduced, run.layout, passed.outcome)
+    fine = not run.step.policy.looks or in_range(
+        reduced, run.layout, passed.outcome, is_to_divide=passed.is_to_divide
+    )
     return LocalResults(reduced, reduction.kept, passed, fine, log)
 
 

@@ -72,7 +72,7 @@ def check_same_ranks(state: State, options: Options) -> None:
         )
 
 
-def check_no_parts(state: State, rank: int) -> None:
+def refuse_parts(state: State, rank: int) -> None:
     """Raise if a reduction keeps tensors in a state. They are of buckets, which `refit` cuts
     anew."""
     if state.parts is None:

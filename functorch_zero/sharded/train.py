@@ -49,7 +49,7 @@ from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
 from .program.engine import ShardedEngine
 from .readable import told_values
-from .refit import agree_on_refit, carried, check_no_parts, first_parts
+from .refit import agree_on_refit, carried, first_parts, refuse_parts
 from .state import lay_out_state, shard_state, unshard_state
 from .tree_numbers import next_number
 from .update import PreparedUpdate
@@ -248,7 +248,7 @@ class ShardedTrainStep:
             before = sharding_of(state, self.options)
             past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)
             past.check_state(state.opt_state, self.group.rank)
-            check_no_parts(state, self.group.rank)
+            refuse_parts(state, self.group.rank)
             if params is None:
                 params = _without_values(before.layout)
             if buffers is None:

@@ -374,6 +374,7 @@ class Part(NamedTuple):
 
     number: int  # from 0: the losses draw what that rank would draw
     mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
+    reminder: WeightReminder | None = None  # None: the loss's own, which warns once
 
 
 # One process has all of the batch, and its gradients are the mean
@@ -405,7 +406,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         count=call.count,
         streams=next_streams(part.number, _device_of(tree)),
         look=look,
-        reminder=history.reminder,
+        reminder=part.reminder or history.reminder,
     )
     grads, outcome = part.mean(grads, outcome)
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}

@@ -18,6 +18,7 @@ from ..step.program import PART, Part
 from ..step.program_step import ProgramStep
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
+from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree, named_leaves
 from .equality import assert_equal_values
 
@@ -224,11 +225,13 @@ def run_program_in_parts(
         def mean(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
             gradients[own], outcomes[own] = grads, outcome
             group.barrier()  # until those of all parts are there
+            # Each copy its own, which it may keep
             over_parts = _mean_over_parts(gradients, outcomes, rule)
-            group.barrier()  # until nobody needs them any more
+            # Until nobody needs them any more: a fast copy's next ones take their place
+            group.barrier()
             return over_parts.grads, over_parts.outcome
 
-        PART.set(Part(own, mean))  # in this thread alone
+        PART.set(Part(own, mean, WeightReminder()))  # in this thread alone
         return run_whole(step, start, [parts[own] for parts in batches])
 
     try:

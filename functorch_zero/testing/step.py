@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
+from ..step.weight_reminder import WeightReminder
 from ..tree import paths, same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
@@ -156,6 +157,10 @@ def assert_sharded_equals_unsharded(
         first = ProgramStart(tuple(of_init), seed, of_trees)
         oracle = _ProgramOracle(step, first, batches, sync_buffers, per_rank)
     else:
+        # Whoever proves by parts means unequal ones to count the same: the step's own reminder is
+        # not used up by that
+        if per_rank:
+            step = replace(step, reminder=WeightReminder())
         params, buffers = of_init
         start = Start(params, buffers, seed)
         oracle = _Oracle(step, start, batches, sync_buffers, per_rank)

@@ -216,7 +216,8 @@ def test_accumulated_gradients_are_sent_or_kept() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_weighted_gradients_are_sent_or_kept(level: int) -> None:
+@pytest.mark.parametrize("mesh", [None, {}, {"same_data": "replicate"}])
+def test_weighted_gradients_are_sent_or_kept(level: int, mesh: Any) -> None:
     """What is kept is of means: a step's weights are no others'."""
     batches = make_batches()
 
@@ -226,14 +227,16 @@ def test_weighted_gradients_are_sent_or_kept(level: int) -> None:
 
     def run(group: Any) -> None:
         step = fz.train_step(weighted, optim.sgd(LR))
-        sharded = fz.shard(step, level=level, group=group, reduction=ROUNDED)
+        ranks = group if mesh is None else HybridGroup(group, shard_size=2, **mesh)
+        data = group if mesh is None else ranks.data
+        sharded = fz.shard(step, level=level, group=ranks, reduction=ROUNDED)
         state = sharded.init(make_params())
         for x, weight in zip(batches, (1000.0, 1.0, 30.0), strict=True):
-            own = x.tensor_split(group.size)[group.rank]
+            own = x.tensor_split(data.size)[data.rank]
             state, _ = sharded(state, (own, torch.tensor(weight)))
         check_conserved(sharded, state, batches)
 
-    run_ranks(run, 2)
+    run_ranks(run, 2 if mesh is None else 4)
 
 
 def test_a_state_that_is_not_donated_stays_valid() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError
+from functorch_zero.errors import GroupError, UnequalBatchesWarning
 from functorch_zero.sharded.program import engine as engine_module
 from functorch_zero.sharded.program import gradient as gradient_module
 from functorch_zero.step.program_step import ProgramStep
@@ -356,3 +356,30 @@ def test_an_error_on_one_part_ends_all() -> None:
         prove(walking(walk), ranks=[2])
     assert time.monotonic() - begin < 10
     assert "Raised on rank 1 of 2." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("kind", ["program", "training step"])
+def test_a_proof_uses_up_no_reminder(kind: str) -> None:
+    """Unequal parts mean to count the same there, and in a later call nobody has said so."""
+    params = {"w": torch.ones(4, dtype=F64, requires_grad=True)}
+    batch = torch.randn(7, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+    def mean(params: Any, *, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).square().mean()
+
+    def program(params: Any, batch: Tensor) -> Any:
+        _, grads = fz.value_and_grad(mean, accumulate=2)(params, batch=batch)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {}
+
+    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return mean(params, batch=batch)
+
+    if kind == "program":
+        step: Any = fz.program_step(program, init=lambda params: params)
+        given: tuple[Any, ...] = (params,)
+    else:
+        step = fz.train_step(loss, optim.sgd(0.1), accumulate=2)
+        given = (params, {})
+    assert_sharded_equals_unsharded(step, *given, [batch], levels=[1], ranks=[1], per_rank=True)
+    with pytest.warns(UnequalBatchesWarning):
+        step(step.init(*given), batch)

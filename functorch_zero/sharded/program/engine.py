@@ -385,8 +385,9 @@ class ShardedEngine:
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)
-        options, kept = self._reducing(call)
-        kept_before = {} if kept is None else kept.before(given.trained_in(joined))
+        options, all_kept = self._reducing(call)
+        kept = None if all_kept is None else all_kept.of_gradient(given.trained_in(joined))
+        kept_before = {} if kept is None else kept.before
         look = is_looked_at(next(self._call_numbers.of(call.counted)))
         of_trees = call.loss_fn(look=look, rank=self.rank)
 

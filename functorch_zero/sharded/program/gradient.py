@@ -31,7 +31,7 @@ from ..grad_mean import to_means
 from ..options import Options
 from ..params import grads_like
 from ..passes import LossOnData, Passed, run_passes
-from .kept import KeptTensors
+from .kept import KeptOfGradient
 
 
 class _GivenTree(NamedTuple):
@@ -143,7 +143,7 @@ class GradientRun:
     order: PrefetchOrder  # in which the last pass over these trees gathered units
     options: Options
     log: list[str]  # the gradient's number, and the collectives started since
-    kept: KeptTensors | None  # by the reduction, of the trees; None: it keeps nothing
+    kept: KeptOfGradient | None  # by the reduction, of the trees; None: it keeps nothing
     look: bool  # whether the loss is looked at closely
 
 
@@ -218,7 +218,7 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
         outcome.is_weighty,
     )
     if run.kept is not None:
-        run.kept.replace(run.trees.trained_in(run.joined), run.reduction.kept)
+        run.kept.replace(run.reduction.kept)
     metrics = dict(report.metrics)
     mean = metrics.pop("loss")
     return run.call.results(mean, metrics, buffers), run.trees.gradients(local.reduced, run.joined)

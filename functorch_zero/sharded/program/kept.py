@@ -31,39 +31,44 @@ class TrainedTrees:
     """The trees of a program's value that are trained, and what a reduction keeps of all of them.
 
     Args:
-        layouts: of the trees, by their paths in the value.
+        layouts: of the trees, by their places: paths in the value, "" of a tree that is the value.
         options: those of `shard`.
 
     Attributes:
         layouts: as given.
         reduction: that of the options.
-        parts: of the states whose values hold these trees. Paths of leaves begin with those of the
-            trees.
+        parts: of the states whose values hold these trees. Paths of leaves begin with the places.
     """
 
     def __init__(self, layouts: Mapping[str, Layout], options: Options):
         self.layouts, self.reduction = layouts, options.reduction
-        names = [*layouts]
-        joined = join_layouts([*layouts.values()], [True] * len(names), names)
+        # A tree that is the value has its leaves' own paths
+        prefixes = None if [*layouts] == [""] else [*layouts]
+        joined = join_layouts([*layouts.values()], [True] * len(layouts), prefixes)
         self.parts = ReductionParts(options.reduction, joined.layout, options.axes)
-        self._first_buckets = dict(zip(names, joined.first_buckets, strict=True))
+        self._first_buckets = dict(zip(layouts, joined.first_buckets, strict=True))
         self._rank = options.group.rank
 
-    def first_bucket_of(self, tree: ShardedTree) -> int:
-        """The number of a tree's first bucket among those of all trees.
+    def buckets_of(self, place: str) -> dict[int, int]:
+        """By number of a trained bucket in the tree of this place, its number among all."""
+        buckets = enumerate(self.layouts[place].buckets)
+        return {k: self._first_buckets[place] + k for k, bucket in buckets if bucket.trainable}
+
+    def place_of(self, tree: ShardedTree) -> str:
+        """The place whose tensors a gradient by this tree goes through.
 
         Raises:
             StructureError: the value holds no such tree.
         """
-        name = tree.holding.name
+        place = "" if "" in self.layouts else tree.holding.name
         # Another tree's layout is another object, even where both are equal
-        if self.layouts.get(name) is tree.sharding.layout:
-            return self._first_buckets[name]
+        if self.layouts.get(place) is tree.sharding.layout:
+            return place
         raise StructureError(
             explain(
                 f"a gradient was asked of a tree of which reduction={self._reduction_name} keeps "
                 "nothing",
-                path=name or None,
+                path=tree.holding.name or None,
                 expected=f"a trained tree of the program's value, {[*self.layouts]}, or one that "
                 "tree_map or fz.apply_updates has made of it",
                 got=tree.holding.label,
@@ -72,12 +77,6 @@ class TrainedTrees:
                 "into the value; or shard without the reduction",
             )
         )
-
-    def buckets_of(self, name: str) -> list[int]:
-        """The numbers of the trained buckets of the tree in this place."""
-        first = self._first_buckets[name]
-        buckets = enumerate(self.layouts[name].buckets, start=first)
-        return [b for b, bucket in buckets if bucket.trainable]
 
     def check_next(self, after: TrainedTrees) -> None:
         """Raise unless a program's next value has the same trained trees."""
@@ -94,18 +93,20 @@ class TrainedTrees:
                 )
             )
 
-    def refuse_twice(self, tree: ShardedTree) -> StructureError:
-        """The error of a gradient that is asked of a tree and of a copy of it."""
-        return StructureError(
-            explain(
-                f"a gradient was asked of two copies of one tree, and reduction="
-                f"{self._reduction_name} keeps tensors of each tree once",
-                path=tree.holding.name,
-                rank=self._rank,
-                remedy="take two gradients, one of each copy; let the value hold both; or shard "
-                "without the reduction",
+    def check_once(self, places: Sequence[str]) -> None:
+        """Raise if a gradient was asked of a tree and of a copy of it."""
+        again = [place for place in places if places.count(place) > 1]
+        if again:
+            raise StructureError(
+                explain(
+                    "a gradient was asked of two copies of one tree, and "
+                    f"reduction={self._reduction_name} keeps tensors of each tree once",
+                    path=again[0] or None,
+                    rank=self._rank,
+                    remedy="take two gradients, one of each copy; let the value hold both; or "
+                    "shard without the reduction",
+                )
             )
-        )
 
     @property
     def _reduction_name(self) -> str:
@@ -130,8 +131,7 @@ class PartsOfValues:
         nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
         for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
             if _keeps(node):
-                # A tree that is the whole value has the name of init's argument
-                layouts[path or node.holding.name] = node.sharding.layout
+                layouts[path] = node.sharding.layout
         if self._known is None or not _same(self._known.layouts, layouts):
             self._known = TrainedTrees(layouts, self._options)
         return self._known
@@ -173,59 +173,70 @@ class KeptTensors:
         """The reduction that keeps them."""
         return self._trees.reduction
 
+    def of_gradient(self, trained: Trained) -> KeptOfGradient:
+        """The tensors of the trees of one gradient.
+
+        Raises:
+            StructureError: the value holds no such tree, or the gradient is by copies of one.
+        """
+        places = [self._trees.place_of(tree) for tree, _ in trained]
+        self._trees.check_once(places)
+        numbers: dict[int, int] = {}
+        for place, (_, first) in zip(places, trained, strict=True):
+            for k, number in self._trees.buckets_of(place).items():
+                numbers[first + k] = number
+        return KeptOfGradient(self._kept, numbers)
+
+    def check_next(self, after: TrainedTrees) -> None:
+        """Raise unless a program's next value has the same trained trees."""
+        self._trees.check_next(after)
+
     def next_parts(self, value: Any, after: TrainedTrees) -> Parts | None:
         """Those of the next state. Trees that have changed places take theirs along.
 
         Args:
             value: the program's next one, whose trees still have the names of their places before.
             after: the trees of the next state's value, which are named by their new places.
-
-        Raises:
-            StructureError: others are trained than before.
         """
-        self._trees.check_next(after)
         kept = dict(self._kept)
         for place, name in _moved(value, [*after.layouts]).items():
-            new, old = after.buckets_of(place), self._trees.buckets_of(name)
-            for b, before in zip(new, old, strict=True):
-                kept[b] = self._kept[before]
+            old = self._trees.buckets_of(name)
+            for k, number in after.buckets_of(place).items():
+                kept[number] = self._kept[old[k]]
         return after.parts.parts_of(kept)
 
-    def before(self, trained: Trained) -> dict[int, Kept]:
-        """The tensors that a gradient's reduction begins with, by bucket of its pass.
 
-        Raises:
-            StructureError: the value holds no such tree, or the gradient is by copies of one.
-        """
-        return {b: self._kept[number] for b, number in self._numbers(trained).items()}
+class KeptOfGradient:
+    """The tensors that a reduction keeps of the trees of one gradient.
 
-    def replace(self, trained: Trained, kept: Mapping[int, Kept]) -> None:
-        """Note the tensors that the gradient's reduction has kept, by bucket of its pass."""
-        for b, number in self._numbers(trained).items():
+    Args:
+        kept: of all trees, by bucket. It is written to.
+        numbers: by trained bucket of the gradient's pass, its number there.
+    """
+
+    def __init__(self, kept: dict[int, Kept], numbers: Mapping[int, int]):
+        self._kept, self._numbers = kept, numbers
+
+    @property
+    def before(self) -> dict[int, Kept]:
+        """Those that the reduction begins with, by bucket of the pass."""
+        return {b: self._kept[number] for b, number in self._numbers.items()}
+
+    def replace(self, kept: Mapping[int, Kept]) -> None:
+        """Note those that it has kept, by bucket of the pass."""
+        for b, number in self._numbers.items():
             self._kept[number] = kept[b]
-
-    def _numbers(self, trained: Trained) -> dict[int, int]:
-        """By trained bucket of a pass, its number among those of the value's trees."""
-        numbers: dict[int, int] = {}
-        seen: set[int] = set()  # first buckets
-        for tree, first in trained:
-            own_first = self._trees.first_bucket_of(tree)
-            if own_first in seen:
-                raise self._trees.refuse_twice(tree)
-            seen.add(own_first)
-            for k, bucket in enumerate(tree.sharding.layout.buckets):
-                if bucket.trainable:
-                    numbers[first + k] = own_first + k
-        return numbers
 
 
 def _moved(value: Any, places: Sequence[str]) -> dict[str, str]:
     """By new place, the old one of each tree that has changed places with others. A tree that is
-    put into another place besides its own, or is made of several, has not moved."""
+    put into another place besides its own has not moved. One that `tree_map` has made of several
+    counts as the first of them."""
     names: dict[str, str] = {}
     nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
     for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
-        if path in places and node.holding.name != path:
+        # A tree that is the value has no other place
+        if path and path in places and node.holding.name != path:
             names[path] = node.holding.name
     return names if sorted(names) == sorted(names.values()) else {}
 

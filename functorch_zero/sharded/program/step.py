@@ -49,7 +49,7 @@ from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
-from ..refit import agree_on_refit, carried, check_no_parts, check_same_ranks
+from ..refit import agree_on_refit, carried, check_same_ranks, refuse_parts
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
 from .donation import Donation, EarlierCalls
@@ -232,7 +232,7 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
-            check_no_parts(state, self.group.rank)
+            refuse_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
             fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
@@ -289,6 +289,8 @@ class ShardedProgramStep:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_fits(value, new, rank)
+            if kept is not None:
+                kept.check_next(self._parts.of(self._marked(state, new)))
             self._agreement.on_results(call.results(new, metrics, drawn.num_draws))
             if donation is not None:
                 self._earlier.note(donation)
@@ -302,7 +304,8 @@ class ShardedProgramStep:
         Args:
             value: the state's, for the program.
         """
-        if not self.options.reduction.keeps:
+        # Parts that it doesn't keep are refused
+        if not self.options.reduction.keeps and state.parts is None:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
 
@@ -438,7 +441,6 @@ class ShardedProgramStep:
         state.sharding.donations.check(state.step, ())
         known = [structure.sharding for structure in reversed(self._structures)]
         if not known or state.sharding in known:
-            self._check_parts(state)
             return
         raise StructureError(
             explain(
@@ -449,12 +451,6 @@ class ShardedProgramStep:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
-
-    def _check_parts(self, state: State) -> None:
-        """Raise unless a state's parts are those that the reduction keeps."""
-        # Mostly there are none
-        if self.options.reduction.keeps or state.parts is not None:
-            self.parts_of(state).check(state.parts)
 
 
 def _fills(

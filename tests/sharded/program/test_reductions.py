@@ -148,7 +148,7 @@ class Counted(Summed):
 
 
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
-def test_every_program_keeps_by_its_trees(name: str, level: int) -> None:
+def test_every_program_runs_with_a_reduction_that_keeps(name: str, level: int) -> None:
     """Displaced params, copies, teachers and products by vectors among them."""
     case = CASES[name]()
     assert_sharded_equals_unsharded(
@@ -202,6 +202,51 @@ def test_what_is_kept_goes_to_other_ranks(tmp_path: Path) -> None:
 
     for ranks, done, until in [(2, 0, 2), (3, 2, 4), (1, 4, 5)]:
         run_ranks(lambda g, a=done, b=until: run(g, a, b), ranks)
+
+
+def test_a_tree_that_is_only_read_reduces_nothing_early() -> None:
+    """A frozen one at level 3, whose level would reduce gradients at every use."""
+
+    def distance(net: Any, frozen: Any, *, batch: Tensor) -> Any:
+        return loss(net, batch) - loss(frozen, batch), fz.Aux(weight=len(batch))
+
+    def own(value: Value, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(distance, accumulate=2)(value.first, value.second, batch=x)
+        return value._replace(first=descended(value.first, grads)), {}
+
+    assert_sharded_equals_unsharded(
+        fz.program_step(own, init=Value),
+        make_params(),
+        make_params(requires_grad=False),
+        make_batches(),
+        levels=[{"first": 1, "second": 3}],
+        ranks=[2],
+        reduction=Counted(),
+    )
+
+
+def test_the_value_may_be_the_tree() -> None:
+    """Its leaves have their own paths, whatever the argument of `init` is called."""
+
+    def own(params: Any, x: Tensor) -> Any:
+        return descended(params, fz.value_and_grad(loss)(params, x)[1]), {}
+
+    steps = [
+        fz.program_step(own, init=lambda params: params),
+        fz.program_step(own, init=lambda net: net),
+    ]
+    x = make_batches()[0]
+
+    def run(group: Any) -> None:
+        first, second = (fz.shard(s, level=3, group=group, reduction=ROUNDED) for s in steps)
+        whole = first.unshard(train(first, first.init(make_params()), [x]))
+        assert {*whole.parts["reduction"]["error"]} == {*make_params()}
+        second.init(make_params())
+        later = second.unshard(train(second, second.shard_state(whole), [x]))
+        expected = first.unshard(train(first, first.shard_state(whole), [x]))
+        assert_equal_values(expected, later, grade=EXACT)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("same_data", thinned(["replicate", None]))
@@ -285,7 +330,7 @@ def test_products_and_gradients_outside_are_summed_as_they_are(level: int) -> No
         assert_equal_values(expected, found)
         _, found = fz.value_and_grad(cubed)(state.value, part(x, group))
         assert_equal_values(dict(grads), dict(fz.unshard(found)))
-        assert not state.parts["reduction"]["error"]["params.w"].any()
+        assert not state.parts["reduction"]["error"]["w"].any()
 
     run_ranks(run, 2)
 
@@ -361,7 +406,7 @@ def test_weights_of_micro_batches_are_known_too_late() -> None:
         sharded = fz.shard(step, level=3, group=group, **options)
         whole = sharded.unshard(train(sharded, sharded.init(make_params()), [x]))
         for name, total in sums_of_grads([x]).items():
-            kept = whole.parts["reduction"]["error"][f"params.{name}"][0]
+            kept = whole.parts["reduction"]["error"][name][0]
             expected = make_params()[name] - LR * (total - kept)
             torch.testing.assert_close(whole.value[name], expected, rtol=1e-13, atol=1e-13)
 
@@ -555,8 +600,15 @@ def test_a_gradient_by_copies_of_one_tree_is_refused() -> None:
         )
         return params, {}
 
-    story = r"two copies of one tree.*Rounded.*path params.*Remedy: take two gradients"
+    story = r"two copies of one tree.*Rounded.*Remedy: take two gradients"
     refused(of_both, lambda params: params, story)
+
+    def of_both_named(value: Any, x: Tensor) -> Any:
+        of_both(value["net"], x)
+        return value, {}
+
+    story = r"two copies of one tree.*path net.*Remedy: take two gradients"
+    refused(of_both_named, lambda params: {"net": params}, story)
 
 
 def test_a_gradient_by_a_tree_that_no_place_is_kept_for_is_refused() -> None:
