@@ -268,7 +268,8 @@ def check_match(
             problems.append(f"{path} is a tensor in the checkpoint, a number here")
     if not problems:
         return
-    text = "the checkpoint is of another model, optimizer or dtype: " + "; ".join(problems[:5])
+    text = "the checkpoint is of another model, optimizer, reduction or dtype: "
+    text += "; ".join(problems[:5])
     if len(problems) > 5:
         text += f"; and {len(problems) - 5} more"
     # A hint: most such errors come from another optimizer

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .._torch_private import profiler_enabled
+from .._torch_private import profiler_enabled, version_of
 from ..devices import divided
+from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
@@ -214,8 +215,24 @@ class GradientReduction:
             else:
                 group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
+                versions = [version_of(x) for x in kept.values()]
                 result, work, self.kept[b] = self._by.start(flat, kept, group, cut=cut)
+                self._check_read_only(bucket, kept, versions)
         self._under_way[-1].append(UnderWay(b, result, work, is_last))
+
+    def _check_read_only(self, bucket: Bucket, kept: Kept, versions: list[int]) -> None:
+        """Raise if the reduction has written to what it keeps, since they had these versions."""
+        for (name, x), version in zip(kept.items(), versions, strict=True):
+            if version_of(x) != version:
+                raise StructureError(
+                    explain(
+                        f"{type(self._by).__name__}.start has written to kept[{name!r}] in place, "
+                        "and the state that it belongs to has changed with it",
+                        path=bucket.name,
+                        rank=self._axes.world.rank,
+                        remedy="return a new tensor, kept[name] + ... instead of kept[name] += ...",
+                    )
+                )
 
     def settle(self, *, leaving: int = 0) -> None:
         """Wait for the oldest units' reductions, and let go of their flats. Those of the newest

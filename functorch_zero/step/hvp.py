@@ -180,7 +180,11 @@ def _held_like(params: Any, vector: Any) -> Any:
     """The vector in the form of the params: zeros where it has None, and trained where they are."""
     zeros = tree_map(lambda p: torch.zeros_like(p, requires_grad=p.requires_grad), params)
     if engine_of(params, vector) is not None:
-        return tree_map(apply_updates, zeros, vector, is_leaf=is_on_engine)
+        try:
+            return tree_map(apply_updates, zeros, vector, is_leaf=is_on_engine)
+        except (StructureError, ValueError) as error:
+            error.add_note(f"fz.hvp(loss)(params, vector, *args) takes the vector second: {_LIKE}.")
+            raise
     same_structure(params, vector, what="the vector", none_is_leaf=True, remedy=_LIKE)
     vectors = optree.tree_leaves(vector, none_is_leaf=True)
     for path, leaf, along in zip(paths(params), optree.tree_leaves(params), vectors, strict=True):
@@ -192,6 +196,15 @@ def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
     """Raise unless a leaf of the vector is None, or a tensor like a trained leaf."""
     if along is None:
         return
+    if isinstance(along, Tensor) and along.requires_grad:
+        raise StructureError(
+            explain(
+                "fz.hvp was given trained params in the place of the vector",
+                path=path,
+                expected="fz.hvp(loss)(params, vector, *args), the vector like the gradients",
+                remedy=f"{_LIKE}; params themselves as fz.pieces(params)",
+            )
+        )
     expected = tuple(leaf.shape) if leaf.requires_grad else None
     got = tuple(along.shape) if isinstance(along, Tensor) else type(along).__name__
     if got != expected:

@@ -321,9 +321,15 @@ def check_metrics(metrics: Any, rank: int | None = None) -> None:
                     expected="a number or a 0-d tensor",
                     got=got,
                     rank=rank,
-                    remedy=remedy,
+                    remedy=_AUX_IS_BESIDE if isinstance(value, tuple) else remedy,
                 )
             )
+
+
+_AUX_IS_BESIDE = (
+    "fz.value_and_grad gives ((value, metrics), grads) where the loss returns an Aux: take them "
+    "apart, and return a metric for each"
+)
 
 
 def _fault_of_metric(value: Any) -> str | None:

@@ -20,7 +20,7 @@ from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree, named_leaves
-from .equality import assert_equal_values
+from .equality import apart, assert_equal_values
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
 JITTER = 16
@@ -63,10 +63,24 @@ class Run(NamedTuple):
         """The first state, and the one after each step."""
         return [self.start, *(step.state for step in self.steps)]
 
+    def repeats(self, other: Run) -> bool:
+        """Whether all results are those of another run, to the bit."""
+        ours, theirs = (_numbers_of(run) for run in (self, other))
+        return all(_are_alike(a, b) for a, b in zip(ours, theirs, strict=True))
+
     def update(self, k: int) -> PyTree[Tensor]:
         """Step k's update of the params."""
         before, after = self.states[k : k + 2]
         return tree_map(torch.sub, after.params, before.params)  # in the params' dtypes
+
+
+def _numbers_of(run: Run) -> list[Any]:
+    leaves: list[Any] = optree.tree_leaves([(step.state, step.metrics) for step in run.steps])
+    return leaves
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    return apart(a, b) == 0 if isinstance(a, Tensor) else bool(a == b)
 
 
 class Start(NamedTuple):

@@ -46,6 +46,12 @@ HINT = (
     "ranks' parts are of unequal size, return fz.Aux(weight=...). If a loss couples the samples of "
     "a batch (BatchNorm) or draws random numbers (dropout), compare with per_rank=True."
 )
+NOT_REPEATED = (
+    "The unsharded step gives other numbers when it is run again on the same batches. It draws "
+    "random numbers that don't follow from its seed (Python's random, numpy, a generator of its "
+    "own, seed=None), or keeps something outside of its state. Remedy: draw by torch or fz.random "
+    "in a step with a seed, or pass what was drawn with the batch; keep what changes in the state."
+)
 AMPLIFIED = (
     "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
     "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
@@ -215,8 +221,12 @@ def _check(
     except ProvesNothing:
         raise  # the oracle's update is at fault, and round-off explains nothing
     except AssertionError as error:
+        # Costly, and so only after a difference. Other random numbers would pass for round-off.
+        if not oracle.run_again(parts).repeats(comparison.expected):
+            error.add_note(NOT_REPEATED)
+            raise
         may_be_round_off = comparison.equality.grade != "bitwise"
-        # Costly, and so only after a difference: some more runs of the unsharded step
+        # Some more runs of the unsharded step
         explained = may_be_round_off and comparison.holds(oracle.jittered_runs(parts))
         if explained and allow_round_off:
             return
@@ -243,6 +253,12 @@ class _Oracle:
         for batch, its_parts in zip(self.batches, parts, strict=True):
             self._check_fair(batch, len(its_parts))
         return self._whole  # cached: it is the same for all ranks and levels
+
+    def run_again(self, parts: list[list[Any]]) -> Run:
+        """The same, run once more."""
+        if self.per_rank:
+            return self.run(parts)
+        return run_whole(self.step, self.start, self.batches)
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
         """The same several times, with gradients that are off in their last places."""
@@ -295,6 +311,10 @@ class _ProgramOracle:
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
         """The same several times, from trained leaves that are off in their last places."""
         return [self._run_from(self.start.jittered(seed), parts) for seed in range(JITTERED_RUNS)]
+
+    def run_again(self, parts: list[list[Any]]) -> Run:
+        """The same, run once more."""
+        return self._run_from(self.start, parts)
 
     def _run_from(self, start: ProgramStart, parts: list[list[Any]]) -> Run:
         if self.per_rank:

@@ -460,3 +460,15 @@ def test_nothing_of_a_product_stays(level: int | None) -> None:
         gc.collect()
         alive.append(sum(type(o) is Tensor for o in gc.get_objects()))
     assert alive[1:] == alive[1:2] * 3, alive
+
+
+def test_another_tree_in_the_place_of_the_vector() -> None:
+    """The note names the order of the arguments."""
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree({"w": torch.ones(5, requires_grad=True)}, level=3, group=group)
+        with pytest.raises(StructureError) as failed:
+            fz.hvp(lambda p: fz.unshard(p)["w"].pow(3).sum())(params, params)
+        assert "takes the vector second" in failed.value.__notes__[0]
+
+    run_ranks(run, 2)

@@ -135,6 +135,23 @@ def test_a_reduction_keeps_its_error(level: int, ranks: int) -> None:
     run_ranks(run, ranks)
 
 
+class InPlace(Rounded):
+    """Adds to what it keeps, which the state before still holds."""
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        result, work, new = super().start(flat, kept, group, cut=cut)
+        return result, work, {"error": kept["error"].copy_(new["error"])}
+
+
+def test_a_reduction_only_reads_what_it_keeps() -> None:
+    def run(group: Any) -> None:
+        step = fz.shard(make_step(), level=3, group=group, reduction=InPlace(torch.bfloat16))
+        with pytest.raises(StructureError, match=r"InPlace.start has written to kept\['error'\]"):
+            train(step, step.init(make_params()), make_batches(), group)
+
+    run_ranks(run, 2)
+
+
 def test_the_error_is_carried_to_other_ranks(tmp_path: Path) -> None:
     """Two ranks, three, two, one process: nothing of the sum is lost, and training goes on."""
     batches = make_batches(5)

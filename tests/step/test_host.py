@@ -96,3 +96,14 @@ def test_a_devices_numbers_are_waited_for_when_read() -> None:
     numbers += 1  # they come
     assert got["norm"] == 1.0 and late.waits == 1
     assert got.is_here and repr(got) == "HostMetrics({'loss': 1.0, 'norm': 1.0, 'rate': 0.5})"
+
+
+def test_a_loss_that_is_still_with_its_metrics_is_taken_apart() -> None:
+    def program(params: Any, batch: Any) -> Any:
+        loss, _ = fz.value_and_grad(lambda p: (p["w"].sum(), fz.Aux(metrics={"n": 1})))(params)
+        return params, {"loss": loss}
+
+    step = fz.program_step(program, init=lambda params: params)
+    state = step.init({"w": torch.ones(3, requires_grad=True)})
+    with pytest.raises(StructureError, match=r"got tuple.*\(\(value, metrics\), grads\)"):
+        step(state, None)

@@ -255,3 +255,12 @@ def test_recomputed_units() -> None:
         with sdpa_kernel(SDPBackend.MATH):
             found.append(fz.hvp(loss)(params, vector, batch))
     assert_equal_values(found[0], found[1])
+
+
+def test_params_are_no_vector() -> None:
+    """As on ranks, where they are held and the vector is in pieces."""
+    params = {"w": torch.ones(3, requires_grad=True)}
+    with pytest.raises(
+        StructureError, match=r"trained params in the place of the vector.*fz.pieces"
+    ):
+        fz.hvp(lambda p: p["w"].pow(3).sum())(params, params)

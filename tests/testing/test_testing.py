@@ -4,6 +4,7 @@ what and where."""
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -476,6 +477,34 @@ def test_a_tree_that_moves_in_some_steps_alone() -> None:
     batches = [torch.randn(12, 6, generator=made, dtype=torch.float64) for _ in range(4)]
     step = fz.program_step(program, init=init)
     assert_sharded_equals_unsharded(step, {"w": w.requires_grad_()}, batches, levels=[1, 3])
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("kind", ["program", "training step"])
+def test_random_numbers_from_elsewhere_are_no_round_off(kind: str, per_rank: bool) -> None:
+    """They differ between any two runs, and so would pass for round-off that is amplified."""
+    drawn = random.Random(0)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).square().mean() * (1 + drawn.random())
+
+    def program(params: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(loss)(params, x)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {}
+
+    if kind == "program":
+        step: Any = fz.program_step(program, init=lambda params: params)
+        given: tuple[Any, ...] = ()
+    else:
+        step = fz.train_step(lambda params, buffers, x: loss(params, x), optim.sgd(0.1))
+        given = ({},)
+    params = {"w": torch.ones(4, dtype=torch.float64, requires_grad=True)}
+    batches = [torch.ones(6, 4, dtype=torch.float64)]
+    with pytest.raises(AssertionError) as failed:
+        assert_sharded_equals_unsharded(
+            step, params, *given, batches, levels=[1], allow_round_off=True, per_rank=per_rank
+        )
+    assert "gives other numbers when it is run again" in failed.value.__notes__[-1]
 
 
 def test_programs_that_prove_nothing_are_refused() -> None:
