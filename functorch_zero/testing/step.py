@@ -43,8 +43,10 @@ JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 
 HINT = (
     "If a loss is a sum over the batch, make it a mean: sharded it is the mean over ranks. If "
-    "ranks' parts are of unequal size, return fz.Aux(weight=...). If a loss couples the samples of "
-    "a batch (BatchNorm) or draws random numbers (dropout), compare with per_rank=True."
+    "ranks' parts are of unequal size, or the mean is over tokens or a mask, return "
+    "fz.Aux(weight=...). If a loss couples the samples of a batch (BatchNorm) or draws random "
+    "numbers (dropout), compare with per_rank=True. A reduction or a gather that rounds is to be "
+    "left out."
 )
 NOT_REPEATED = (
     "The unsharded step gives other numbers when it is run again on the same batches. It draws "
