@@ -25,8 +25,8 @@ def donation_here() -> Donation | None:
 
 
 class EarlierCalls:
-    """What the calls of a program have shown so far, on all ranks alike: by it the next call
-    donates.
+    """The findings about a program of its calls so far, the same on all ranks. The next call
+    donates by them.
 
     Attributes:
         num_gradients: the most that a call has taken; None: there was none yet.
