@@ -294,6 +294,7 @@ class ShardedProgramStep:
             self._agreement.on_results(call.results(new, metrics, drawn.num_draws))
             if donation is not None:
                 self._earlier.note(donation)
+            # Once ranks have compared the value: that may have cut leaves, which are made anew
             after = self._marked(state, self._stored(new))
             parts = None if kept is None else kept.next_parts(new, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after, parts=parts), metrics
@@ -353,13 +354,14 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
-            value, trained = whole_value(marked), trained_leaves(marked)
+            value = whole_value(marked)
+            trained = zip(paths(value), trained_leaves(marked), strict=True)
             return State(
                 step=state.step.clone(),
                 value=value,
                 seed=tree_map(torch.clone, state.seed),
                 parts=self._parts.of(marked).parts.whole(state.parts, axes.at("unshard")),
-                trained=Trained(tuple(zip(paths(value), trained, strict=True))),
+                trained=Trained(tuple(trained)),
             )
 
     def shard_state(self, state: State) -> State:
