@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from functorch_zero._torch_private import can_compile
 from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.naming import described
+from functorch_zero.sharded.options import Options
 
 torch.set_num_threads(1)
 
@@ -191,6 +193,19 @@ def claims_checked_once(
     for module in ("train", "program.engine"):
         sharded = importlib.import_module(f"functorch_zero.sharded.{module}")
         monkeypatch.setattr(sharded, "check_claims", check)
+
+
+@pytest.fixture
+def cut_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the quick tier, let `shard` cut small leaves, too, as it does in proofs: aligned ones lie
+    whole on a rank. The other tiers keep the layouts of real runs."""
+    checked = Options.checked
+
+    def unaligned(*args: Any, **settings: Any) -> Options:
+        return replace(checked(*args, **settings), aligned=False)
+
+    if is_quick(request.node):
+        monkeypatch.setattr(Options, "checked", unaligned)
 
 
 def is_quick(item: pytest.Item) -> bool:

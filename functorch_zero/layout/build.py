@@ -57,6 +57,7 @@ def make_layout(
     trainable: Callable[[str, Any], bool],
     units: Sequence[UnitSpec] | None = None,
     cut: Callable[[str, Any], Cut] | None = None,
+    aligned: bool = True,
 ) -> Layout:
     """Cut `tree` over `num_ranks` ranks.
 
@@ -65,6 +66,8 @@ def make_layout(
         trainable: by path and leaf.
         units: None: `default_units`.
         cut: by path and leaf; None: each leaf into a piece per rank.
+        aligned: whether leaves and pieces start at aligned bytes, for speed and equal rounding. In
+            a proof they don't: aligned small leaves lie whole on one rank, and none would be cut.
 
     Raises:
         ValueError: the units don't have each leaf exactly once.
@@ -87,7 +90,7 @@ def make_layout(
     for unit in units:
         # Units are a model's, and the tree may hold some of its leaves only
         own = [number_of[path] for path in unit.leaves if path in number_of]
-        new = _buckets_of(unit.name, specs, own)
+        new = _buckets_of(unit.name, specs, own, aligned=aligned)
         # The numbers in the layout of this unit's buckets
         numbers = tuple(range(len(buckets), len(buckets) + len(new)))
         made.append(Unit(unit.name, unit.modules, numbers))
@@ -141,12 +144,15 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
     return replace(unit, name=f"{path}.{unit.name}".rstrip("."), leaves=leaves)
 
 
-def _buckets_of(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[Bucket]:
+def _buckets_of(
+    unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], *, aligned: bool
+) -> list[Bucket]:
     """The buckets of a unit with these leaves."""
     groups = _by_bucket(specs, numbers)
     # Names need a level only where the unit has buckets of several
     levels = {specs[group[0]].cut.level for group in groups}
-    return [_bucket(unit, specs, group, has_levels=len(levels) > 1) for group in groups]
+    has_levels = len(levels) > 1
+    return [_bucket(unit, specs, own, has_levels=has_levels, aligned=aligned) for own in groups]
 
 
 class _Kind(NamedTuple):
@@ -204,20 +210,33 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _bucket(
-    unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], *, has_levels: bool
+    unit: str,
+    specs: Sequence[LeafSpec],
+    numbers: Sequence[int],
+    *,
+    has_levels: bool,
+    aligned: bool,
 ) -> Bucket:
     """The bucket of leaves that may share one.
 
     Args:
         has_levels: whether the unit has buckets of several levels, so that names say which.
+        aligned: as `make_layout` takes it.
     """
     first = specs[numbers[0]]  # all leaves of a bucket agree with it in kind
+    alignment = _leaf_alignment(first) if aligned else 1
     offsets, end = [], 0  # in elements
     for n in numbers:
-        offsets.append(_round_up(end, _leaf_alignment(first)))
+        offsets.append(_round_up(end, alignment))
         end = offsets[-1] + specs[n].numel
-    # Pieces are equal, and aligned themselves; in elements, padding included
-    whole = _round_up(end, first.cut.num_pieces * _piece_alignment(first.dtype))
+    num_pieces = first.cut.num_pieces
+    # Pieces are equal, in elements, padding included
+    if aligned or _stands_alone(first):
+        alignment = _piece_alignment(first.dtype)
+        piece = _round_up(end, num_pieces * alignment) // num_pieces
+    else:
+        # An even share would end between leaves, where these are equal
+        piece = end // num_pieces + 1
     kind = _kind_in_words(first, has_levels=has_levels)
     name = f"{unit or 'root'}[{kind}]"  # "" is the root's own name
     shapes = tuple(specs[n].shape for n in numbers)
@@ -228,7 +247,7 @@ def _bucket(
         leaves=tuple(numbers),
         shapes=shapes,
         offsets=tuple(offsets),
-        piece=whole // first.cut.num_pieces,
+        piece=piece,
         cut=first.cut,
         dtypes=first.dtypes,
     )

@@ -2,9 +2,10 @@
 communication.
 
 A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat
-1-D buffer: each leaf starts at a 256-byte boundary, in path order, and the bucket is padded to
-equal pieces, as many as its `Cut` says. Rank r keeps the elements [r * piece, (r + 1) * piece) of
-each bucket. So of each leaf in it the rank keeps a contiguous range, possibly empty.
+1-D buffer: each leaf starts at a 256-byte boundary (in proofs anywhere), in path order, and the
+bucket is padded to equal pieces, as many as its `Cut` says. Rank r keeps the elements
+[r * piece, (r + 1) * piece) of each bucket. So of each leaf in it the rank keeps a contiguous
+range, possibly empty.
 
 Note [two cuts]: a bucket has one cut for gradients and optimizer state, into `num_pieces`, and one
 for params between steps, into `num_held`. At level 3 over one axis the two are equal. At levels 0

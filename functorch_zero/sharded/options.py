@@ -56,6 +56,7 @@ class Options:
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
+    aligned: bool = True  # as `make_layout` takes it; false in proofs
 
     @classmethod
     def checked(
@@ -109,6 +110,7 @@ class Options:
             "axes of the same data": self.axes.of_same_data,
             "state_axes": "both" if self.axes.both else "shard",
             "overlap": str(self.overlap),
+            "aligned leaves": self.aligned,
             **self.printed_seams,
         }
 
@@ -159,6 +161,7 @@ class Options:
             self.axes.optimizer.size,
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=self.cut_of,
+            aligned=self.aligned,
         )
         self.check_published(layout)
         return layout

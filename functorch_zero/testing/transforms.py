@@ -241,7 +241,9 @@ def _on_a_rank(
 
     def run(group: Group) -> list[PyTree[Tensor]]:
         # Detached leaves don't say what is trained
-        layout = make_layout(steps.params, group.size, trainable=lambda path, leaf: True)
+        layout = make_layout(
+            steps.params, group.size, trainable=lambda path, leaf: True, aligned=False
+        )
         across = Sharded(layout, group, donate=donate)
         # Pieces, views of one flat per bucket
         params = slice_tree(steps.params, layout, group.rank)

@@ -194,6 +194,7 @@ def moved(old: Any, new: Any) -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("cut_anywhere")
 @pytest.mark.parametrize(("name", "cases"), [*runs()])
 def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
     row = TABLE[name]

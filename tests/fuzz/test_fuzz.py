@@ -54,6 +54,7 @@ KEPT = {
 }
 
 
+@pytest.mark.usefixtures("cut_anywhere")
 @pytest.mark.parametrize(
     "first",
     tiers(range(0, QUICK, SEEDS_PER_TEST), range(QUICK, THOROUGH, SEEDS_PER_TEST)),

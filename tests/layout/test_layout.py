@@ -44,7 +44,7 @@ def is_leaf(x: Any) -> bool:
     return isinstance(x, tuple)
 
 
-def layout_of(tree: Any, num_ranks: int) -> tuple[Layout, Any]:
+def layout_of(tree: Any, num_ranks: int, *, aligned: bool = True) -> tuple[Layout, Any]:
     """The layout, and the tree of meta tensors it is for."""
     flags = dict(
         zip(
@@ -56,16 +56,19 @@ def layout_of(tree: Any, num_ranks: int) -> tuple[Layout, Any]:
     tensors = optree.tree_map(
         lambda x: torch.empty(x[0], dtype=x[1], device="meta"), tree, is_leaf=is_leaf
     )
-    return make_layout(tensors, num_ranks, trainable=lambda path, leaf: flags[path]), tensors
+    layout = make_layout(
+        tensors, num_ranks, trainable=lambda path, leaf: flags[path], aligned=aligned
+    )
+    return layout, tensors
 
 
 def paths_of(tree: Any) -> list[str]:
     return paths(optree.tree_map(lambda x: 0, tree, is_leaf=is_leaf))
 
 
-@drawn(trees, worlds)
-def test_every_element_is_in_exactly_one_piece(tree: Any, num_ranks: int) -> None:
-    layout, _ = layout_of(tree, num_ranks)
+@drawn(trees, worlds, st.booleans())
+def test_every_element_is_in_exactly_one_piece(tree: Any, num_ranks: int, aligned: bool) -> None:
+    layout, _ = layout_of(tree, num_ranks, aligned=aligned)
     extents = [optree.tree_leaves(layout.extents(rank)) for rank in range(num_ranks)]
     for i, leaf in enumerate(layout.leaves):
         stop = 0
@@ -105,6 +108,21 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
     assert sorted(b for unit in layout.units for b in unit.buckets) == list(
         range(len(layout.buckets))
     )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("sizes", [(5,), (7, 7), (7, 3), (4, 4, 4, 4, 4, 4)])
+def test_leaves_of_proofs_are_cut_however_small(sizes: tuple[int, ...], num_ranks: int) -> None:
+    """Aligned, each of them lies whole on one rank. Of equal leaves an even share would be whole
+    ones."""
+    tree = {f"leaf{i}": torch.zeros(size, dtype=torch.float64) for i, size in enumerate(sizes)}
+    cut = []
+    for aligned in (True, False):
+        layout = make_layout(tree, num_ranks, trainable=lambda path, leaf: True, aligned=aligned)
+        (bucket,) = layout.buckets
+        pieces = [bucket.extent(k, 0) for k in range(len(sizes))]
+        cut.append(any(0 < piece.num_here < piece.numel for piece in pieces))
+    assert cut == [False, True]
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])

@@ -31,6 +31,7 @@ OTHERS: dict[str, Any] = {
     "reduction": ROUNDED,
     "gather": object(),
     "state_storage": object(),
+    "aligned": False,
 }
 
 

@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -454,6 +455,42 @@ def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, sto
         assert_sharded_equals_unsharded(*averaged_program(optim.adam(0.01)), ranks=(3,))
     assert "at step 1, level 2, ranks 3" in str(caught.value)
     assert any("make it a mean" in note for note in caught.value.__notes__)
+
+
+def in_another_thread(update: Any) -> Any:
+    """The leaves' updates by a function, made where no watch of pieces sees them."""
+
+    def of_leaves(grads: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(grads)
+        with ThreadPoolExecutor(1) as pool:
+            return treedef.unflatten([*pool.map(update, leaves)])
+
+    return of_leaves
+
+
+@pytest.mark.parametrize("shapes", [{"w": (5, 3), "b": (3,)}, {"w": (5,)}, {"v": (5,), "w": (5,)}])
+def test_small_leaves_are_cut(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Else a function of each leaf's pieces would pass where all leaves are small."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return sum((torch.tanh(p) * x.mean()).square().mean() for p in params.values())
+
+    def steps_by(update: Any) -> Any:
+        def program(params: Any, x: Tensor) -> Any:
+            value, grads = fz.value_and_grad(loss)(params, x)
+            return fz.apply_updates(params, in_another_thread(update)(grads)), {"loss": value}
+
+        return fz.program_step(program, init=lambda params: params)
+
+    params = {
+        name: torch.linspace(1, 2, math.prod(shape), dtype=F64).view(shape).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    proven = partial(assert_sharded_equals_unsharded, levels=[1, 3], ranks=[2])
+    batches = [torch.ones(4, 2, dtype=F64)]
+    proven(steps_by(lambda g: -0.1 * g), params, batches)
+    with pytest.raises(AssertionError, match="the updates differ"):
+        proven(steps_by(lambda g: -0.1 * g / g.norm()), params, batches)
 
 
 def test_a_tree_that_moves_in_some_steps_alone() -> None:

@@ -409,6 +409,7 @@ class ShardedProgramStep:
             self.options.axes.optimizer.size,
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=cut,
+            aligned=self.options.aligned,
         )
         self.options.check_published(layout)
         return layout
