@@ -78,7 +78,7 @@ from .wrappers.hyperparams import (
     reduce_on_plateau,
     with_hyperparams,
 )
-from .wrappers.masking import freeze, masked, partition, scale_by_label
+from .wrappers.masking import apply_if_nonzero, freeze, masked, partition, scale_by_label
 from .wrappers.wrappers import (
     apply_if_finite,
     ema_params,
@@ -182,6 +182,7 @@ __all__ += [
 # Wrappers: for some leaves, for some steps, with hyperparameters in the state
 __all__ += [
     "apply_if_finite",
+    "apply_if_nonzero",
     "ema_params",
     "freeze",
     "hyperparams",

@@ -58,6 +58,7 @@ OPTIMIZERS = {
     "schedule": lambda: optim.adamw(optim.cosine_decay_schedule(0.1, 20)),
     "ema": lambda: optim.chain(optim.sgd(0.1, momentum=0.9), optim.ema(0.9)),
     "finite": lambda: optim.apply_if_finite(optim.lion(0.01), 3),
+    "nonzero": lambda: optim.apply_if_nonzero(optim.adamw(0.01)),
 }
 
 

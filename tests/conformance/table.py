@@ -61,6 +61,11 @@ def decayed(optimizer: Transform) -> Transform:
     return optim.chain(optim.add_decayed_weights(decay), optimizer)
 
 
+def taking_turns(optimizer: Transform) -> Transform:
+    """Matrices have updates of zeros in the second step, and the fourth."""
+    return optim.chain(optim.maybe_update(optim.freeze(is_matrix), lambda t: t % 2 == 1), optimizer)
+
+
 def is_matrix(path: str, leaf: Tensor) -> bool:
     """By the whole shape."""
     return leaf.ndim >= 2
@@ -473,6 +478,12 @@ WRAPPERS: dict[str, Row] = {
     "reduce_on_plateau": Row(
         lambda: optim.chain(optim.adamw(rate, weight_decay=decay), optim.reduce_on_plateau(0.5, 1)),
         between=watched,
+    ),
+    "apply_if_nonzero": Row(
+        lambda: taking_turns(optim.apply_if_nonzero(optim.adamw(rate, weight_decay=decay)))
+    ),
+    "apply_if_nonzero, by label, whole leaf": Row(
+        lambda: taking_turns(optim.apply_if_nonzero(muon(), by_dims))
     ),
 }
 

@@ -30,6 +30,7 @@ REFUSED = {
     "full_matrix_adagrad, whole tree",
     "inject_hyperparams, whole leaf",
     "apply_if_finite, whole leaf",
+    "apply_if_nonzero, by label, whole leaf",
     "lbfgs",
     "lookahead",
     "muon",

@@ -263,7 +263,12 @@ def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The host counts the steps that are taken, once in each
-WAIT_ONCE = {"apply_if_finite", "apply_if_finite, whole leaf"}
+WAIT_ONCE = {
+    "apply_if_finite": "optim/wrappers/wrappers.py",
+    "apply_if_finite, whole leaf": "optim/wrappers/wrappers.py",
+    "apply_if_nonzero": "optim/wrappers/masking.py",
+    "apply_if_nonzero, by label, whole leaf": "optim/wrappers/masking.py",
+}
 
 
 @THOROUGH
@@ -271,7 +276,7 @@ WAIT_ONCE = {"apply_if_finite", "apply_if_finite, whole leaf"}
 def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = waits(Case(TABLE[name].make), 3, monkeypatch)["step"]
     where = [line.partition(":")[0] for line in found]
-    assert where == (["optim/wrappers/wrappers.py"] if name in WAIT_ONCE else [])
+    assert where == ([WAIT_ONCE[name]] if name in WAIT_ONCE else [])
     assert set(found.values()) <= {LAST - FIRST + 1}
 
 

@@ -1,4 +1,5 @@
-"""Transforms for some of the leaves: `masked`, `partition`, `freeze`, `scale_by_label`.
+"""Transforms for some of the leaves: `masked`, `partition`, `freeze`, `scale_by_label`,
+`apply_if_nonzero`.
 
 Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The
 function's `leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of
@@ -157,6 +158,86 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     ending = update_with(_UPDATE_AND_ADD) if has_kernel else None
     parts = tuple(transforms.values())
     return Transform(init, update_with(_UPDATE), needs, parts=parts, ending=ending)
+
+
+@named
+def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Transform:
+    """Run `inner` on each leaf whose update has an element other than 0, and leave the others, and
+    their part of the state, alone.
+
+    So a leaf that no rank's loss has reached in this step rests, as under torch.optim, where it has
+    no gradient. Weight decay and old momentum don't move it, and its count of steps stands still.
+    A leaf that was reached, with a gradient of zeros, rests, too.
+
+    `inner` sees the leaves of one label alone, as in `partition`. So what looks at all leaves
+    belongs before it: `chain(clip_by_global_norm(1.0), apply_if_nonzero(adamw(1e-3)))`. A schedule
+    inside is given the label's own number of steps. torch's schedulers count all steps, as
+    `scale_by_learning_rate` does behind it. Weight decay belongs inside.
+
+    State: a dict from label to a state of `inner`. Communication: one all-reduce of a number per
+    leaf, and `inner`'s, label by label. The answer is the same on all ranks, and the host waits for
+    it.
+
+    Args:
+        inner: any transform.
+        param_labels: a tree of labels, or a function `(path, leaf) -> label`. Leaves of one label
+            share a state, and rest where all of them are 0. None: each leaf has a label of its own,
+            its path, as in torch. The host's work grows with the labels times the leaves.
+    """
+    label = labeller((lambda path, leaf: path) if param_labels is None else param_labels)
+
+    def positions(params: Tree, across: Across) -> dict[Any, list[int]]:
+        """By label, the numbers of its leaves."""
+        labels = optree.tree_structure(params).flatten_up_to(label(params, across))
+        found: dict[Any, list[int]] = {}
+        for i, name in enumerate(labels):
+            found.setdefault(name, []).append(i)
+        return found
+
+    def init(params: Tree, across: Across) -> dict[Any, Any]:
+        states = {}
+        for name, at in positions(params, across).items():
+            states[name] = inner.init(_only(at, params), across.select(_mask(at, params)))
+        return states
+
+    def update(
+        updates: Tree, state: dict[Any, Any], params: Tree, across: Across
+    ) -> tuple[Tree, dict[Any, Any]]:
+        largest = optree.tree_leaves(across.max(tree_map(lambda u: u != 0, updates)))
+        # Here the host waits for the gradients. Every rank has the same answers, so all ranks
+        # branch alike
+        moves = torch.stack(largest).cpu() if largest else ()
+        leaves, treedef = optree.tree_flatten(updates)
+        states = dict(state)
+        for name, at in positions(params, across).items():
+            # The updates of one that rests are zeros, as they should be
+            if not any(bool(moves[i]) for i in at):
+                continue
+            given, beside = _only(at, updates), _only(at, params)
+            narrowed = across.select(_mask(at, params))
+            new, states[name] = inner.update(given, state[name], beside, narrowed)
+            for i, made in zip(at, optree.tree_leaves(new), strict=True):
+                leaves[i] = made
+        return treedef.unflatten(leaves), states
+
+    # The question about all leaves is its own, whatever `inner` needs
+    return Transform(init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,))
+
+
+def _only(at: list[int], tree: Tree) -> Tree:
+    """The tree with None for all leaves but those with these numbers."""
+    leaves, treedef = optree.tree_flatten(tree)
+    kept: list[Any] = [None] * len(leaves)
+    for i in at:
+        kept[i] = leaves[i]
+    return treedef.unflatten(kept)
+
+
+def _mask(at: list[int], tree: Tree) -> PyTree[bool]:
+    """Whether a leaf's number is among these."""
+    treedef = optree.tree_structure(tree)
+    chosen = {*at}
+    return treedef.unflatten([i in chosen for i in range(treedef.num_leaves)])
 
 
 def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
