@@ -42,11 +42,12 @@ from .runs import (
 JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 
 HINT = (
-    "If a loss is a sum over the batch, make it a mean: sharded it is the mean over ranks. If "
-    "ranks' parts are of unequal size, or the mean is over tokens or a mask, return "
-    "fz.Aux(weight=...). If a loss couples the samples of a batch (BatchNorm) or draws random "
-    "numbers (dropout), compare with per_rank=True. A reduction or a gather that rounds is to be "
-    "left out."
+    "A rank's loss sees its own part of the batch. If it needs the whole, such as a contrastive "
+    "loss, let it gather that (docs/inside-a-loss.md); per_rank=True would not notice. If a loss "
+    "is a sum over the batch, make it a mean: sharded it is the mean over ranks. If ranks' parts "
+    "are of unequal size, or the mean is over tokens or a mask, return fz.Aux(weight=...). A "
+    "reduction or a gather that rounds is to be left out. Only where each rank's part is meant to "
+    "be seen by itself (BatchNorm, dropout), compare with per_rank=True."
 )
 NOT_REPEATED = (
     "The unsharded step gives other numbers when it is run again on the same batches. It draws "
@@ -97,9 +98,10 @@ def assert_sharded_equals_unsharded(
         levels, ranks: all combinations are run.
         grade: of equality, see `Equality`.
         per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
-            taking the whole batch: for losses that couple the samples of a batch (BatchNorm) or
-            draw random numbers (dropout), and for unequal parts of a loss without a weight. Of a
-            program, each gradient that it takes is averaged so.
+            taking the whole batch: for losses that see each part by itself on purpose (BatchNorm,
+            dropout), and for unequal parts of a loss without a weight. A loss that needs the whole
+            batch, and doesn't gather it, passes so, too. Of a program, each gradient that it takes
+            is averaged so.
         unused: paths, or patterns of paths, of leaves whose update may be zero or lost in rounding:
             trained ones that the loss does not use, averages of frozen ones.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
