@@ -77,7 +77,7 @@ def shard(
         step: made by `train_step`, `eval_step` or `program_step`.
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too;
             3 or "fsdp", params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3,
-            "*.adapter": 1}`, of which the innermost that names a leaf or a tree around it counts;
+            "**.adapter": 1}`, of which the innermost that names a leaf or a tree around it counts;
             or a function `(path, leaf) -> level`.
         group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A
             `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
@@ -122,6 +122,27 @@ def shard(
     weight (`fz.Aux`). BatchNorm and dropout see each rank's own part.
 
     After Rajbhandari et al., "ZeRO" (2020).
+
+    >>> import functorch_zero as fz
+    >>> from torch import nn
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.base, self.adapter = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    ...
+    ...     def forward(self, x):
+    ...         return self.base(x) + self.adapter(x)
+    >>> apply, params, buffers = fz.functionalize(nn.Sequential(Block(), Block()), units=Block)
+    >>> def loss_fn(params, buffers, x):
+    ...     return apply(params, buffers, x)[0].square().mean()
+    >>> step = fz.train_step(loss_fn, fz.optim.sgd(0.1))
+    >>> step = fz.shard(step, level={"": 3, "**.adapter": 1}, group=fz.groups.SingleRank())
+    >>> for path, leaf in step.init(params, buffers).params.items():  # whole below level 3
+    ...     print(path, tuple(leaf.shape))
+    0.base.weight (16,)
+    0.adapter.weight (4, 4)
+    1.base.weight (16,)
+    1.adapter.weight (4, 4)
     """
     if not isinstance(step, TrainStep | EvalStep | ProgramStep):
         raise TypeError(
