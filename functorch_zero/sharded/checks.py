@@ -16,20 +16,21 @@ from ..layout.layout import Layout
 from ..layout.levels import level_in_words, levels_of
 from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
+from ..step.rows import first_with_rows, leading_sizes, opened, opened_by_path
 from ..step.state import State, check_state
-from ..tree import paths
 from .options import Options, StatePlace
 
 
 def check_batch(batch: Any, device: torch.device, rank: int) -> None:
     """Refuse a batch on another kind of device than the params; single numbers may be anywhere."""
     # Paths are made for the error alone: a step checks each batch
-    for n, leaf in enumerate(optree.tree_leaves(batch)):
+    for n, leaf in enumerate(opened(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
+            path, _ = opened_by_path(batch)[n]
             raise StructureError(
                 explain(
                     "the batch is on the wrong device",
-                    path=paths(batch)[n],
+                    path=path,
                     expected=device,
                     got=leaf.device,
                     rank=rank,
@@ -49,19 +50,17 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
     # A weight of 0 says it already
     if weight is not None:
         return
-    for n, leaf in enumerate(optree.tree_leaves(batch)):
-        is_empty = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0
-        # An accelerator is waited for only where a leaf is empty
-        if is_empty and bool(loss.isnan()):
-            raise StructureError(
-                explain(
-                    "the batch is empty, and its loss NaN",
-                    path=paths(batch)[n],
-                    rank=rank,
-                    remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
-                    "counts for nothing",
-                )
+    # An accelerator is waited for only where a leaf is empty
+    if 0 in leading_sizes(batch) and bool(loss.isnan()):
+        raise StructureError(
+            explain(
+                "the batch is empty, and its loss NaN",
+                path=first_with_rows(batch),
+                rank=rank,
+                remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
+                "for nothing",
             )
+        )
 
 
 def check_place(state: State, options: Options) -> Sharding:

@@ -25,8 +25,8 @@ from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.rng import replayed
+from ..step.rows import total_size
 from ..step.state import State, TrainValue
-from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import average

@@ -16,6 +16,7 @@ from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
+from ..step.rows import without_rows
 from ..tree import PyTree, paths
 from .agreement import agree
 from .failures import sharing_failures
@@ -56,11 +57,11 @@ def equalize_batches(
     Args:
         batches: of this rank; the numbers of them may differ between ranks.
         group: as for `shard`.
-        empty: the batch of a rank that has no more. None: its first batch with 0 rows.
+        empty: the batch of a rank that has no more. None: its last batch with 0 rows.
 
     Raises:
-        StructureError: a rank that has no batch at all was not given `empty`; PeerError on the
-            others.
+        StructureError: a rank that has no batch at all was not given `empty`, or its batch has
+            leaves that can't be cut along rows; PeerError on the others.
 
     >>> from functorch_zero.testing import run_ranks
     >>> def sizes(group):
@@ -70,28 +71,34 @@ def equalize_batches(
     [[2, 0], [2, 2]]
     """
     group, waiting = as_group(group), iter(batches)
+    last: Batch | None = None  # of this rank
     while True:
         with sharing_failures(group):  # users' code reads the batches
             batch = next(waiting, None)
         # Every rank asks before every batch, so all stop after the same number
         if not any_rank(batch is not None, group):
             return
-        # The others go on to the step, and hear of it in their next collective
         if batch is None and empty is None:
+            # The others go on to the step, and hear of an error in their next collective
             with sharing_failures(group):
-                raise StructureError(
-                    f"rank {group.rank} has no batch at all, and others have. Remedy: "
-                    "equalize_batches(batches, group, empty=...), a batch with 0 rows"
-                )
-        if empty is None:  # made once, while this rank has a batch to make it of
-            empty = tree_map(_without_rows, batch)
-        yield empty if batch is None else batch
+                empty = _empty_like(last, group.rank)
+        last = batch
+        yield empty if batch is None else batch  # type: ignore[misc]
 
 
-def _without_rows(leaf: Any) -> Any:
-    """A leaf of a batch with 0 rows; single numbers have none."""
-    has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0
-    return leaf[:0] if has_rows else leaf
+def _empty_like(batch: Batch | None, rank: int) -> Batch:
+    """A batch like this one with 0 rows."""
+    if batch is None:
+        raise StructureError(
+            f"rank {rank} has no batch at all, and others have. Remedy: "
+            "equalize_batches(batches, group, empty=...), a batch with 0 rows"
+        )
+    try:
+        made: Batch = without_rows(batch)
+    except StructureError as error:
+        error.add_note("equalize_batches(batches, group, empty=...) takes a batch with 0 rows")
+        raise
+    return made
 
 
 def broadcast(

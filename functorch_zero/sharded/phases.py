@@ -33,9 +33,9 @@ from ..step.loss import Metrics, Outcome
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState
 from ..step.rng import replayed
+from ..step.rows import total_size
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep, merged_metrics
-from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import report_of

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from ..devices import number_on
 from ..errors import StructureError, explain
-from ..tree import paths
 from .loss import Outcome, as_tensor
+from .rows import first_with_rows, num_rows, split_rows
 from .weights import as_weight, is_on_device, or_nan, unless_weightless
 
 
@@ -33,62 +32,23 @@ def check_accumulate(count: Any) -> None:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along dim 0 of its tensors, the first ones larger by one where
-    that doesn't divide; leaves without dims are in all of them."""
+    """The batch in `count` parts along its rows, the first ones larger by one where that doesn't
+    divide; what belongs to all rows is in all of them."""
     if count == 1:
         return [batch]
-    leaves, treedef = optree.tree_flatten(batch)
-    _check_rows(batch)
-    parts_of = []  # per leaf, its `count` parts
-    for path, leaf in zip(paths(batch), leaves, strict=True):
-        parts_of.append(_parts(path, leaf, count))
-    micro = []
-    for i in range(count):
-        micro.append(treedef.unflatten([parts[i] for parts in parts_of]))
-    return micro
-
-
-def _check_rows(batch: Any) -> None:
-    """Raise, naming the first leaf with another number of rows: its parts would belong to others'
-    rows."""
-    rows = {path: len(x) for path, x in _with_dims(batch)}
-    first = next(iter(rows), "")
-    for path, num in rows.items():
-        if num != rows[first]:
-            raise StructureError(
-                explain(
-                    "a batch is cut along dim 0 of its tensors, and these have unequal rows",
-                    path=path,
-                    expected=f"{rows[first]}, as {first} has",
-                    got=num,
-                    remedy="give each tensor a row per example; close over one that is no part of "
-                    "the batch, or pass it as a number or a 0-d tensor",
-                )
-            )
-
-
-def _with_dims(batch: Any) -> list[tuple[str, Tensor]]:
-    rows = zip(paths(batch), optree.tree_leaves(batch), strict=True)
-    return [(path, x) for path, x in rows if isinstance(x, Tensor) and x.dim() > 0]
-
-
-def _parts(path: str, leaf: Any, count: int) -> list[Any]:
-    """The `count` parts of one leaf of a batch."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return [leaf] * count
-    # Parts of size 0 would have losses of NaN
-    if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
-        remedy = "pass larger batches, or accumulate over fewer"
+    rows = num_rows(batch)
+    # Parts of size 0 would have losses of NaN; an empty batch is that of a rank without data left
+    if rows and rows < count:
         raise StructureError(
             explain(
                 "the batch is too small",
-                path=path,
+                path=first_with_rows(batch),
                 expected=f"{count} rows or more, one per micro-batch",
-                got=len(leaf),
-                remedy=remedy,
+                got=rows,
+                remedy="pass larger batches, or accumulate over fewer",
             )
         )
-    return list(leaf.tensor_split(count))
+    return split_rows(batch, count)
 
 
 def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:

@@ -295,8 +295,9 @@ def train_step(
         optimizer: a transform, from `functorch_zero.optim` or of your own.
         trainable: which leaves are trained: a tree of bools or a function `(path, leaf) -> bool`.
             None: those with `requires_grad`, which `functionalize` takes over from the module.
-        accumulate: the number of micro-batches that a batch is cut into, along dim 0 of its
-            tensors. Memory for activations is one micro-batch's. Gradients and metrics are averaged
+        accumulate: the number of micro-batches that a batch is cut into, along dim 0 of its tensors
+            and numpy arrays. Lists of other things are cut if they are as long; objects are
+            refused. Memory for activations is one micro-batch's. Gradients and metrics are averaged
             by the micro-batches' weights (without weights each counts the same). Buffers go from
             one to the next. Sharded, each rank cuts its own part of the batch: levels 0 and 1
             reduce gradients once per step. Levels 2 and 3 do so in each micro-batch, unless

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 from torch import Tensor
 
 from ..errors import UnequalBatchesWarning, explain, warn
+from .rows import leading_sizes
 
 
 class WeightReminder:
@@ -58,17 +58,6 @@ class WeightReminder:
             "the mean of; or weight=1, where each shall count the same",
         )
         warn(text, UnequalBatchesWarning)
-
-
-def leading_sizes(batch: Any) -> list[int]:
-    """The first dims of a batch's tensors, in flatten order; those without dims are left out."""
-    leaves = optree.tree_leaves(batch)
-    return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-
-
-def total_size(batch: Any) -> int:
-    """One number for ranks to compare: the sum of the leading sizes."""
-    return sum(leading_sizes(batch))
 
 
 def _mean(sizes: Sequence[int]) -> float:

@@ -16,6 +16,7 @@ from ..groups.protocol import Group
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.program import PART, Part
 from ..step.program_step import ProgramStep
+from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
@@ -141,21 +142,13 @@ class ProgramStart(NamedTuple):
 
 def split(batch: Any, num_ranks: int) -> list[Any]:
     """Each rank's part of a batch: consecutive rows, as equal in number as possible."""
-    leaves, treedef = optree.tree_flatten(batch)
-    # The sizes of first dims, of all tensors that have one
-    rows = {x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()}
+    rows = num_rows(batch)
     # Some rank would get no row
-    if rows and min(rows) < num_ranks:
+    if rows is not None and rows < num_ranks:
         raise ValueError(
-            f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
-            "batches"
+            f"a batch of {rows} can't be split over {num_ranks} ranks. Remedy: pass larger batches"
         )
-    by_leaf: list[Sequence[Any]] = []  # each leaf's parts, in rank order
-    for leaf in leaves:
-        has_rows = isinstance(leaf, Tensor) and leaf.dim()
-        # Sizes differ by 1 at most
-        by_leaf.append(leaf.tensor_split(num_ranks) if has_rows else [leaf] * num_ranks)
-    return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
+    return split_rows(batch, num_ranks)
 
 
 def run_whole(

@@ -23,9 +23,10 @@ from ..params import is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.program_step import ProgramStep
+from ..step.rows import num_rows
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
-from ..tree import paths, same_structure
+from ..tree import same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
 from .runs import (
@@ -280,16 +281,14 @@ class _Oracle:
     def _check_fair(self, batch: Any, num_parts: int) -> None:
         """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
         of the whole."""
-        for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
-            # Rows that don't divide: parts would be of unequal size
-            uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_parts
-            if uneven and not self._whole.weighted:
-                raise ValueError(
-                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over "
-                    f"{num_parts} ranks, and the loss returns no weight, so each rank's mean "
-                    "would count the same. Remedy: return Aux(weight=...), pass batches that "
-                    "divide, or compare with per_rank=True"
-                )
+        rows = num_rows(batch) or 0
+        # Rows that don't divide: parts would be of unequal size
+        if rows % num_parts and not self._whole.weighted:
+            raise ValueError(
+                f"a batch of {rows} does not divide over {num_parts} ranks, and the loss returns "
+                "no weight, so each rank's mean would count the same. Remedy: return "
+                "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
+            )
 
 
 @dataclass(frozen=True)

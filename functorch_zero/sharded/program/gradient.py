@@ -24,7 +24,7 @@ from ...layout.sharded_tree import ShardedTree
 from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import GradientReduction
 from ...step.program import LossCall
-from ...step.weight_reminder import total_size
+from ...step.rows import total_size
 from ..average import Report, report_of
 from ..buffers import check_synchronizable, synchronize
 from ..grad_mean import to_means
