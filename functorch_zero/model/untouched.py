@@ -13,12 +13,13 @@ from ..tree import PyTree, has_values, paths
 
 
 def is_looked_at(call: int) -> bool:
-    """Whether the slow questions about a loss are asked at this call: 0, 1, 2, 4, 8 and so on, and
-    every 100th.
+    """Whether the slow questions about a loss are asked at this call: 0, 1, 2, 4, 8 and so on,
+    every 100th, and the one before each of these.
 
-    They read all params, or walk through all of autograd's graph.
+    They read all params, or walk through all of autograd's graph. Work that comes every k calls,
+    for any k up to 100, is met at last: counted from 0 in call 100 k, and from 1 in 100 k - 1.
     """
-    return call & (call - 1) == 0 or call % 100 == 0
+    return any(n & (n - 1) == 0 or n % 100 == 0 for n in (call, call + 1))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -242,6 +242,9 @@ LIES: dict[str, Callable[[], Transform]] = {
     "a late mean": lambda: counted(lambda u, n: torch.where(n > 1000, u - u.mean(), u)),
     "a late branch": lambda: counted(lambda u, n: u * u.numel() if n > 1000 else u),
     "a late decay": lambda: counted(lambda u, n: u * 2 if n > 1000 and u.ndim >= 2 else u),
+    "an end of four steps": lambda: counted(
+        lambda u, n: u * u.numel() if (int(n) + 1) % 4 == 0 else u
+    ),
     "a late decay by a float": lambda: counted(
         lambda u, n: u * 2 if n > 1000 and u.ndim >= 2 else u, torch.float32
     ),

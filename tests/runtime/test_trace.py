@@ -115,8 +115,8 @@ def walk_of_one_unit(group: Any) -> Walk:
 
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group)
     state = step.init(params, buffers)
-    # Layouts remember what they have worked out, and step 3 asks no slow questions
-    for _ in range(3):
+    # Layouts remember what they have worked out, and step 5 asks no slow questions
+    for _ in range(5):
         state, _ = step(state, torch.ones(4, 7))
     step.gather_order.record(())
     walk = Walk()

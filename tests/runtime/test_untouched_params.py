@@ -166,8 +166,16 @@ def test_a_program_that_writes_to_params(level: int | None) -> None:
 
 
 def test_the_calls_at_which_values_are_compared() -> None:
-    calls = [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
+    calls = [0, 1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 99, 100, 127, 128, 199, 200]
     assert [call for call in range(220) if is_looked_at(call)] == calls
+
+
+def test_no_period_up_to_100_stays_unseen() -> None:
+    """Work that comes every k calls, counted from 0 or from 1."""
+    looked_at = [call for call in range(10_001) if is_looked_at(call)]
+    assert len(looked_at) < 2.5 * 100
+    for first in (0, 1):
+        assert all(any((n + first) % k == 0 for n in looked_at[5:]) for k in range(1, 101))
 
 
 class Model:
@@ -317,7 +325,7 @@ def test_a_write_that_begins_late_is_seen_within_100_steps(way: int | None) -> N
 
     with pytest.raises(StructureError, match=r"changed in place.*1"):
         run_ranks(run, 1)
-    assert seen[-1] == 100
+    assert seen[-1] == 99
 
 
 CHANGED: dict[str, Callable[[Tensor], Any]] = {

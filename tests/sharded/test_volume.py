@@ -243,12 +243,12 @@ def test_units_used_more_than_once(order: list[int]) -> None:
 
 
 def calls_of(step: Any, level: int, *trees: Any) -> Counter[tuple[str, int]]:
-    """A sharded step's collectives in its fourth call, by kind and length. Nobody looks at it
+    """A sharded step's collectives in its sixth call, by kind and length. Nobody looks at it
     closely."""
     group = CountingGroup(RANKS)
     sharded = shard(step, level=level, group=group)
     state = sharded.init(*trees)
-    for _ in range(4):
+    for _ in range(6):
         group.reset()
         state, _ = sharded(state, tokens(2))
     return Counter((call.kind, call.num_elements) for call in group.calls)

@@ -276,8 +276,8 @@ def test_a_devices_wrong_weight_makes_all_results_nan(
     def run(group: Any) -> None:
         sharded = fz.shard(step, level=level, group=group)
         evaluation = fz.eval_step(lambda p, b, x: given(p, b, x)[1])
-        evaluation = fz.shard(replace(evaluation, calls=count(3)), level=level, group=group)
-        state = sharded.init(PARAMS).replace(step=torch.tensor(3))
+        evaluation = fz.shard(replace(evaluation, calls=count(5)), level=level, group=group)
+        state = sharded.init(PARAMS).replace(step=torch.tensor(5))
         own = BATCH[group.rank : group.rank + 1]
         assert evaluation(state, own)["value"].isnan()
         state, metrics = sharded(state, own if accumulate == 1 else BATCH)

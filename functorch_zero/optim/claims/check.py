@@ -26,7 +26,8 @@ from .cuts import FIRST_PIECES, CutTest, TrialCut, alone, is_refusal
 from .operators import OperatorWatch
 from .pretended import MOST, PretendedRank, Silent, block_of
 
-# Steps of a test: the first, the second (some updates treat the first differently), and a late one
+# Updates of a test: of the first step, the second (some updates treat the first differently), and
+# of two late ones
 NUM_STEPS = 3
 MAGNITUDES = (1e4, 1e-6)  # of values that are tried, leaf by leaf in turn, beside those near 1
 MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
@@ -96,8 +97,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
     sums, matrix products), random ones, values read on the host, and changes of inputs in place;
     results that depend on how leaves are cut, by their shape, strides, position, path, order or
-    number, in the first two steps or in a late one; whole-leaf functions that make another update
-    when they are repeated; and an `in_place` that is not `update` to the bit.
+    number, in the first two steps or in two late ones; whole-leaf functions that make another
+    update when they are repeated; and an `in_place` that is not `update` to the bit.
     Nothing is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim

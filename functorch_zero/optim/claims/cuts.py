@@ -6,11 +6,12 @@ path. Nor may it depend on the leaves' order or number, on their strides, or on 
 been called.
 
 Note [later counters]: a transform that changes its ways at a later step, by a counter in its state,
-does as it should in the first steps. So the last step of a test is a late one: the counters in the
-state are moved on by `LATER` before it, for every cut alike. Counters are 0-d integers, and 0-d
-floats that a step has raised by one. Some transforms can't run so late: a table of learning rates,
-say, has no row for that step. One that fails then, on whole leaves, too, is tested again with its
-counters as they are.
+does as it should in the first steps. So a test ends with two late ones: the counters in the state
+are moved on before them, for every cut alike. One that was 0 at first is moved by `LATER`, and then
+to 2 `LATER` - 1, where every period up to 16 ends: there some do their periodic work, and others at
+its beginning, as in step 0. Counters are 0-d integers, and 0-d floats that a step has raised by
+one. Some transforms can't run so late: a table of learning rates, say, has no row for that step.
+One that fails then, on whole leaves, too, is tested again with its counters as they are.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class CutTest:
 
     Attributes:
         params: whole leaves.
-        updates: those of each step, like params. See Note [later counters] for the last step.
+        updates: those of each step, like params; the last ones come twice, in late steps. See Note
+            [later counters].
         watch: sees the runs, and refuses.
         compare: `(expected, got)` to their difference, None where there is none.
         operators: whether the watch sees each operator, too, on some pieces.
@@ -126,47 +128,47 @@ class CutTest:
     def check(self) -> None:
         """Raise `TransformError` unless the results are the same for all cuts."""
         try:
-            self._check(LATER)
+            self._check(late=True)
         except Exception as error:  # an author's function may raise anything
             # A refusal stands; a failure counts if whole leaves alone would have run so late
-            if is_refusal(error) or self._runs_on_whole_leaves(LATER):
+            if is_refusal(error) or self._runs_late_on_whole_leaves():
                 raise
-            self._check(later=0)  # it has no late step, see Note [later counters]
+            self._check(late=False)  # it has no late step, see Note [later counters]
 
-    def _runs_on_whole_leaves(self, later: int) -> bool:
-        """Whether the transform itself runs at a later step, whatever it does on pieces."""
+    def _runs_late_on_whole_leaves(self) -> bool:
+        """Whether the transform itself runs at later steps, whatever it does on pieces."""
         try:
-            self._run(WHOLE, later)
+            self._run(WHOLE, late=True)
         except Exception:
             return False
         return True
 
-    def _check(self, later: int) -> None:
-        """`later`: steps that are added to the counters before the last step."""
+    def _check(self, *, late: bool) -> None:
+        """`late`: whether counters are moved on; see Note [later counters]."""
         # First pieces come first: the other runs are given their answers of `across`. Operators are
         # watched there, since they tell the author's line
-        first = self._run(FIRST_PIECES, later, operators=self.operators)
-        whole = self._run(WHOLE, later)
-        second = self._run(SECOND_PIECES, later)
+        first = self._run(FIRST_PIECES, late=late, operators=self.operators)
+        whole = self._run(WHOLE, late=late)
+        second = self._run(SECOND_PIECES, late=late)
         # Step by step: one piece behind the other is the leaf, flattened
         for made, a, b in zip(whole, first, second, strict=True):
             together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
             self._compare_updates(made.updates, together, FIRST_PIECES)
             self._compare_states(made.state, a.state, b.state)
         if self.strides:
-            self._check_strides(whole, later)
+            self._check_strides(whole, late=late)
         if not self.regroup:
             return
         # The joined leaf holds the last leaf first: split, and turned round
-        for made, joined in zip(whole, self._run(JOINED, later), strict=True):
+        for made, joined in zip(whole, self._run(JOINED, late=late), strict=True):
             sizes = [x.numel() for x in reversed(made.updates)]  # in the order of `_join`
             (flat,) = joined.updates
             self._compare_updates(made.updates, flat.split(sizes)[::-1], JOINED)
 
-    def _check_strides(self, whole: list[_Made], later: int) -> None:
+    def _check_strides(self, whole: list[_Made], *, late: bool) -> None:
         """Params keep their strides in one process, and pieces have none."""
         try:
-            laid_out = self._run(LAID_OUT, later)
+            laid_out = self._run(LAID_OUT, late=late)
         except Exception as error:  # it may well refuse such leaves, by a view of them
             if is_refusal(error):
                 raise
@@ -175,7 +177,7 @@ class CutTest:
             others = [x.reshape(-1) for x in other.updates]
             self._compare_updates(made.updates, others, LAID_OUT)
 
-    def _run(self, cut: TrialCut, later: int, *, operators: bool = False) -> list[_Made]:
+    def _run(self, cut: TrialCut, *, late: bool, operators: bool = False) -> list[_Made]:
         """All steps on one cut."""
         # A new `across` per run, since it counts the questions
         across, params = self.across_of(cut), cut.of(self.params)
@@ -185,11 +187,10 @@ class CutTest:
         num_in_state = optree.tree_structure(state).num_leaves
         made: list[_Made] = []
         before = state
-        for step, whole_updates in enumerate(self.updates, 1):
+        for move, whole_updates in self._steps(late=late):
             updates = cut.of(whole_updates)
-            # See Note [later counters]
-            if step == len(self.updates):
-                state = _at_a_later_step(state, before, later)
+            if move:
+                state = _at_a_later_step(state, before, move)
             before = state
             given = {"updates": updates, "state": state, "params": params}
             with self.watch.running(cut.on, operators=operators, **given):
@@ -200,6 +201,15 @@ class CutTest:
             self._check_shapes(new, updates, cut)
             made.append(_Made(optree.tree_leaves(new), state))
         return made
+
+    def _steps(self, *, late: bool) -> list[tuple[int, PyTree[Tensor]]]:
+        """The updates of each step, and what counters are moved on by before it; see Note [later
+        counters]."""
+        steps = [(0, updates) for updates in self.updates]
+        if late:
+            num, last = len(steps), self.updates[-1]
+            steps[-1:] = [(LATER, last), (LATER - num - 1, last)]
+        return steps
 
     def _check_number(self, name: str, tree: Any, expected: int) -> None:
         num = optree.tree_structure(tree).num_leaves
@@ -259,7 +269,7 @@ class CutTest:
     def _changes_with_calls(self) -> bool:
         """Whether two runs on the same whole leaves differ."""
         try:
-            once, again = self._run(WHOLE, later=0), self._run(WHOLE, later=0)
+            once, again = self._run(WHOLE, late=False), self._run(WHOLE, late=False)
         except Exception:  # an author's function may raise anything
             # The difference that was found before is the error to tell then
             return False

@@ -199,7 +199,7 @@ def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> N
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_without_a_storage_fetches_the_state_of_one_with(donate: bool) -> None:
-    """Also in a call that isn't looked at, in which nobody else reads leaves: the fourth."""
+    """Also in a call that isn't looked at, in which nobody else reads leaves: the sixth."""
 
     def program(value: Any, x: Tensor) -> Any:
         params, state = value
@@ -215,7 +215,7 @@ def test_a_step_without_a_storage_fetches_the_state_of_one_with(donate: bool) ->
         for storage in (None, Negated()):
             writer = fz.shard(program_of(adamw), **options, state_storage=storage)
             reader = fz.shard(reading, **options)
-            train(reader, reader.init(FIRST), BATCHES[:3])
+            train(reader, reader.init(FIRST), [*BATCHES[:3], *BATCHES[:2]])
             state = train(writer, writer.init(FIRST), BATCHES[:2])
             wholes.append(reader.unshard(train(reader, state, BATCHES[3:4])))
         assert_equal_values(*wholes, grade=EXACT)
