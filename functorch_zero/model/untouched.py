@@ -45,7 +45,7 @@ class Untouched:
         # Of each tensor's values; empty: they aren't compared
         self._values: list[Tensor] = []
         if look and all(map(has_values, tensors)):
-            self._values = [_marks_of_values(tensor) for tensor in tensors]
+            self._values = [marks_of_values(tensor) for tensor in tensors]
 
     def check(self, where: str | PyTree[Tensor]) -> None:
         """Raise StructureError if one of them has changed.
@@ -65,7 +65,7 @@ class Untouched:
         for i, (tensor, before) in enumerate(zip(self._tensors, self._before, strict=True)):
             same = _marks(tensor) == before
             if same and self._values:
-                same = torch.equal(_marks_of_values(tensor), self._values[i])
+                same = torch.equal(marks_of_values(tensor), self._values[i])
             if not same:
                 return i
         return None
@@ -76,7 +76,7 @@ def _marks(tensor: Tensor) -> tuple[int, int | None]:
     return storage_id(tensor), None if tensor.is_inference() else version_of(tensor)
 
 
-def _marks_of_values(tensor: Tensor) -> Tensor:
+def marks_of_values(tensor: Tensor) -> Tensor:
     """1-D integers by which a change of a tensor's values shows: a few words themselves, or sums
     of many."""
     words = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -99,6 +99,31 @@ class Summed:
 
 
 SUMMED = Summed()
+
+
+def _fault_of(started: Any, length: int, kept: Kept) -> tuple[str, str, Any] | None:
+    """The first thing that isn't as a reduction must return it: its name, the form it must have,
+    and what there is; None: all is well."""
+    if not isinstance(started, tuple) or len(started) != len(Started._fields):
+        return "its results", "Started(result, work, kept)", started
+    result, work, new = started
+    if not isinstance(result, Tensor) or result.shape != (length,):
+        return "the sum", f"a tensor of shape ({length},)", result
+    if not callable(getattr(work, "wait", None)):
+        return "the work", "an object with wait(), as collectives return it", work
+    if not isinstance(new, Mapping) or new.keys() != kept.keys():
+        return "the tensors to keep", f"a dict with {sorted(kept)}", new
+    for name, x in kept.items():
+        if _form_of(new[name]) != _form_of(x):
+            return f"kept[{name!r}]", _form_of(x), new[name]
+    return None
+
+
+def _form_of(x: Any) -> str:
+    """A tensor without its values, or the type of what is none."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"a tensor of shape {tuple(x.shape)}, {x.dtype} on {x.device}"
 
 
 class UnderWay(NamedTuple):
@@ -216,8 +241,12 @@ class GradientReduction:
                 group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
                 versions = [version_of(x) for x in kept.values()]
-                result, work, self.kept[b] = self._by.start(flat, kept, group, cut=cut)
+                # A flat that is not cut is given away
+                length = flat.numel() // group.size if cut else flat.numel()
+                started = self._by.start(flat, kept, group, cut=cut)
                 self._check_read_only(bucket, kept, versions)
+                self._check_started(bucket, started, length, kept)
+                result, work, self.kept[b] = started
         self._under_way[-1].append(UnderWay(b, result, work, is_last))
 
     def _check_read_only(self, bucket: Bucket, kept: Kept, versions: list[int]) -> None:
@@ -233,6 +262,25 @@ class GradientReduction:
                         remedy="return a new tensor, kept[name] + ... instead of kept[name] += ...",
                     )
                 )
+
+    def _check_started(self, bucket: Bucket, started: Any, length: int, kept: Kept) -> None:
+        """Raise unless the reduction has returned a sum of this length, its work, and tensors to
+        keep that are as those before."""
+        fault = _fault_of(started, length, kept)
+        if fault is None:
+            return
+        name, (what, expected, got) = type(self._by).__name__, fault
+        raise StructureError(
+            explain(
+                f"{name}.start has returned {what} in another form than it must have",
+                path=bucket.name,
+                expected=expected,
+                got=sorted(map(str, got)) if isinstance(got, Mapping) else _form_of(got),
+                rank=self._axes.world.rank,
+                remedy=f"return Started(result, work, kept), with tensors as {name}.init makes "
+                "them in kept",
+            )
+        )
 
     def settle(self, *, leaving: int = 0) -> None:
         """Wait for the oldest units' reductions, and let go of their flats. Those of the newest

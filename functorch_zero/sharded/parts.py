@@ -242,13 +242,13 @@ class ReductionParts:
         """Raise unless a reduction's first tensors have its names, and shapes that fit them."""
         name, keeps = type(self._reduction).__name__, self._reduction.keeps
         rank = self._axes.world.rank
-        if kept.keys() != keeps.keys():
+        if not isinstance(kept, Mapping) or kept.keys() != keeps.keys():
             raise StructureError(
                 explain(
                     f"{name}.init must make the tensors that `keeps` names",
                     path=bucket.name,
                     expected=sorted(keeps),
-                    got=sorted(kept),
+                    got=sorted(kept) if isinstance(kept, Mapping) else type(kept).__name__,
                     rank=rank,
                 )
             )

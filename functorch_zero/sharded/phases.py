@@ -73,9 +73,9 @@ class Updater(Protocol):
         """The optimizer's state, beside the params."""
         ...
 
-    def stored(self, state: Any, old: Any = None) -> Any:
-        """The optimizer's state, where it lies between steps: over the tensors of `old`, if
-        given."""
+    def stored(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+        """The optimizer's state, where it lies between steps: over the tensors of `old`, if given.
+        With `look`, the storage is asked whether it has lost anything."""
         ...
 
 
@@ -262,7 +262,8 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
-        opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
+        old, look = state.opt_state if options.donate else None, is_looked_at(int(state.step))
+        opt_state = run.updater.stored(opt_state, old, look=look)
     if options.donate:
         run.sharding.donations.take_counters(state.step, state.opt_state, opt_state)
     new = State(

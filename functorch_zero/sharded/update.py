@@ -133,10 +133,10 @@ class PreparedUpdate:
         """The optimizer's state, beside the params."""
         return fetched(self._storage, state)
 
-    def stored(self, state: Any, old: Any = None) -> Any:
+    def stored(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
-        return stored(self._storage, state, old)
+        return stored(self._storage, state, old, look=look)
 
 
 def _trained_flats(pieces: ShardedTree) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -437,7 +438,8 @@ def vectors(state: Any) -> list[Tensor]:
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
-    """To the bit as beside the params; fetched and stored once per flat and step."""
+    """To the bit as beside the params; fetched and stored once per flat and step, and fetched once
+    more where that is looked at, as here."""
     batches = make_batches()
 
     def run(group: Any) -> None:
@@ -451,7 +453,7 @@ def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
         first = tree_map(torch.clone, state)
         later = train(step, state, batches, group)
         assert all(map(disk.holds, vectors(later)))
-        assert disk.moved["fetched"] == 3 * num and disk.moved["stored"] == 4 * num
+        assert disk.moved["fetched"] == 7 * num and disk.moved["stored"] == 4 * num
         assert disk.moved["mapped"] == (num if donate else 4 * num), "donated files are used again"
         expected = train(plain, plain.init(make_params()), batches, group)
         assert_equal_values(expected, later, grade=EXACT)
@@ -459,6 +461,74 @@ def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
             assert_equal_values(first, state, grade=EXACT)
         assert_equal_values(plain.unshard(expected), step.unshard(later), grade=EXACT)
         assert "state_storage=OnDisk()" in str(fz.describe(step, later))
+
+    run_ranks(run, 2)
+
+
+class Copied:
+    """Storages that are right, and mistakes that lose numbers, by name."""
+
+    def __init__(self, how: str):
+        self.how = how
+        self.place = torch.empty(2**12, dtype=torch.float64)
+        self.num = 0  # of its elements that are taken
+        self.buffers: dict[Any, Tensor] = {}
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        if self.how == "one buffer per shape":
+            buffer = self.buffers.setdefault(stored.shape, torch.empty_like(stored))
+            return buffer.copy_(stored)
+        return stored if self.how == "no copy" else stored.clone()
+
+    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        if self.how == "one place" or (self.how == "places of one storage" and into is None):
+            into = torch.empty(0, dtype=tensor.dtype)  # a view would share its version counter
+            into.set_(self.place.untyped_storage(), self.num, tensor.shape)
+            self.num += tensor.numel() if self.how != "one place" else 0
+        if self.how == "keeps what it is given":
+            return tensor
+        if into is None:
+            return tensor.clone()
+        if self.how == "forgets":
+            return into
+        return into.copy_(tensor.float() if self.how == "rounds" else tensor)
+
+
+LOSES = {
+    "one buffer per shape": "fetch returned a tensor that lies in the same memory as another one's",
+    "no copy": "fetch returned a tensor that lies in the same memory as the one it was given",
+    "one place": "store returned a tensor that lies in the same memory as another one's",
+    "forgets": r"Copied has lost numbers of the optimizer's state.*path .*weight.*to the bit|lost",
+    "rounds": "Copied has lost numbers of the optimizer's state",
+}
+
+
+@pytest.mark.parametrize("how", [*LOSES, "places of one storage", "keeps what it is given", ""])
+@pytest.mark.parametrize("program", [False, True])
+def test_a_storage_that_loses_numbers_is_told(how: str, program: bool) -> None:
+    adamw = optim.adamw(0.1)
+
+    def of_value(value: Any, x: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(value[0], x)
+        return adamw.apply(grads, value[1], value[0]), {"loss": mean}
+
+    step: Any = adamw_step()
+    if program:
+        step = fz.program_step(of_value, init=lambda params: (params, adamw.init(params)))
+
+    def run(group: Any) -> None:
+        options: dict[str, Any] = {"level": 3, "group": group, "donate": True}
+        plain, own = fz.shard(step, **options), fz.shard(step, **options, state_storage=Copied(how))
+        if how in LOSES:
+            with pytest.raises(fz.errors.FunctorchZeroError, match=LOSES[how]):
+                train(own, own.init(make_params()), make_batches(), group)
+            return
+        wholes = []
+        for each in (plain, own):
+            wholes.append(
+                each.unshard(train(each, each.init(make_params()), make_batches(), group))
+            )
+        assert_equal_values(*wholes, grade=EXACT)
 
     run_ranks(run, 2)
 
@@ -959,6 +1029,56 @@ def test_ranks_agree_on_seams() -> None:
         return str(caught.value)
 
     assert all("options.reduction" in text and "bfloat16" in text for text in run_ranks(run, 2))
+
+
+@dataclass(frozen=True)
+class Wrong(Rounded):
+    """Returns something else than `init` has promised."""
+
+    how: str = ""
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        result, work, new = super().start(flat, kept, group, cut=cut)
+        error = new["error"]
+        return {
+            "another name": (result, work, {"eror": error}),
+            "another shape": (result, work, {"error": error[:1]}),
+            "another dtype": (result, work, {"error": error.bfloat16()}),
+            "a number": (result, work, {"error": 0.0}),
+            "nothing kept": (result, work, None),
+            "no work": (result, None, new),
+            "no sum": (None, work, new),
+            "a longer sum": (torch.cat([result, result]), work, new),
+            "two results": (result, work),
+        }[self.how]
+
+
+WRONG = {
+    "another name": r"the tensors to keep .*expected a dict with \['error'\], got \['eror'\]",
+    "another shape": r"kept\['error'\] .*expected a tensor of shape \(\d\d+,\).*got .*\(1,\)",
+    "another dtype": r"kept\['error'\] .*float64.*got .*bfloat16",
+    "a number": r"kept\['error'\] .*got float",
+    "nothing kept": "the tensors to keep .*got NoneType",
+    "no work": r"the work .*expected an object with wait\(\).*got NoneType",
+    "no sum": "the sum .*got NoneType",
+    "a longer sum": "the sum .*expected a tensor of shape",
+    "two results": r"its results .*Started\(result, work, kept\), got tuple",
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("level", thinned([0, 3, 1]))
+def test_a_reduction_that_returns_other_things_is_named(how: str, level: int) -> None:
+    def run(group: Any) -> None:
+        reduction = Wrong(torch.bfloat16, how)
+        step = fz.shard(make_step(), level=level, group=group, reduction=reduction)
+        state, before = step.init(make_params()), make_params()
+        with pytest.raises(fz.errors.FunctorchZeroError, match=r"Wrong\.start .*Remedy") as error:
+            step(state, make_batches()[0])
+        assert re.search(WRONG[how], str(error.value))
+        assert_equal_values(before, step.unshard(state).params, grade=EXACT)
+
+    run_ranks(run, 2)
 
 
 class Misshapen(Rounded):

@@ -69,6 +69,7 @@ class ShardedEngine:
         # One object: by it the engine knows states that lie in its storage
         self._fetched = None if storage is None else partial(fetched, storage)
         self._reminder = WeightReminder()  # for all losses together
+        self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
         # By layouts and what is trained, the last one used at the end: the same keys, in the same
@@ -158,7 +159,8 @@ class ShardedEngine:
             holding: of the state before, wherever that lies.
             old: the tree of a state in this storage that is used up: written over.
         """
-        tree = stored(self.options.state_storage, tree, old)
+        look = is_looked_at(next(self._storings))
+        tree = stored(self.options.state_storage, tree, old, look=look)
         return ShardedOptState(tree, holding.lying(self._fetched))
 
     def _stored_over(self, state: ShardedOptState, tree: Any) -> ShardedOptState:
