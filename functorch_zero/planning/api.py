@@ -27,6 +27,7 @@ from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
 from ..runtime.unshard import Gather
+from ..sharded.notes import elements_by_unit, notes_of
 from ..sharded.options import (
     Options,
     OverlapChoice,
@@ -202,6 +203,7 @@ def plan(
         traced=batch is not None,
         assumed=imagined.live.assumed,
         mesh=axes.mesh,
+        notes=notes_of(elements_by_unit(layout), ranks),
     )
 
 
@@ -257,6 +259,7 @@ def _plan_of_program(
         traced=True,
         assumed=imagined.watch.live.assumed,
         mesh=options.axes.mesh,
+        notes=notes_of(elements_by_unit(layout), group.size),
         **num_bytes,
     )
 

@@ -200,6 +200,7 @@ class Plan:
             them. The update fetches them as temporaries.
         mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
             for one axis.
+        notes: lines about sparse gradients, and about a unit of more than half of the parameters.
     """
 
     level: int | None
@@ -220,6 +221,7 @@ class Plan:
     parts: int = 0
     stored: int = 0
     mesh: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Sample:
@@ -267,6 +269,7 @@ class Plan:
                 f"  owners of {len(balance.leaves)} leaves: the busiest has "
                 f"{balance.imbalance:.2f} of the mean"
             )
+        lines += [f"  {note}" for note in self.notes]
         lines += ["a step's collectives:", format_collectives(self.collectives)]
         return "\n".join(lines)
 
@@ -276,7 +279,7 @@ class Plan:
 
     def _as_dict(self) -> dict[str, Any]:
         made = {name: getattr(self, name) for name in _NUMBERS}
-        made["mesh"] = self.mesh
+        made |= {"mesh": self.mesh, "notes": list(self.notes)}
         # "bytes" is the sum; the kinds stand beside it
         made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
         made["samples"] = [sample._asdict() for sample in self.samples]

@@ -26,6 +26,7 @@ from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
+from .notes import notes_of
 from .program.step import ShardedProgramStep
 from .train import ShardedTrainStep
 
@@ -61,6 +62,15 @@ class Description(NamedTuple):
         """All that this rank holds, in bytes."""
         return sum(row.nbytes + row.state_nbytes for row in self.rows)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about sparse gradients, and about a unit of more than half of the parameters."""
+        elements: dict[str, int] = {}
+        for row in self.rows:
+            if row.leaves:
+                elements[row.unit] = elements.get(row.unit, 0) + row.elements
+        return notes_of(elements, self.num_ranks)
+
     def __str__(self) -> str:
         table = [_HEAD, *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -72,6 +82,7 @@ class Description(NamedTuple):
         lines.append(f"{holder} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}")
         if self.mesh:
             lines.append(f"mesh: {self.mesh}")
+        lines += self.notes
         return "\n".join(lines)
 
 

@@ -1,0 +1,70 @@
+"""What `describe` and `plan` say of a model beside their numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+from torch import nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.groups import CountingGroup
+
+DENSE = "sparse ones, of an embedding, are made dense"
+HEAVY = "of the parameters, which level 3 gathers all at once"
+
+
+def embedded(rows: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(rows, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def step_of(program: bool, apply: Any) -> Any:
+    def loss(params: Any, buffers: Any, x: Any) -> Any:
+        return apply(params, buffers, x)[0].square().mean()
+
+    def of_value(params: Any, x: Any) -> Any:
+        value, grads = fz.value_and_grad(lambda p, x: loss(p, {}, x))(params, x)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
+
+    if program:
+        return fz.program_step(of_value, init=lambda params: params)
+    return fz.train_step(loss, optim.sgd(0.1))
+
+
+MODELS: dict[str, nn.Module] = {
+    "0": embedded(64),
+    "": embedded(8),
+    "root": nn.Embedding(8, 8, sparse=True),
+}
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("heavy", MODELS)
+def test_descriptions_and_plans(heavy: str, program: bool) -> None:
+    apply, params, _ = fz.functionalize(MODELS[heavy])
+    step = step_of(program, apply)
+    sharded = fz.shard(step, level=3, group=CountingGroup(2))
+    described = fz.describe(sharded, sharded.init(params))
+    given: Any = (params,) if program else params
+    planned = fz.plan(given, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
+    for made in (described, planned):
+        assert all(note in str(made) for note in made.notes) and DENSE in made.notes[0]
+        named = [note for note in made.notes if HEAVY in note]
+        assert len(named) == bool(heavy)
+        # A program's units begin with their tree's name
+        assert not heavy or f"{heavy} holds " in named[0] or "params holds " in named[0]
+
+
+def test_the_share() -> None:
+    apply, params, _ = fz.functionalize(embedded(64))
+    made = fz.plan(params, step_of(False, apply), level=3, ranks=2)
+    assert f"unit 0 holds {512 / (512 + 144):.0%} {HEAVY}" in str(made)
+
+
+def test_one_process_has_none() -> None:
+    apply, params, _ = fz.functionalize(embedded(64))
+    step = step_of(False, apply)
+    assert not fz.describe(step, step.init(params)).notes
