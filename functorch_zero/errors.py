@@ -11,8 +11,10 @@ import torch
 
 __all__ = [
     "DonatedError",
+    "EqualBatchesWarning",
     "FunctorchZeroError",
     "GroupError",
+    "LostBuffersWarning",
     "LostPeerError",
     "MismatchError",
     "NonFiniteError",
@@ -114,3 +116,12 @@ class LostPeerError(GroupError):
 class UnequalBatchesWarning(UserWarning):
     """Ranks' batches or micro-batches have unequal sizes, and count the same in means. A step says
     so once."""
+
+
+class EqualBatchesWarning(UserWarning):
+    """All ranks are given the same batch, step after step. A step says so once."""
+
+
+class LostBuffersWarning(UserWarning):
+    """`apply` has changed buffers that the loss was given, and the loss returns no buffers. A step
+    says so once."""

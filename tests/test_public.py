@@ -63,6 +63,11 @@ def test_a_name_of_the_long_tail_is_found_by_its_error() -> None:
 
 def test_all_errors_have_one_base_class() -> None:
     named = [getattr(fz.errors, name) for name in fz.errors.__all__]
-    named.remove(fz.errors.UnequalBatchesWarning)  # a warning, which is no error
-    for error in (*named, fz.checkpoint.CheckpointError, fz.checkpoint.CorruptError):
+    errors = [each for each in named if not issubclass(each, Warning)]
+    assert {each.__name__ for each in named} - {each.__name__ for each in errors} == {
+        "EqualBatchesWarning",
+        "LostBuffersWarning",
+        "UnequalBatchesWarning",
+    }
+    for error in (*errors, fz.checkpoint.CheckpointError, fz.checkpoint.CorruptError):
         assert issubclass(error, fz.errors.FunctorchZeroError)

@@ -116,26 +116,54 @@ class Kept(NamedTuple):
     version: int  # when the loss had returned
 
 
-# Those of the loss that runs; None: nobody asks
-_KEPT: ContextVar[list[Kept] | None] = ContextVar("_KEPT", default=None)
+class Changed(NamedTuple):
+    """A buffer that a call of `apply` counts as changed."""
+
+    path: str  # in the model
+    copied: BufferCopy  # of the buffer that it was given
+    after: Tensor
+
+    def is_sure(self) -> bool:
+        """Whether it is known to have changed, as far as the host sees without a wait."""
+        return self.copied.is_surely_changed(self.after)
+
+
+class Noted(NamedTuple):
+    """What calls of `apply` in a loss have done to buffers."""
+
+    kept: list[Kept]
+    changed: list[Changed]
+
+
+# Of the loss that runs; None: nobody asks
+_NOTED: ContextVar[Noted | None] = ContextVar("_NOTED", default=None)
 
 
 @contextmanager
-def noting_kept() -> Iterator[list[Kept]]:
-    """Around a loss: the list of the buffers that it keeps, which fills up meanwhile."""
-    kept: list[Kept] = []
-    token = _KEPT.set(kept)
+def noting_buffers() -> Iterator[Noted]:
+    """Around a loss: the buffers that it keeps and changes, which are noted meanwhile."""
+    noted = Noted([], [])
+    token = _NOTED.set(noted)
     try:
-        yield kept
+        yield noted
     finally:
-        _KEPT.reset(token)
+        _NOTED.reset(token)
+
+
+def note_changed(path: str, copied: BufferCopy, after: Tensor) -> None:
+    """Note a buffer that a call of `apply` counts as changed."""
+    noted = _NOTED.get()
+    if noted is not None and not transforms_active():
+        noted.changed.append(Changed(path, copied, after))
 
 
 def note_kept(
     path: str, tensor: Tensor, kept: list[Kept] | None = None, *, what: str = "a buffer"
 ) -> None:
     """Note a tensor whose values nobody will read; None: for the loss that runs."""
-    kept = _KEPT.get() if kept is None else kept
+    if kept is None:
+        noted = _NOTED.get()
+        kept = None if noted is None else noted.kept
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_inference()
     if kept is not None and plain and not transforms_active():
         kept.append(Kept(what, path, version_counter(tensor), version_of(tensor)))

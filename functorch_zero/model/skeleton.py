@@ -25,7 +25,7 @@ from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
-from .buffer_copies import BufferCopy, copy_of, note_kept
+from .buffer_copies import BufferCopy, copy_of, note_changed, note_kept
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
 from .idle import Idle
@@ -212,6 +212,7 @@ class Skeleton:
                 continue
             if path in self._sharing and taken[path].is_surely_changed(buffer):
                 raise _parted(path, self._sharing[path])
+            note_changed(path, taken[path], buffer)
             new[path] = buffer.detach()
         return new
 

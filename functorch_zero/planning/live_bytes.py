@@ -179,7 +179,7 @@ class LiveBytes(QuickDispatchMode):
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
             # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
-            # A sparse gradient has no storage to follow; it is small beside the dense one it becomes
+            # A sparse gradient has no storage to follow; the dense one that it becomes is larger
             empty = empty or tensor.layout != torch.strided
             # Known ones were written in place, or are views
             if not empty and storage_id(tensor) not in self._kinds:

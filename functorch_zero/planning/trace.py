@@ -29,6 +29,7 @@ from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
+from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
@@ -111,7 +112,8 @@ class ImaginedStep:
             self.watch.enter("metrics")
             with self.live.paused():  # ranks agree on numbers, which have values
                 numbers = with_numbers(local.passed, run.state.buffers, self.live)
-                agreed = agree_on(run, local._replace(passed=numbers), BackgroundTasks())
+                local, tasks = local._replace(passed=numbers), BackgroundTasks()
+                agreed = agree_on(run, local, tasks, EqualBatches(1))
             self.watch.enter("buffers")
             advance(run, local, agreed)
         # The order by names must be the one that the pass has gone through

@@ -34,6 +34,7 @@ class Report(NamedTuple):
     num_weighty: Tensor  # 0-d float64: parts whose weight isn't 0
     flags: list[bool]  # per flag: whether any rank has raised it
     sizes: tuple[int, int] | None  # the ranks' smallest and largest, where they differ in it
+    same_batch: bool | None  # whether all ranks' are equal; None: some rank said nothing
 
 
 class MeansUnderWay(NamedTuple):
@@ -83,6 +84,7 @@ def report_of(
     flags: Sequence[bool] = (),
     copy: Copy = ONLY_COPY,
     size: int = 0,
+    batch: int = 0,
 ) -> Report:
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
     all-reduce of a few int64, the words; see Note [two planes].
@@ -101,10 +103,11 @@ def report_of(
         flags: this rank's; any one rank raises a flag for all.
         copy: which copy of which part of the batch this rank has.
         size: of this rank's batch, for the ranks to compare.
+        batch: a digest of it; 0: this rank says nothing.
     """
     has_weight = "no weight" if means.weight is None else "a weight"
     # Names in their order, since sums are matched by position
-    told = tell([*means.values, has_weight, *log], flags, group, size)
+    told = tell([*means.values, has_weight, *log], flags, group, size, batch)
     means.work.wait()
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
@@ -126,6 +129,7 @@ def report_of(
         num_weighty=num_weighty / copy.num,
         flags=told.flags,
         sizes=told.sizes,
+        same_batch=told.same_batch,
     )
 
 

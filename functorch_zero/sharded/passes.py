@@ -22,8 +22,8 @@ from ..runtime.unit import Pass
 from ..step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
 from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
 from ..step.micro_batches import joined, micro_batches
+from ..step.reminder import Reminder
 from ..step.rng import MicroStreams
-from ..step.weight_reminder import WeightReminder
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import MeansUnderWay, start_means
@@ -127,7 +127,7 @@ class LossOnData(NamedTuple):
     data: Any  # the batch; or the arguments of a loss that takes none, which are never cut
     accumulate: int  # micro-batches per batch
     streams: MicroStreams  # their random numbers
-    reminder: WeightReminder  # warns of micro-batches of unequal sizes
+    reminder: Reminder  # warns of unequal sizes, and of lost buffers
     scale: float | None = None  # of the loss; None: it isn't scaled
 
 
@@ -192,6 +192,7 @@ def run_passes(
             return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
 
         def before_backward(outcome: Outcome) -> None:
+            given.reminder.lost_buffers(outcome.lost, rank)
             outcomes.append(_detached(outcome))
             if last:
                 found.append(passed(joined(outcomes)))
@@ -239,7 +240,7 @@ def _weights_come_late(rank: int) -> StructureError:
 def _detached(outcome: Outcome) -> Outcome:
     """The outcome without its graph, which goes before the next micro-batch begins."""
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=(), lost=())
 
 
 def _called(

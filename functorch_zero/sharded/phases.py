@@ -41,6 +41,7 @@ from ..tree import PyTree
 from .average import report_of
 from .background import BackgroundTasks
 from .buffers import apart_from, check_synchronizable, synchronize
+from .equal_batches import EqualBatches
 from .grad_mean import in_range, to_means
 from .nonfinite import refuse
 from .options import Options
@@ -174,7 +175,9 @@ def differentiate(run: Run, order: PrefetchOrder) -> LocalResults:
     return LocalResults(reduced, reduction.kept, passed, fine, log)
 
 
-def agree_on(run: Run, local: LocalResults, background: BackgroundTasks) -> Agreed:
+def agree_on(
+    run: Run, local: LocalResults, background: BackgroundTasks, batches: EqualBatches
+) -> Agreed:
     """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
 
     Nothing of the state has been written to by then: see Note [before the first write].
@@ -192,8 +195,10 @@ def agree_on(run: Run, local: LocalResults, background: BackgroundTasks) -> Agre
     old, new = run.state.buffers, outcome.buffers
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
+    look = is_looked_at(int(run.state.step))
+    digest = batches.digest(run.batch, look=look)
     flags = [
-        *changes.flags(group.rank, look=is_looked_at(int(run.state.step))),
+        *changes.flags(group.rank, look=look),
         not local.fine,
         background.failed(),
     ]
@@ -204,11 +209,13 @@ def agree_on(run: Run, local: LocalResults, background: BackgroundTasks) -> Agre
         flags,
         axes.copy,
         total_size(run.batch),
+        digest,
     )
     *changed, unfit, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
     run.step.reminder.compare_ranks(run.batch, outcome.weight, report.sizes, group.rank)
+    batches.note(digest, report.same_batch, group.rank)
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and policy.nonfinite == "raise":
         check_weight_value(outcome.weight, group.rank)

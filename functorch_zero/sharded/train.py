@@ -43,6 +43,7 @@ from .agreement import agree, releases_and_ranks
 from .background import BackgroundTasks
 from .checks import check_batch, own_params, sharding_of
 from .deferred_values import DigestedFill
+from .equal_batches import EqualBatches
 from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
@@ -66,6 +67,7 @@ class ShardedTrainStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
+        self._batches = EqualBatches(options.axes.data.size)
         self.gather_order = PrefetchOrder(options.group)  # in which the last step gathered units
         self._prepared: PreparedUpdate | None = None  # for the last layout
 
@@ -156,7 +158,7 @@ class ShardedTrainStep:
             # Up to `advance` an error leaves the state good: Note [before the first write]
             run = self._open(state, batch)
             local = differentiate(run, self.gather_order)
-            agreed = agree_on(run, local, self.background)
+            agreed = agree_on(run, local, self.background, self._batches)
             return advance(run, local, agreed)
 
     def _open(self, state: State, batch: Any) -> Run:

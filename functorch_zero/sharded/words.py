@@ -24,9 +24,12 @@ class Told(NamedTuple):
     alike: bool  # whether the ranks' logs are equal
     flags: list[bool]  # per flag: whether any rank has raised it
     sizes: tuple[int, int] | None  # the smallest and the largest, where the ranks differ in it
+    same_batch: bool | None  # whether the ranks' batches are equal; None: some said nothing
 
 
-def tell(log: Sequence[str], flags: Sequence[bool], group: Group, size: int = 0) -> Told:
+def tell(
+    log: Sequence[str], flags: Sequence[bool], group: Group, size: int = 0, batch: int = 0
+) -> Told:
     """Tell all ranks some words of this host, and learn theirs. One all-reduce of a few int64 on
     the CPU, which waits for the other hosts, and for no device.
 
@@ -34,24 +37,29 @@ def tell(log: Sequence[str], flags: Sequence[bool], group: Group, size: int = 0)
         log: the words that all ranks must have equal.
         flags: this rank's. Any one rank raises a flag for all.
         size: a number for the ranks to compare, from 0.
+        batch: a digest of this rank's batch; 0: it says nothing.
     """
-    digest = _digest([f"{len(flags)} flags", *log])
+    digest = digest_of([f"{len(flags)} flags", *log])
     # Of maxima alone: the largest of -x is minus the smallest of x
-    entries = [digest, -digest, size, -size, *flags]
+    entries = [digest, -digest, size, -size, batch, -batch, group.rank, *flags]
     # Digests meet digests even where ranks have other numbers of flags
     entries += [0] * (-len(entries) % WIDTH)
     vector = torch.tensor(entries, dtype=torch.int64, device="cpu")
     group.all_reduce(vector, op="max").wait()
-    digest, minus_digest, largest, minus_smallest, *raised = vector.tolist()
+    digest, minus_digest, largest, minus_smallest, *others = vector.tolist()
+    batch, minus_batch, last_rank, *raised = others
     smallest = -minus_smallest
+    # A counting group has no other ranks, whose batches could be equal
+    compared = minus_batch < 0 and last_rank == group.size - 1
     return Told(
         alike=digest == -minus_digest,
         flags=[bool(flag) for flag in raised[: len(flags)]],
         sizes=None if smallest == largest else (smallest, largest),
+        same_batch=batch == -minus_batch if compared else None,
     )
 
 
-def _digest(words: Sequence[str]) -> int:
+def digest_of(words: Sequence[str]) -> int:
     """Of 63 bits, so that an int64 holds it with either sign. A mistake is caught, no attack."""
     text = "\n".join(words).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

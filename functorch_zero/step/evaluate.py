@@ -30,10 +30,10 @@ from .loss import (
 )
 from .metrics import check_names
 from .program_step import device_of
+from .reminder import Reminder
 from .rng import replayed
 from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
-from .weight_reminder import WeightReminder
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
 
 
@@ -45,7 +45,7 @@ class EvalStep:
     # (opt_state, trained leaves) -> the leaves to evaluate on; None: the params
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
     metrics: tuple[str, ...] = ()  # names of those wanted beside its own: "weight"
-    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
+    reminder: Reminder = field(default_factory=Reminder, repr=False, compare=False)
     # A state may be evaluated on many batches, so that its step doesn't count calls
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 

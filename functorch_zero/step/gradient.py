@@ -19,8 +19,8 @@ from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
 from .loss import LossFn, Outcome, as_metric, call_loss, independent, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
+from .reminder import Reminder
 from .rng import MicroStreams, rank_of_step
-from .weight_reminder import WeightReminder
 from .weights import check_weight_value, unless_weightless
 
 Trees = tuple[PyTree[Tensor], Any]  # one to differentiate, and what the loss reads beside it
@@ -35,7 +35,7 @@ def mean_gradients(
     count: int,
     streams: MicroStreams,
     look: bool,
-    reminder: WeightReminder,
+    reminder: Reminder,
     scale: float | None = None,
 ) -> tuple[PyTree[Tensor], Outcome]:
     """The gradients of a loss on a batch (None where frozen), and its results: means over
@@ -48,7 +48,7 @@ def mean_gradients(
         count: of the micro-batches.
         streams: their random numbers.
         look: whether slow questions about the loss are asked; see `is_looked_at`.
-        reminder: warns of micro-batches of unequal sizes.
+        reminder: warns of micro-batches of unequal sizes, and of lost buffers.
         scale: of the loss; None: it isn't scaled.
 
     Raises:
@@ -62,6 +62,8 @@ def mean_gradients(
     for i, part in enumerate(parts):
         with streams(i), torch.enable_grad():
             grads, outcome = _gradients(loss_fn, trees, buffers, part, look=look, scale=scale)
+        reminder.lost_buffers(outcome.lost)
+        outcome = outcome._replace(lost=())
         grads_of.append(grads)
         outcomes.append(outcome)
         # Buffers go on from one micro-batch to the next, as they would over so many steps

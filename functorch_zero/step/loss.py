@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..in_a_loss import running_a_loss
-from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
+from ..model.buffer_copies import BufferCopy, Changed, Kept, copy_of, note_kept, noting_buffers
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..tree import PyTree, outline, paths, same_structure
@@ -54,6 +54,7 @@ class Outcome(NamedTuple):
     metrics: Mapping[str, Tensor | float]  # 0-d each
     weight: Tensor | float | None  # >= 0; None: the loss gave none
     kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
+    lost: Sequence[Changed] = ()  # buffers that `apply` may have changed, and the loss kept
 
     @property
     def is_weighty(self) -> Tensor | bool:
@@ -81,8 +82,9 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    with naming_batch(batch), noting_kept() as kept, running_a_loss(rank):
+    with naming_batch(batch), noting_buffers() as noted, running_a_loss(rank):
         result = loss_fn(params, own, batch)
+    kept = noted.kept
     loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, differentiated, rank)
@@ -95,12 +97,17 @@ def call_loss(
         after, what = own, "the loss's buffers"
     same_structure(buffers, after, what=what, rank=rank, remedy=_KEEP_BUFFERS)
     _check_buffers(after, rank)
-    new = []
+    new, unwritten = [], set()
     for path, copied, buffer in zip(paths(buffers), copies, optree.tree_leaves(after), strict=True):
         new.append(_next_buffer(copied, buffer, aux.weight))
         if new[-1] is copied.old:
             note_kept(path, copied.tensor, kept)
-    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept)
+            unwritten.add(id(copied.tensor))
+    # A loss that returns buffers has chosen; else new ones of `apply` should have been its own
+    lost = []
+    if aux.buffers is None:
+        lost = [changed for changed in noted.changed if id(changed.copied.old) in unwritten]
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept, lost)
 
 
 def _note_given(aux: Any, kept: list[Kept]) -> None:

@@ -30,9 +30,9 @@ from ..tree import PyTree, check_tensors, is_plain, own_copy, paths, same_struct
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .micro_batches import check_accumulate
+from .reminder import Reminder
 from .rng import next_streams
 from .state import State, check_not_on_meta
-from .weight_reminder import WeightReminder
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class _History:
 
     def __init__(self) -> None:
         self.numbers = itertools.count()  # of the calls, from 0
-        self.reminder = WeightReminder()
+        self.reminder = Reminder()
 
 
 _HISTORIES = PerLoss(_History)
@@ -374,7 +374,7 @@ class Part(NamedTuple):
 
     number: int  # from 0: the losses draw what that rank would draw
     mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
-    reminder: WeightReminder | None = None  # None: the loss's own, which warns once
+    reminder: Reminder | None = None  # None: the loss's own, which warns once
 
 
 # One process has all of the batch, and its gradients are the mean

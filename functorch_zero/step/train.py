@@ -42,6 +42,7 @@ from .metrics import UpdateMetrics, check_names, check_reported
 from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .refit import carried, check_no_parts, check_own_leaves
+from .reminder import Reminder
 from .rng import replayed
 from .state import (
     State,
@@ -55,7 +56,6 @@ from .state import (
     marked,
     trained,
 )
-from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
@@ -70,7 +70,7 @@ class TrainStep:
     accumulate: int = 1  # micro-batches per batch
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     policy: NonFinitePolicy = field(default_factory=NonFinitePolicy)
-    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
+    reminder: Reminder = field(default_factory=Reminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_accumulate(self.accumulate)

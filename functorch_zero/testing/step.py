@@ -23,9 +23,9 @@ from ..params import is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.program_step import ProgramStep
+from ..step.reminder import Reminder
 from ..step.rows import num_rows
 from ..step.train import TrainStep
-from ..step.weight_reminder import WeightReminder
 from ..tree import same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
@@ -171,7 +171,7 @@ def assert_sharded_equals_unsharded(
         # Whoever proves by parts means unequal ones to count the same: the step's own reminder is
         # not used up by that
         if per_rank:
-            step = replace(step, reminder=WeightReminder())
+            step = replace(step, reminder=Reminder())
         params, buffers = of_init
         start = Start(params, buffers, seed)
         oracle = _Oracle(step, start, batches, sync_buffers, per_rank)

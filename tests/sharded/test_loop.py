@@ -26,6 +26,10 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
     return (params["w"] * batch - 1).square().mean(), Aux(weight=len(batch))
 
 
+def batch_of(k: int) -> torch.Tensor:
+    return torch.tensor([[1.0 + k] * 3, [1.5 + k] * 3], dtype=torch.float64)
+
+
 def loop(group: Any, level: int) -> Any:
     """Ranks with 2, 3, ... batches each; one of them wants to stop after the fourth step; then
     evaluation on all."""
@@ -33,7 +37,8 @@ def loop(group: Any, level: int) -> Any:
     of_batch = lambda p, b, x: Aux(metrics={"loss": loss_fn(p, b, x)[0]}, weight=len(x))
     evaluate = shard(eval_step(of_batch), level=level, group=group)
     state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
-    mine = [torch.full((2, 3), 1.0 + k, dtype=torch.float64) for k in range(3 + group.rank)]
+    # In an order of each rank's own, as of other examples
+    mine = [batch_of(k).roll(group.rank, 0) for k in range(3 + group.rank)]
     for batch in equalize_batches(mine, group):
         state, _ = step(state, batch)
         if any_rank(group.rank == 0 and int(state.step) == 4, group):
@@ -48,7 +53,7 @@ def expected() -> Any:
         eval_step(lambda p, b, x: {"loss": loss_fn(p, b, x)[0]}),
     )
     state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
-    batches = [torch.full((2, 3), 1.0 + k, dtype=torch.float64) for k in range(5)]
+    batches = [batch_of(k) for k in range(5)]
     for batch in batches[:4]:
         state, _ = step(state, batch)
     return (

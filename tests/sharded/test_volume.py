@@ -86,10 +86,10 @@ def step_counts(
             group=watched,
             **options,
         )
-        state, found = step.init(params, buffers), []
+        state, found, batch = step.init(params, buffers), [], tokens(2)
         for _ in range(STEPS):
             watched.reset()
-            state, _ = step(state, tokens(2))
+            state, _ = step(state, batch)
             found.append(Counts(list(watched.calls), whole))
         return found
 

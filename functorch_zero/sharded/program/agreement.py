@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
+from optree import tree_map
 from torch import Tensor
 
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
+from ...params import is_on_engine
 from ...tree import paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
+from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
@@ -76,6 +79,7 @@ class ProgramAgreement:
 
     def __init__(self, options: Options, background: BackgroundTasks):
         self._options, self._background = options, background
+        self._batches = EqualBatches(options.axes.data.size)
 
     def on_arguments(
         self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
@@ -127,13 +131,22 @@ class ProgramAgreement:
         facts = {} if results is None else facts_of(results)
         # Ranks at different calls of a step send equal lengths, since `tell` does
         words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, facts.items())]
-        told = tell(words, [self._background.failed()], group)
+        batch = 0
+        if results is not None:
+            batch = self._batches.digest(_own_data(results.args), look=results.look)
+        told = tell(words, [self._background.failed()], group, batch=batch)
         if told.alike:
+            self._batches.note(batch, told.same_batch, group.rank)
             return told.flags[0]
         shown = {} if results is None else values_of(results)
         findings = _Findings(step, calls, facts, shown)
         everyone = [_Findings(*theirs) for theirs in exchange_data(group, findings)]
         raise _difference(everyone, group.rank)
+
+
+def _own_data(args: Sequence[Any]) -> Any:
+    """The arguments of a step without their sharded trees, which are no batch."""
+    return tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
 
 
 class _Findings(NamedTuple):

@@ -34,9 +34,9 @@ from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_sto
 from ...sharded_optim.state_plan import plan_state
 from ...step.loss import untrained
 from ...step.program import LossCall, PerLoss
+from ...step.reminder import Reminder
 from ...step.rng import in_a_step, next_streams
 from ...step.state import check_not_on_meta
-from ...step.weight_reminder import WeightReminder
 from ...tree import PyTree, same_structure
 from ..agreement import agree
 from ..failures import sharing_failures
@@ -68,7 +68,7 @@ class ShardedEngine:
         storage = options.state_storage
         # One object: by it the engine knows states that lie in its storage
         self._fetched = None if storage is None else partial(fetched, storage)
-        self._reminder = WeightReminder()  # for all losses together
+        self._reminder = Reminder()  # for all losses together
         self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0

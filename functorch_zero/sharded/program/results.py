@@ -24,6 +24,7 @@ class StepResults(NamedTuple):
     """The results of one step of a program on this rank."""
 
     step: int  # its number
+    args: Sequence[Any]  # of the step, after the state: this rank's part of the batch
     calls: Sequence[str]  # of the library: all that the program has made
     value: Any  # the next one
     metrics: Metrics  # by name, 0-d

@@ -291,7 +291,7 @@ class ShardedProgramStep:
             check_fits(value, new, rank)
             if kept is not None:
                 kept.check_next(self._parts.of(self._marked(state, new)))
-            self._agreement.on_results(call.results(new, metrics, drawn.num_draws))
+            self._agreement.on_results(call.results(args, new, metrics, drawn.num_draws))
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew

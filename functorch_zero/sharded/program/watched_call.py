@@ -64,16 +64,20 @@ class WatchedCall:
 
         self._unwritten.check(path_of, self._rank, used_up_nodes(self._value))
 
-    def results(self, value: Any, metrics: Metrics, num_draws: int) -> StepResults:
+    def results(
+        self, args: Sequence[Any], value: Any, metrics: Metrics, num_draws: int
+    ) -> StepResults:
         """The results of the step, for ranks to compare.
 
         Args:
+            args: of the step, after the state.
             value: the next one.
             metrics: by name, 0-d.
             num_draws: of `fz.random`.
         """
         return StepResults(
             step=self._step,
+            args=args,
             calls=self.library.made,
             value=value,
             metrics=metrics,

@@ -293,10 +293,11 @@ def gan_batch(seed: int) -> Any:
 
 @pytest.mark.parametrize(("level", "ranks"), crossed([*LEVELS, {"gen": 3, "disc": 1}], RANKS))
 def test_a_gan_with_batch_norm(level: Any, ranks: int) -> None:
-    """Each rank has the same batch, so that BatchNorm sees what it sees in one process."""
+    """Each rank has the same batch, so that BatchNorm sees what it sees in one process. Two of
+    them take turns: a stream of the same ones would be warned of."""
     step = fz.program_step(gan_step, init=gan_init)
     state, expected = step.init(gen_params, disc_params), []
-    for seed in range(3):
+    for seed in (0, 1, 0):
         state, metrics = step(state, gan_batch(seed))
         expected.append(metrics)
     # Two micro-batches per gradient; the judge sees two batches in its own
@@ -310,7 +311,7 @@ def test_a_gan_with_batch_norm(level: Any, ranks: int) -> None:
     def run(group: Any) -> Any:
         sharded = fz.shard(step, level=level, group=group)
         state, found = sharded.init(gen_params, disc_params), []
-        for seed in range(3):
+        for seed in (0, 1, 0):
             state, metrics = sharded(state, gan_batch(seed))
             found.append(metrics)
         return sharded.unshard(state).value, found

@@ -1,4 +1,5 @@
-"""The warning that batches of unequal sizes count the same, because their loss gives no weight."""
+"""The warnings that a step gives once: batches of unequal sizes count the same, because their loss
+gives no weight; and new buffers that a loss doesn't return."""
 
 from __future__ import annotations
 
@@ -7,15 +8,38 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UnequalBatchesWarning, explain, warn
+from ..errors import LostBuffersWarning, UnequalBatchesWarning, explain, warn
+from ..model.buffer_copies import Changed
 from .rows import leading_sizes
 
 
-class WeightReminder:
-    """Warns once in the life of a step, on rank 0."""
+class Reminder:
+    """Warns of each once in the life of a step, on rank 0."""
 
     def __init__(self) -> None:
-        self._done = False
+        self._done = self._told_buffers = False
+
+    def lost_buffers(self, lost: Sequence[Changed], rank: int = 0) -> None:
+        """Warn of buffers that `apply` has changed, and that a loss has not returned.
+
+        `lost`: those of one call of the loss that it may have changed.
+        """
+        if self._told_buffers or rank != 0:
+            return
+        found = [changed.path for changed in lost if changed.is_sure()]
+        if not found:
+            return
+        self._told_buffers = True
+        text = explain(
+            "apply has changed buffers, and the loss returns none: the state keeps the old ones, "
+            "and evaluation will use these",
+            path=found[0],
+            got=f"{len(found)} new buffers from apply, and no Aux.buffers",
+            remedy="output, buffers = apply(params, buffers, x); return loss, "
+            "fz.Aux(buffers=buffers). To keep the old ones: Aux(buffers=...) of those that the "
+            "loss was given, or apply.eval()",
+        )
+        warn(text, LostBuffersWarning)
 
     def compare_parts(
         self, parts: Sequence[Any], weight: Tensor | float | None, rank: int = 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import UnequalBatchesWarning
+from functorch_zero.errors import LostBuffersWarning, UnequalBatchesWarning
 from functorch_zero.groups import HybridGroup, counted, run_ranks
 from functorch_zero.sharded.average import average
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -195,3 +197,93 @@ def test_the_harness_says_nothing_where_parts_are_meant_to_count_the_same() -> N
         )  # fmt: skip
 
     assert not caught(prove)
+
+
+# New buffers that a loss doesn't return
+
+NORM = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+APPLY, WEIGHTS, BUFFERS = fz.functionalize(NORM)
+ROWS = torch.randn(12, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def drops(params: Any, buffers: Any, batch: Any) -> Any:
+    return APPLY(params, buffers, batch)[0].square().mean()
+
+
+def drops_beside_metrics(params: Any, buffers: Any, batch: Any) -> Any:
+    return drops(params, buffers, batch), fz.Aux(metrics={"mean": batch.mean()})
+
+
+def drops_the_second(params: Any, buffers: Any, batch: Any) -> Any:
+    _, once = APPLY(params, buffers, batch)
+    return APPLY(params, once, batch)[0].square().mean()
+
+
+def returns(params: Any, buffers: Any, batch: Any) -> Any:
+    out, buffers = APPLY(params, buffers, batch)
+    return out.square().mean(), fz.Aux(buffers=buffers)
+
+
+def writes(params: Any, buffers: Any, batch: Any) -> Any:
+    out, new = APPLY(params, buffers, batch)
+    for name, buffer in buffers.items():
+        buffer.copy_(new[name])
+    return out.square().mean()
+
+
+def keeps(params: Any, buffers: Any, batch: Any) -> Any:
+    return drops(params, buffers, batch), fz.Aux(buffers=buffers)
+
+
+def evaluates(params: Any, buffers: Any, batch: Any) -> Any:
+    return APPLY.eval()(params, buffers, batch)[0].square().mean()
+
+
+LOST = {"drops": drops, "beside metrics": drops_beside_metrics, "two calls": drops_the_second}
+KEPT = {"returns": returns, "writes": writes, "keeps": keeps, "evaluates": evaluates}
+
+
+def lost_in(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    assert all(warning.category is LostBuffersWarning for warning in found)
+    return [str(warning.message) for warning in found]
+
+
+def train_whole(loss: Any, accumulate: int) -> None:
+    step = fz.train_step(loss, optim.sgd(0.1), accumulate=accumulate)
+    state = step.init(WEIGHTS, BUFFERS)
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+
+
+def train_on_ranks(loss: Any, accumulate: int) -> None:
+    step = fz.train_step(loss, optim.sgd(0.1), accumulate=accumulate)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(WEIGHTS, BUFFERS)
+        for _ in range(2):
+            state, _ = sharded(state, ROWS.chunk(2)[group.rank])
+
+    run_ranks(run, 2)
+
+
+def differentiate_twice(loss: Any, accumulate: int) -> None:
+    for _ in range(2):
+        fz.value_and_grad(loss, accumulate=accumulate)(WEIGHTS, buffers=BUFFERS, batch=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("run", "accumulate"),
+    # A loss of `value_and_grad` is told of once, whoever calls it
+    [*itertools.product([train_whole, train_on_ranks], [1, 2]), (differentiate_twice, 2)],
+)
+def test_lost_buffers_are_told_once(run: Any, accumulate: int) -> None:
+    for loss in LOST.values():
+        (message,) = lost_in(lambda loss=loss: run(loss, accumulate))
+        assert "the loss returns none" in message and "path 1.running_mean" in message
+        assert "Remedy: output, buffers = apply" in message
+    for loss in KEPT.values():
+        assert not lost_in(lambda loss=loss: run(loss, accumulate))
