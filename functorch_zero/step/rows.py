@@ -153,16 +153,19 @@ def _is_list(node: Any) -> bool:
 def _is_list_of_values(node: Any) -> bool:
     """Whether a list is cut by its entries: in one of tensors each tensor is."""
     # A deque can't be cut, and falls into its entries no more than a list does
-    is_list = _is_list(node) or type(node) is deque
-    return is_list and not any(map(_has_rows, _leaves_inside(node)))
+    return (_is_list(node) or type(node) is deque) and not _holds_rows(node)
 
 
-def _leaves_inside(node: Any) -> Iterator[Any]:
-    for leaf in optree.tree_leaves(node):
-        if isinstance(leaf, Mapping):
-            yield from _leaves_inside(dict(leaf))
-        else:
-            yield leaf
+def _holds_rows(node: Any) -> bool:
+    """Whether a tensor or array with rows is somewhere inside."""
+    leaves = optree.tree_leaves(node)
+    # Nearly always, and of thousands of tokens in each step
+    if {*map(type, leaves)} <= _VALUES:
+        return False
+    return any(_holds_rows(dict(x)) if isinstance(x, Mapping) else _has_rows(x) for x in leaves)
+
+
+_VALUES = {int, float, bool, str, bytes}
 
 
 def _is_leaf_of(batch: Any) -> Any:
