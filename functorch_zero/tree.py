@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
 from .params import Params, is_on_engine
+from .savable import fault_of
 
 T = TypeVar("T")
 # Any tree whose leaves are T; optree's own type knows the built-in containers only
@@ -73,6 +74,46 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
             )
         )
     return named
+
+
+def check_savable(tree: PyTree[Any], what: str, rank: int | None = None) -> None:
+    """Raise, naming the first leaf, unless checkpoints can hold all of the tree's leaves.
+
+    Args:
+        tree: a state, or a part of one.
+        what: its name, for the error: "the optimizer's state".
+        rank: the rank that found it, for the error.
+    """
+    for n, leaf in enumerate(optree.tree_leaves(tree)):
+        fault = fault_of(leaf)
+        if fault is not None:
+            raise StructureError(
+                explain(
+                    f"{what} holds what no checkpoint can hold",
+                    path=paths(tree)[n],
+                    expected=fault.expected,
+                    got=fault.got,
+                    rank=rank,
+                    remedy=fault.remedy,
+                )
+            )
+
+
+def check_names(tree: PyTree[Any], what: str) -> None:
+    """Raise, naming the path, if a key of the tree is named by its place in memory, as objects and
+    functions are: no other run would find such a leaf in a checkpoint."""
+    for accessor in optree.tree_accessors(tree):
+        names = [_name_of(entry) for entry in accessor]
+        for entry, name in zip(accessor, names, strict=True):
+            if f"{id(entry.entry):x}" in name:
+                raise StructureError(
+                    explain(
+                        f"{what} has a key whose name changes from run to run",
+                        path=".".join(names),
+                        got=f"a {type(entry.entry).__name__}",
+                        remedy="take strings or numbers as keys",
+                    )
+                )
 
 
 def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
@@ -146,6 +187,15 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
                     "and make the subclass of it inside the loss",
                 )
             )
+        if dense and (fault := fault_of(leaf)) is not None:
+            raise StructureError(
+                explain(
+                    f"{what} are of a dtype that no checkpoint can hold",
+                    path=path,
+                    got=leaf.dtype,
+                    remedy=fault.remedy,
+                )
+            )
         if has_grad_hooks(leaf):
             raise StructureError(
                 explain(
@@ -207,6 +257,17 @@ def copied_if_in(tree: PyTree[Any], *others: PyTree[Any]) -> PyTree[Any]:
         return x.clone() if isinstance(x, Tensor) and storage_id(x) in shared else x
 
     return tree_map(own, tree)
+
+
+def settled(leaf: Any) -> Any:
+    """A tensor in the places that loading gives it: one for each element, without gaps; anything
+    else itself. Kernels round otherwise where elements lie apart, or several in one place."""
+    if not isinstance(leaf, Tensor) or (leaf.is_contiguous() and not is_flagged(leaf)):
+        return leaf
+    plain = leaf.resolve_conj().resolve_neg()
+    if not torch.ops.aten.is_non_overlapping_and_dense(plain):
+        plain = plain.contiguous()
+    return plain.requires_grad_(leaf.requires_grad)
 
 
 def is_flagged(x: Tensor) -> bool:

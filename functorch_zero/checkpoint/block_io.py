@@ -20,7 +20,7 @@ from .checksums import CHECKSUMS
 from .errors import CorruptError
 from .files import create, opened, read_into, write_all
 from .manifest import File, Manifest, Piece
-from .safetensors_file import DTYPES, Entry, bytes_of, dtype_name, make_header
+from .safetensors_file import DTYPES, NAMES, Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
 
 # A multiple of every element's size, so that no element lies in two blocks
@@ -210,9 +210,9 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     tensors = []
     for part in parts:
         path_of_leaf = held[part.leaf].path
-        dtype = dtype_name(path_of_leaf, part.tensor.dtype)
         # The piece's first element is in the name: several ranks' files hold pieces of one leaf
-        tensors.append(Entry(f"{path_of_leaf}@{part.start}", dtype, (part.numel,)))
+        name = f"{path_of_leaf}@{part.start}"
+        tensors.append(Entry(name, NAMES[part.tensor.dtype], (part.numel,)))
     # Bytes from the beginning of the file; one more offset than parts, the end
     header, offsets = make_header(tensors)
     out = BlockWriter(path, snapshot.progress)

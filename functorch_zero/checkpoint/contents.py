@@ -33,7 +33,7 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep
-from ..tree import paths
+from ..tree import check_savable, paths
 
 TrainingStep = TrainStep | ShardedTrainStep
 UnshardedStep = TrainStep | ProgramStep
@@ -74,7 +74,8 @@ class Part(NamedTuple):
     def flat(self) -> Tensor:
         """The elements, row by row (numel,): a view where they lie so, else a copy."""
         flat = self.tensor.detach().reshape(-1)[self.first : self.first + self.numel]
-        return flat.resolve_conj().resolve_neg()
+        # Of one dim, a view may have any stride
+        return flat.resolve_conj().resolve_neg().contiguous()
 
     @property
     def nbytes(self) -> int:
@@ -115,20 +116,13 @@ def contents_of(step: Step, state: State) -> Contents:
     held: list[Held] = []
     values: dict[str, Value] = {}
     # Leaves that are no tensors, such as an optimizer's plain numbers, go to `values`
+    check_savable(state, "the state")
     leaves = optree.tree_leaves(state)
     for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
             held.append(_held(path, leaf, spot))
-        elif isinstance(leaf, bool | int | float | str):
-            values[path] = leaf
         else:
-            raise StructureError(
-                explain(
-                    "a state to save is made of tensors, numbers and strings",
-                    path=path,
-                    got=type(leaf).__name__,
-                )
-            )
+            values[path] = leaf
     return Contents(held, values)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .checksums import CHECKSUMS
 from .errors import CorruptError
+from .plain_data import encoded
 from .safetensors_file import DTYPES, strict_json
 
 FORMAT = "functorch_zero checkpoint"
@@ -136,8 +137,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     # NamedTuples of plain data: JSON has them as lists of their fields
     rows["leaves"] = manifest.leaves
     rows["files"] = manifest.files
-    rows["values"] = manifest.values
-    rows["user"] = manifest.user
+    rows["values"] = encoded(manifest.values, "values")
+    rows["user"] = encoded(manifest.user, "user")
     rows["about"] = manifest.about
     body = json.dumps(rows, allow_nan=False, separators=(",", ":")).encode()
     # Over the body alone; the newline at the end is for people

@@ -14,53 +14,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..savable import DTYPES as DTYPES
 from .errors import CorruptError
 from .files import opened, read_into
+from .plain_data import decoded
 
 MAX_HEADER = 2**26  # bytes; the safetensors package takes 10**8
 INTACT = "Remedy: fetch or write the file again, or take another one"
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+# Of the dtypes that the format lacks, files have the bytes, as U8; the manifest has the dtype
+LACKING = ("C128", "C32")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def dtype_name(path: str, dtype: torch.dtype) -> str:
-    """The format's name of a dtype. `path` is a leaf's, for errors.
-
-    Raises:
-        StructureError: it has none.
-    """
-    if dtype in NAMES:
-        return NAMES[dtype]
-    raise StructureError(
-        explain(
-            "safetensors files can't hold this dtype",
-            path=path,
-            expected=", ".join(DTYPES),
-            got=dtype,
-        )
-    )
 
 
 class Entry(NamedTuple):
@@ -86,6 +52,8 @@ def make_header(
     for name, dtype, shape in tensors:
         start = starts[-1]
         stop = start + prod(shape) * DTYPES[dtype].itemsize
+        if dtype in LACKING:
+            dtype, shape = "U8", (stop - start,)
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
         starts.append(stop)
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -120,7 +88,8 @@ def read_header(path: Path) -> bytes:
 
 
 def strict_json(text: bytes, file: str) -> Any:
-    """Parse JSON: no duplicate keys, no NaN, no absurd numbers or nesting.
+    """Parse JSON: no duplicate keys, no NaN, no absurd numbers or nesting. Objects that stand for
+    numbers are these, see `plain_data`.
 
     Raises:
         CorruptError: it is anything else.
@@ -133,11 +102,11 @@ def strict_json(text: bytes, file: str) -> Any:
         raise CorruptError(f"{file}: {problem}. {INTACT}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Any:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key occurs twice")
-    return made
+    return decoded(made)
 
 
 def _refuse(name: str) -> Any:

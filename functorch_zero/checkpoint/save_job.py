@@ -19,7 +19,7 @@ from .block_io import BLOCK, CHECKSUM, write_rank_file
 from .contents import digest_of
 from .files import Temporary, step_folder, write_file
 from .manifest import NAME, File, Leaf, Manifest, Piece, check_coverage, encode_manifest, file_name
-from .safetensors_file import dtype_name
+from .safetensors_file import NAMES
 from .snapshot import Snapshot
 
 log = logging.getLogger("functorch_zero.checkpoint")
@@ -155,7 +155,7 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
             orders[i] = tuple(order)
     leaves = []
     for i, held in enumerate(snapshot.contents.held):
-        dtype = dtype_name(held.path, held.tensor.dtype)
+        dtype = NAMES[held.tensor.dtype]
         leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
     files = [_file_of(row) for row in rows]  # in rank order
     return Manifest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import platform
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,7 @@ from .contents import (
 )
 from .device_copies import DeviceCopies
 from .errors import CheckpointError
+from .plain_data import encoded
 
 
 @dataclass
@@ -103,22 +104,17 @@ def devices_of(snapshot: Snapshot) -> set[torch.device]:
 
 
 def checked_user(user: Any) -> Any:
-    """The user's own data, which must come back from JSON as it went in.
+    """A copy of the user's own data, which must come back from JSON as it went in.
 
     Raises:
         TypeError: it doesn't.
     """
     try:
-        # Compared after the round trip: tuples, integer keys and the like would come back changed
-        same = json.loads(json.dumps(user, allow_nan=False)) == user
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"user must be plain JSON data: {error}") from None
-    if not same:
-        raise TypeError(
-            "user must come back from JSON as it is: with lists instead of tuples, and strings as "
-            "keys"
-        )
-    return user
+        encoded(user, "user")
+    except RecursionError:
+        raise TypeError("user is nested too deep, or in itself") from None
+    # The caller may change it while it is being saved
+    return copy.deepcopy(user)
 
 
 def _about(step: Step, state: State) -> dict[str, Any]:

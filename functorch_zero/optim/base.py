@@ -22,7 +22,14 @@ from torch import Tensor
 from ..errors import TransformError, explain
 from ..in_a_loss import refuse_update
 from ..params import engine_of
-from ..tree import PyTree, copied_if_in, named_leaves, same_structure, storages
+from ..tree import (
+    PyTree,
+    check_savable,
+    copied_if_in,
+    named_leaves,
+    same_structure,
+    storages,
+)
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_updates
 from .arguments import check_is_transform, check_number, check_takes
@@ -162,6 +169,7 @@ class Transform(Named):
     def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
         """The first state of one process, whose outline is remembered."""
         state = self.init_fn(params, across)
+        check_savable(state, "the optimizer's state")
         self._remember(outline_of((params, state)))
         return state
 

@@ -111,7 +111,7 @@ class ShardedTrainStep:
                 buffers = {}
             if values is not None:
                 buffers = values.fill(buffers)
-            check_tensors(buffers, "buffers", dense=False)
+            check_tensors(buffers, "buffers")
 
             # Before any tensor is made, so that ranks that differ say so instead of hanging later
             group = labelled(self.group, "init/agreement")
@@ -325,7 +325,7 @@ class ShardedTrainStep:
         known = {leaf.path for leaf in before.leaves}
         new = {path: leaf for path, leaf in named_leaves(params).items() if path not in known}
         check_values(new, "params", self.group.rank)
-        check_tensors(buffers, "buffers", dense=False)
+        check_tensors(buffers, "buffers")
         layout = self.options.layout_of(params)
         facts = self._facts(layout, new, buffers, None)
         agree(labelled(self.group, "refit/agreement"), facts)

@@ -19,7 +19,15 @@ from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..shared_elements import check_apart
-from ..tree import named_leaves, own_copy, paths, same_structure
+from ..tree import (
+    check_names,
+    check_savable,
+    named_leaves,
+    own_copy,
+    paths,
+    same_structure,
+    settled,
+)
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried, check_no_parts
@@ -67,7 +75,8 @@ class ProgramStep:
             own_args.append(tree_map(own_copy, filled))
         with torch.no_grad():
             value = self.first_value(*own_args)
-        check_value(value)
+            check_value(value)
+            value = tree_map(settled, value)
         return State.first(value, seed, trained=Trained.of(value))
 
     def refit(self, state: State, *args: Any) -> State:
@@ -211,22 +220,12 @@ def device_of(value: Any) -> torch.device:
 
 
 def check_value(value: Any, rank: int | None = None) -> None:
-    """Raise, naming the first leaf, unless a program's value is made of tensors and numbers, with a
-    tensor among them, and each leaf has a path of its own."""
-    leaves = optree.tree_leaves(value)
-    for n, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor | bool | int | float):
-            raise StructureError(
-                explain(
-                    "a program's value holds tensors and numbers",
-                    path=paths(value)[n],
-                    got=f"a {type(leaf).__name__}",
-                    rank=rank,
-                    remedy="keep what stays as it is outside, where the program closes over it",
-                )
-            )
+    """Raise, naming the first leaf, unless a program's value is made of what checkpoints can hold,
+    with a tensor in it, and each leaf has a path of its own."""
+    check_savable(value, "a program's value", rank)
     named_leaves(value)  # which names a path that two leaves have
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+    check_names(value, "a program's value")
+    if not any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(value)):
         raise StructureError(
             explain(
                 "a program's value holds no tensor",
@@ -344,6 +343,7 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
     dtypes that it was given."""
     remedy = "return the value that the program was given, with new leaves"
     same_structure(old, new, what="the program's next value", rank=rank, remedy=remedy)
+    check_savable(new, "the program's next value", rank)
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
         expected, got = leaf_form(before), leaf_form(after)
@@ -366,4 +366,6 @@ def leaf_form(leaf: Any) -> Any:
 
 
 def _marked_like(before: Any, after: Any) -> Any:
-    return _marked(after, before.requires_grad) if isinstance(before, Tensor) else after
+    if not isinstance(before, Tensor):
+        return after
+    return _marked(settled(after.detach()), before.requires_grad)

@@ -100,7 +100,7 @@ class TrainStep:
         """
         buffers = {} if buffers is None else buffers
         check_params(params)
-        check_tensors(buffers, "buffers", dense=False)
+        check_tensors(buffers, "buffers")
         # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
             params = values.fill(params)

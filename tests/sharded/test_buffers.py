@@ -410,29 +410,25 @@ def test_another_shape_or_dtype_is_refused(level: int, change: Any, got: str) ->
 
 
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
-def test_a_sparse_buffer_that_changes_is_refused(level: int) -> None:
-    """Where nothing is sent for buffers it may."""
-    sparse = torch.tensor([[0.0, 2.0], [0.0, 0.0]]).to_sparse()
+def test_a_buffer_that_becomes_sparse_is_refused(level: int) -> None:
+    """Ranks can't send it each other."""
 
-    def run(group: Any, rule: Any = "mean") -> Any:
+    def run(group: Any, rule: Any) -> Any:
         def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
             if group.rank == group.size - 1:
-                buffers["links"] = buffers["links"] * 2
+                buffers["links"] = buffers["links"].to_sparse()
             return (params["w"] * x).sum()
 
         step = shard(
             train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, sync_buffers=rule
         )
-        state = step.init({"w": torch.ones(3, requires_grad=True)}, {"links": sparse})
-        return step(state, torch.ones(3))[0].buffers["links"].to_dense()
+        state = step.init({"w": torch.ones(3, requires_grad=True)}, {"links": torch.eye(2)})
+        return step(state, torch.ones(3))
 
     for rule in ("mean", "rank0"):
         words = r"changed a sparse buffer.*path links.*torch.sparse_coo.*on rank 1.*Remedy"
         with pytest.raises(StructureError, match=words):
             run_ranks(lambda group, rule=rule: run(group, rule), 2)
-    assert torch.equal(run_ranks(run, 1)[0], 2 * sparse.to_dense())
-    for n, buffer in enumerate(run_ranks(lambda group: run(group, "local"), 2)):
-        assert torch.equal(buffer, sparse.to_dense() * (n + 1))
 
 
 def test_the_oracles_own_rule() -> None:

@@ -84,7 +84,6 @@ def test_a_buffer_that_stays_is_the_same_tensor() -> None:
         "mask": torch.ones(3, 3, dtype=torch.bool),
         "table": torch.arange(3.0),
         "phases": torch.ones(2, dtype=torch.complex64),
-        "sparse": torch.eye(2).to_sparse(),
         "none": torch.zeros(0),
     }
     state = step.init({"w": torch.ones(3, dtype=F64, requires_grad=True)}, buffers)

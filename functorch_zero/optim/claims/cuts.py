@@ -26,7 +26,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...tree import PyTree, paths
+from ...tree import PyTree, check_savable, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
 from .operators import OperatorWatch
@@ -183,6 +183,7 @@ class CutTest:
         across, params = self.across_of(cut), cut.of(self.params)
         with self.watch.running(cut.on, operators=operators, params=params):
             state = self.transform.init_fn(params, across)
+        check_savable(state, "the optimizer's state")
         # As many leaves in every later step, or a checkpoint's paths would change
         num_in_state = optree.tree_structure(state).num_leaves
         made: list[_Made] = []

@@ -22,7 +22,7 @@ from ...optim.state_checks import check_opt_state
 from ...params import is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...step.program_step import check_next_value, device_of, leaf_form
-from ...tree import paths, same_structure
+from ...tree import paths, same_structure, settled
 from ..state import part_of_state
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
@@ -82,7 +82,7 @@ def marked_like(value: Any, structure: ValueStructure | None) -> Any:
 
 def _marked_like(node: Any, noted: Any) -> Any:
     if not _is_held(node):
-        return node
+        return settled(node)
     return node.as_read_only(noted.read_only) if isinstance(noted, Holding) else node.as_noted()
 
 
@@ -99,7 +99,7 @@ def as_marked(value: Any) -> Any:
     def mark(node: Any) -> Any:
         if _is_held(node):
             return node.as_read_only(node.is_read_only)
-        return node.detach() if isinstance(node, Tensor) else tree_map(_detached, node)
+        return settled(node.detach()) if isinstance(node, Tensor) else tree_map(_detached, node)
 
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
     return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)]))
