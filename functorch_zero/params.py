@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import optree
@@ -147,36 +147,51 @@ class UnitSpec:
         return dict(zip(self.leaves, self.precisions, strict=True))
 
 
+@dataclass(frozen=True)
+class Names:
+    """The ways in which a model's names in a `state_dict` differ from its leaves' paths. All are
+    equal: of what is known of names it doesn't depend whether trees fit each other.
+
+    Attributes:
+        aliases: the leaf's path, by each other name of a tied leaf.
+        unsaved: paths of leaves that a `state_dict` lacks, buffers that are not persistent.
+    """
+
+    aliases: Mapping[str, str] = field(default_factory=dict, compare=False)
+    unsaved: frozenset[str] = field(default=frozenset(), compare=False)
+
+
 class Params(dict[str, Any]):
     """A model's parameters: a dict from dotted path to leaf, which also carries the model's
-    `units`.
+    `units`, and its `names` in files.
 
     It is a pytree node of its own for optree and for torch, in insertion order, so `tree_map` over
-    it gives a `Params` again. `dict(params)` forgets the units, and their precision.
+    it gives a `Params` again. `dict(params)` forgets the units, their precision, and the names.
     """
 
     def __init__(
         self,
         leaves: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
         units: tuple[UnitSpec, ...] = (),
+        names: Names | None = None,
     ):
         super().__init__(leaves)
         self.units = units  # () where nothing is known of the model
+        self.names = names or Names()
 
 
-def _flatten_params(
-    params: Params,
-) -> tuple[list[Any], tuple[tuple[str, ...], tuple[UnitSpec, ...]], tuple[str, ...]]:
+Context = tuple[tuple[str, ...], tuple[UnitSpec, ...], Names]
+
+
+def _flatten_params(params: Params) -> tuple[list[Any], Context, tuple[str, ...]]:
     keys = tuple(params)
     # Keys and units are static: trees of other models don't fit
-    return list(params.values()), (keys, params.units), keys
+    return list(params.values()), (keys, params.units, params.names), keys
 
 
-def _unflatten_params(
-    context: tuple[tuple[str, ...], tuple[UnitSpec, ...]], leaves: Iterable[Any]
-) -> Params:
-    keys, units = context
-    return Params(zip(keys, leaves, strict=True), units)
+def _unflatten_params(context: Context, leaves: Iterable[Any]) -> Params:
+    keys, units, names = context
+    return Params(zip(keys, leaves, strict=True), units, names)
 
 
 # In the global namespace, so that users' `tree_map` works without an argument

@@ -24,7 +24,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
-from ..params import is_on_engine
+from ..params import Names, Params, is_on_engine
 from ..sharded.checks import sharding_of
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
@@ -152,6 +152,17 @@ def check_state(step: Step, state: Any) -> None:
         raise StructureError(
             "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
         )
+
+
+def names_in(state: State) -> dict[str, Names]:
+    """By its path in the state, the names of the model that a tree is of."""
+    nodes = optree.tree_leaves(state, is_leaf=_is_params)
+    rows = zip(paths(state, _is_params), nodes, strict=True)
+    return {path: node.names for path, node in rows if _is_params(node)}
+
+
+def _is_params(node: Any) -> bool:
+    return isinstance(node, Params)
 
 
 def _paths(state: State) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..model.functionalize import Apply
+from ..params import Names
 from ..sharded.train import ShardedTrainStep
 from ..step.state import State, trained
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import chosen
-from .contents import Held, TrainingStep, contents_of, group_of
+from .contents import Held, TrainingStep, contents_of, group_of, names_in
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, blank_state, not_chosen, some_of
@@ -29,6 +30,7 @@ from .manifest import Leaf, Manifest
 from .safetensors_file import (
     DTYPES,
     INTACT,
+    LACKING,
     Entry,
     bytes_of,
     make_header,
@@ -38,13 +40,14 @@ from .safetensors_file import (
 
 PathLike = str | os.PathLike[str]
 Aliases = Mapping[str, str] | Apply | None
-Rename = Mapping[str, str] | Callable[[str], str | None] | None
+Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 TREES = ("params", "buffers")  # paths in the state
 MAX_INDEX = 2**26  # bytes
 # Names that Hugging Face's loaders look for
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FEW = 2**20  # elements that are compared together: their copies take memory
 
 
 class Named(NamedTuple):
@@ -84,16 +87,21 @@ def export_weights(
             `("opt_state.1.ema", "buffers")` exports averages under the model's names.
         aliases: names under which to write a leaf once more: for tied weights, which a state holds
             once and `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that
-            `functionalize` made. With that, buffers which are not persistent are left out, as
-            `Module.state_dict` leaves them out.
+            `functionalize` made, which also says which buffers are not persistent: these are left
+            out, as `Module.state_dict` leaves them out. None: as the params knew it that were
+            saved, those of `functionalize` do.
         max_file_bytes: of tensors in one file; a larger leaf has a file for itself.
 
     Raises:
-        CheckpointError: there is no such checkpoint, `out` exists, or no leaf lies under `trees`.
+        CheckpointError: there is no such checkpoint, `out` exists, no leaf lies under `trees`, or
+            one is of a dtype that safetensors lacks.
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
     named = named_leaves_in(manifest, trees, names_of(aliases))
+    for one in named:
+        if one.leaf.dtype in LACKING:
+            raise CheckpointError(f"safetensors files can't hold {one.leaf.path}: {one.leaf.dtype}")
     files = _split(named, max_file_bytes)
     # `out` may lie in anybody's folder, which is not ours to lock
     temporary = Temporary(Path(out).absolute(), lock=False)
@@ -109,23 +117,11 @@ def export_weights(
     return Path(out)
 
 
-class Names(NamedTuple):
-    """The ways in which a model's names in other people's files differ from its leaves' paths."""
-
-    aliases: Mapping[str, str]  # the leaf's name, by each other name of a leaf
-    unsaved: frozenset[str] = frozenset()  # leaves that files lack
-
-
-def names_of(given: Aliases) -> Names:
-    """The names, as far as they are known."""
-    if not isinstance(given, Apply):
-        return Names(dict(given or {}))
-    aliases = {}
-    for slot in (*given.slots, *given.buffer_slots):
-        name = f"{slot.module}.{slot.attribute}".lstrip(".")
-        if name != slot.leaf and name not in given.not_persistent:
-            aliases[name] = slot.leaf
-    return Names(aliases, given.not_persistent - set(aliases.values()))
+def names_of(given: Aliases) -> Names | None:
+    """The names that the caller gives; None: those that the trees themselves know."""
+    if given is None or isinstance(given, Apply):
+        return None if given is None else given.names
+    return Names(dict(given))
 
 
 def name_in(path: str, trees: Sequence[str]) -> str | None:
@@ -138,8 +134,11 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names) -> list[Named]:
-    """The leaves under `trees` by the names that files have for them, aliases included."""
+def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names | None) -> list[Named]:
+    """The leaves under `trees` by the names that files have for them, aliases included.
+
+    `names`: None: those that the trees had when they were saved.
+    """
     found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
@@ -152,6 +151,8 @@ def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names) -> l
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
 
+    if names is None:
+        names = _saved_names(manifest, trees, found)
     # Aliases come last: the same elements written once more
     again = []
     for name, target in names.aliases.items():
@@ -161,6 +162,17 @@ def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names) -> l
             raise CheckpointError(f"the alias {name} stands for {target}, which is no leaf")
         again.append(found[target]._replace(name=name))
     return [*(named for name, named in found.items() if name not in names.unsaved), *again]
+
+
+def _saved_names(manifest: Manifest, trees: Sequence[str], leaves: Container[str]) -> Names:
+    """The names that the trees had when they were saved, of these leaves."""
+    aliases: dict[str, str] = {}
+    unsaved: set[str] = set()
+    for tree in trees:
+        known = manifest.names.get(tree, Names())
+        aliases |= {name: leaf for name, leaf in known.aliases.items() if leaf in leaves}
+        unsaved |= known.unsaved
+    return Names(aliases, frozenset(unsaved))
 
 
 def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
@@ -226,6 +238,12 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     return whole
 
 
+class NoTensor(NamedTuple):
+    """What lies under a name and is no tensor: a module's extra state, say."""
+
+    got: str  # its type
+
+
 class Source(NamedTuple):
     """A tensor to read from."""
 
@@ -259,19 +277,22 @@ def import_weights(
             `model.safetensors.index.json`, or tensors by name, as `Module.state_dict` gives them.
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
-        aliases: names that stand for a leaf of another name (tied weights). Such a tensor is left
-            out, or read where the source lacks the leaf's own name. A dict from name to leaf, or
-            the `apply` that `functionalize` made. With that, buffers which are not persistent may
-            be missing, since no `state_dict` has them.
+        aliases: names that stand for a leaf of another name (tied weights). Such a tensor is read
+            where the source lacks the leaf's own name, and else must have the same values. A dict
+            from name to leaf, or the `apply` that `functionalize` made. With that, buffers which
+            are not persistent may be missing, since no `state_dict` has them. None: as `like`'s
+            params know it, those of `functionalize` do.
         rename: the model's names for those of the source: a dict, in which other names stay as they
-            are, or a function (None leaves the tensor out).
+            are, or a function. None in place of a name leaves the entry out.
         allow_missing: leaves that the source lacks keep `like`'s values: all, or those of one or
             several patterns of paths ("**.adapter.*"; `*` is one name, `**` any number).
-        allow_extra: tensors that `like` lacks are left out, chosen in the same way.
+        allow_extra: entries that `like` lacks are left out, chosen in the same way: tensors, and
+            what is none, such as the extra states of modules ("**._extra_state").
         cast: convert dtypes.
 
     Raises:
-        StructureError: on every rank: names, shapes or dtypes are not `like`'s; they are named.
+        StructureError: on every rank: names, shapes or dtypes are not `like`'s, or two names of a
+            tied leaf have different values; they are named.
         CorruptError: a file is damaged, or no safetensors file; it is named.
         CheckpointError: the safetensors package is not installed.
     """
@@ -288,17 +309,17 @@ class Import:
         find: finds the tensors by name.
         step: the step function that the state is for.
         like: a state of it.
-        names: of the model, in files.
+        names: of the model, in files; None: those that `like` knows.
         rename: the model's names for those that are found.
     """
 
     def __init__(
         self,
         what: str,
-        find: Callable[[], dict[str, Source]],
+        find: Callable[[], dict[str, Source | NoTensor]],
         step: TrainingStep,
         like: State,
-        names: Names,
+        names: Names | None,
         rename: Rename,
     ):
         if not isinstance(step, TrainingStep):
@@ -331,14 +352,13 @@ class Import:
         """Check all that can be checked before a tensor is written to."""
         found = _renamed(self._find(), self._rename)
         leaves = _by_name(contents_of(self._step, self._like).held)
-        aliases = set()
-        for name, leaf in self._names.aliases.items():
-            if leaf in leaves:
-                aliases.add(name)
-                if name in found:  # others may write a tied leaf under any of its names
-                    found.setdefault(leaf, found[name])
-        lacking = not_chosen(set(leaves) - set(found) - self._names.unsaved, allowed.missing)
-        extra = not_chosen(set(found) - set(leaves) - aliases, allowed.extra)
+        names = self._names
+        if names is None:
+            names = names_in(self._like).get("params", Names())
+        aliases = {name: leaf for name, leaf in names.aliases.items() if leaf in leaves}
+        read, again = _matched(leaves, found, aliases)
+        lacking = not_chosen(set(leaves) - set(read) - names.unsaved, allowed.missing)
+        extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
         problems = []
         if lacking:
             problems.append(
@@ -347,18 +367,24 @@ class Import:
             )
         if extra:
             problems.append(
-                f"it has {some_of(extra)}, which `like` lacks "
+                f"it has {some_of(_told(name, found[name]) for name in extra)}, which `like` lacks "
                 "(aliases=apply knows other names of tied leaves, and rename= gives the model's "
                 "names; allow_extra=True, or patterns, leaves them out)"
             )
-        for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
-            problems += _misfits(name, leaves[name], found[name], allowed)
+        for leaf, name in sorted([*read.items(), *again]):  # their shapes and dtypes
+            problems += _misfits(name, leaves[leaf], found[name], allowed)
+        sources = {leaf: x for leaf, name in read.items() if isinstance(x := found[name], Source)}
+        for leaf, name in [] if problems else again:
+            if not _are_equal(leaves[leaf], sources[leaf], found[name]):
+                problems.append(
+                    f"{read[leaf]} and {name} are names of one leaf here, and have different "
+                    "values (rename= may give None for one of them, which leaves it out)"
+                )
         if problems:
             raise StructureError(
                 "the weights are those of another model: " + "; ".join(problems[:5])
             )
-        # `found` may have names of the whole file; only these are kept
-        self._sources = {name: found[name] for name in leaves if name in found}
+        self._sources = sources
 
     def _read(self) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
@@ -381,8 +407,10 @@ class Import:
                 held.tensor.copy_(old[name].tensor)  # missing, and allowed to be
 
 
-def _renamed(found: Mapping[str, Source], rename: Rename) -> dict[str, Source]:
-    """The tensors found, by the model's names.
+def _renamed(
+    found: Mapping[str, Source | NoTensor], rename: Rename
+) -> dict[str, Source | NoTensor]:
+    """All that was found, by the model's names.
 
     Raises:
         StructureError: two would have one name, or a name to be replaced is not there.
@@ -393,7 +421,7 @@ def _renamed(found: Mapping[str, Source], rename: Rename) -> dict[str, Source]:
         unknown = sorted(set(rename) - set(found))
         if unknown:
             raise StructureError(f"rename= has {unknown[0]}, which is not among the weights")
-    named: dict[str, Source] = {}
+    named: dict[str, Source | NoTensor] = {}
     for old, source in found.items():
         name = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
         if name is None:
@@ -404,8 +432,28 @@ def _renamed(found: Mapping[str, Source], rename: Rename) -> dict[str, Source]:
     return named
 
 
-def _misfits(name: str, held: Held, given: Source, allowed: Allowed) -> list[str]:
+def _matched(
+    leaves: Collection[str], found: Container[str], aliases: Mapping[str, str]
+) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """By leaf, the name under which it is read; and tied leaves with their further names, whose
+    values must be the same."""
+    read = {leaf: leaf for leaf in leaves if leaf in found}
+    again = []
+    for name, leaf in aliases.items():
+        # Others may write a tied leaf under any of its names
+        if name in found and read.setdefault(leaf, name) != name and name not in leaves:
+            again.append((leaf, name))
+    return read, again
+
+
+def _told(name: str, given: Source | NoTensor) -> str:
+    return f"{name} (no tensor, a {given.got})" if isinstance(given, NoTensor) else name
+
+
+def _misfits(name: str, held: Held, given: Source | NoTensor, allowed: Allowed) -> list[str]:
     """The difference in shape or dtype between a leaf and its source, if any."""
+    if isinstance(given, NoTensor):
+        return [f"{_told(name, given)} has the name of a leaf"]
     if held.shape != given.shape:
         return [f"{name} has shape {given.shape}, expected {held.shape}"]
     if held.tensor.dtype != given.dtype and not allowed.cast:
@@ -439,16 +487,18 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
     return named
 
 
-def _sources(source: Any) -> dict[str, Source]:
-    """The tensors of files or of a `state_dict`, by name."""
-    tensors = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
-    found = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            got = f"{type(tensor).__name__} for {name}"
-            raise StructureError(f"a state_dict holds tensors by name, got {got}")
-        # `detach` is the function that gives the whole tensor
-        found[name] = Source(tuple(tensor.shape), tensor.dtype, tensor.detach)
+def _sources(source: Any) -> dict[str, Source | NoTensor]:
+    """The entries of files or of a `state_dict`, by name."""
+    entries = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
+    found: dict[str, Source | NoTensor] = {}
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise StructureError(f"a state_dict holds tensors by name, got the key {name!r}")
+        if isinstance(entry, Tensor):
+            # `detach` is the function that gives the whole tensor
+            found[name] = Source(tuple(entry.shape), entry.dtype, entry.detach)
+        else:
+            found[name] = NoTensor(type(entry).__name__)
     return found
 
 
@@ -510,6 +560,22 @@ def _fill(held: Held, source: Source) -> None:
     """Put this rank's elements of a source into a leaf."""
     # A rank without elements of the leaf reads nothing
     if held.start < held.stop:
-        # (numel,), of a mapped file; pages outside of the run stay unread
-        flat = source.whole().detach().reshape(-1)
-        held.tensor.detach().view(-1).copy_(flat[held.start : held.stop])
+        held.tensor.detach().view(-1).copy_(_elements(held, source))
+
+
+def _elements(held: Held, source: Source) -> Tensor:
+    """This rank's elements of a source (numel,); of a mapped file, pages outside of the run stay
+    unread."""
+    return source.whole().detach().reshape(-1)[held.start : held.stop]
+
+
+def _are_equal(held: Held, *sources: Any) -> bool:
+    """Whether two sources of a leaf have the same values on this rank, to the bit."""
+    if held.start == held.stop:  # other ranks have them, and are asked, too
+        return True
+    runs = [_elements(held, source).split(_FEW) for source in sources]
+    for one, other in zip(*runs, strict=True):
+        a, b = (x.to("cpu", held.tensor.dtype).contiguous().view(torch.uint8) for x in (one, other))
+        if not torch.equal(a, b):
+            return False
+    return True

@@ -20,6 +20,7 @@ from .convert import (
     TREES,
     Aliases,
     Import,
+    NoTensor,
     PathLike,
     Rename,
     Source,
@@ -102,22 +103,27 @@ def import_dcp(
         rename: as in `import_weights`, of names without the prefix.
         allow_missing: leaves that the folder lacks keep `like`'s values, chosen as in
             `import_weights`.
-        allow_extra: tensors that `like` lacks are left out, chosen in the same way.
+        allow_extra: entries that `like` lacks are left out, chosen in the same way: tensors, and
+            pickled objects.
         cast: convert dtypes.
 
     Raises:
-        StructureError: on every rank: names, shapes or dtypes are not `like`'s; they are named.
+        StructureError: on every rank: names, shapes or dtypes are not `like`'s, or two names of a
+            tied leaf have different values; they are named.
         CheckpointError: on every rank: the folder can't be read.
     """
     path = Path(folder)
 
     # Runs inside of the job: only metadata is read, tensors one by one when their turn comes
-    def sources() -> dict[str, Source]:
-        found = {}
-        for name, (shape, dtype) in list_tensors(path).items():
-            if name.startswith(prefix):
-                whole = partial(read_tensor, path, name, shape, dtype)
-                found[name.removeprefix(prefix)] = Source(shape, dtype, whole)
+    def sources() -> dict[str, Source | NoTensor]:
+        found: dict[str, Source | NoTensor] = {}
+        for name, entry in list_entries(path).items():
+            if not name.startswith(prefix):
+                continue
+            own_name = name.removeprefix(prefix)
+            found[own_name] = NoTensor("pickled object")
+            if entry is not None:
+                found[own_name] = Source(*entry, whole=partial(read_tensor, path, name, *entry))
         return found
 
     job = Import(f"import {path}", sources, step, like, names_of(aliases), rename)
@@ -131,18 +137,18 @@ class DcpTensor(NamedTuple):
     dtype: torch.dtype
 
 
-def list_tensors(folder: Path) -> dict[str, DcpTensor]:
-    """The tensors of a folder by name. This unpickles its metadata, which can run any code."""
+def list_entries(folder: Path) -> dict[str, DcpTensor | None]:
+    """The entries of a folder by name; None: it is a pickled object. This unpickles the folder's
+    metadata, which can run any code."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    # Name -> metadata, of tensors and of pickled objects
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {}
-    for name, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):  # others are no tensors
-            tensors[name] = DcpTensor(tuple(entry.size), entry.properties.dtype)
-    return tensors
+    found: dict[str, DcpTensor | None] = {}
+    for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        found[name] = None
+        if isinstance(entry, TensorStorageMetadata):
+            found[name] = DcpTensor(tuple(entry.size), entry.properties.dtype)
+    return found
 
 
 def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from ..params import Names
 from .checksums import CHECKSUMS
 from .errors import CorruptError
 from .plain_data import encoded
@@ -89,7 +90,7 @@ class Manifest:
         values: the others, by path.
         files: in rank order.
         user: the user's own data.
-        about: the versions, optimizer and units it was saved with; for people.
+        about: the versions, optimizer, units and names it was saved with; for people.
     """
 
     step: int
@@ -121,6 +122,18 @@ class Manifest:
         entry = self.about.get("optimizer")
         printed = entry.get("printed") if isinstance(entry, dict) else None
         return printed if isinstance(printed, str) and printed.isprintable() else None
+
+    @property
+    def names(self) -> dict[str, Names]:
+        """By its path in the state, the names of the model that a tree is of; none in files of
+        earlier versions."""
+        try:
+            return {
+                path: Names(dict(names["aliases"]), frozenset(names["unsaved"]))
+                for path, names in self.about["names"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError):  # somebody has changed it
+            return {}
 
 
 def file_name(rank: int, ranks: int) -> str:

@@ -20,6 +20,7 @@ from .contents import (
     Step,
     contents_of,
     group_of,
+    names_in,
     optimizer_of,
     parts_to_save,
 )
@@ -118,10 +119,19 @@ def checked_user(user: Any) -> Any:
 
 
 def _about(step: Step, state: State) -> dict[str, Any]:
-    """The manifest's entry for people: versions, optimizer and units."""
+    """The manifest's entry for people, and for exports: versions, optimizer, units and names."""
     optimizer = optimizer_of(step)
     units = {} if state.sharding is None else _units(state.sharding.layout)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "units": units}
+    names = {}
+    for path, known in names_in(state).items():
+        if known.aliases or known.unsaved:
+            names[path] = {"aliases": known.aliases, "unsaved": sorted(known.unsaved)}
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "units": units,
+        "names": names,
+    }
     if optimizer is not None:
         about["optimizer"] = {
             "printed": repr(optimizer),

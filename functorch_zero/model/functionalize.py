@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._torch_private import buffers_dict, not_persistent, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..introspection import name_in_callers
-from ..params import OnEngine, Params, UnitSpec
+from ..params import Names, OnEngine, Params, UnitSpec
 from ..precision import Precision
 from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
@@ -50,6 +50,7 @@ class Apply:
             for path, module in model.named_modules()
             for attribute in not_persistent(module)
         )
+        self.names = _names_of(model, self.slots + self.buffer_slots, self.not_persistent)
         self._anatomy = anatomy
         # Leaf's path -> whole shape
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -256,7 +257,8 @@ def functionalize(
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = options_for_torch(compile_options, bool(compiled))
     anatomy = Anatomy(specs, slots, buffer_slots, policies, remat_paths, compiled, options, sharing)
-    return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
+    apply = Apply(without_values(model), anatomy)
+    return apply, Params(leaves, specs, apply.names), buffers
 
 
 def _slots_of(
@@ -275,6 +277,21 @@ def _slots_of(
             if tensor is not None:  # a bias that a module does without, say
                 slots.append(Slot(path, attribute, names[id(tensor)]))
     return slots
+
+
+def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset[str]) -> Names:
+    """The model's names in a `state_dict`, which leaves out those that are not persistent."""
+    places: dict[nn.Module, list[str]] = {}  # the first path of a module is that of its slots
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(path)
+    by_path = {found[0]: found for found in places.values()}
+    aliases = {}
+    for slot in slots:
+        own_name, *others = (f"{p}.{slot.attribute}".lstrip(".") for p in by_path[slot.module])
+        if own_name in not_persistent:
+            continue
+        aliases |= {name: slot.leaf for name in (own_name, *others) if name != slot.leaf}
+    return Names(aliases, not_persistent - set(aliases.values()))
 
 
 def _with_precisions(spec: UnitSpec, of_leaves: Mapping[str, Precision]) -> UnitSpec:

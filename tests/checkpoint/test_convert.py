@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from functorch_zero.__main__ import main
 from functorch_zero.checkpoint import CheckpointError, CorruptError, convert
 from functorch_zero.checkpoint.catalogue import chosen
 from functorch_zero.checkpoint.convert import map_file
+from functorch_zero.checkpoint.dcp import write_tensors
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
@@ -32,7 +34,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
-from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
+from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy, even, split
 from tests.tiers import THOROUGH, tiers
 
 
@@ -208,8 +210,10 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     ):
         import_into({**tensors, "norm.bias": bias.float()})
     import_into({**tensors, "norm.bias": bias.float()}, cast=True)
-    with pytest.raises(StructureError, match="holds tensors by name, got str"):
+    with pytest.raises(StructureError, match=r"norm\.bias \(no tensor, a str\) has the name of a"):
         import_into({**tensors, "norm.bias": "x"})
+    with pytest.raises(StructureError, match="tensors by name, got the key 3"):
+        import_into({**tensors, 3: bias})
 
 
 def rotary() -> tuple[Any, Any, Any, Any]:
@@ -231,7 +235,7 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     assert apply.eval().not_persistent == apply.not_persistent
     tensors = model.state_dict()
     with pytest.raises(StructureError, match=r"it lacks shrunk, table \(aliases=apply"):
-        checkpoint.import_weights(tensors, step, like=state)
+        checkpoint.import_weights(tensors, step, like=state, aliases={})
     with pytest.raises(StructureError, match=r"it lacks 1\.bias \("):
         lacks = {name: x for name, x in tensors.items() if name != "1.bias"}
         checkpoint.import_weights(lacks, step, like=state, aliases=apply)
@@ -248,6 +252,166 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     checkpoint.import_dcp(folder, step, like=state, aliases=apply)
     with pytest.raises(StructureError, match=r"it lacks table \("):
         checkpoint.import_dcp(folder, step, like=state, aliases={"1.shrunk": "shrunk"})
+
+
+@pytest.mark.parametrize("level", [None, 3])
+def test_names_that_the_params_know(tmp_path: Path, level: int | None) -> None:
+    """Exports and imports need no `aliases=`: those of `functionalize` know tied weights and
+    buffers that no state_dict has, through steps, `tree_map`, averages and checkpoints."""
+    _, base, params, buffers = gpt()
+    base = dataclasses.replace(base, optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)))
+    root = tmp_path / "root"
+
+    def run(group: Group) -> State:
+        step: Any = base if level is None else shard(base, level=level, group=group)
+        state = step.init(params, buffers)
+        state, _ = step(state, split(ZOO["gpt"].batches(1, 6)[0], even(6, 1))[0])
+        checkpoint.save(tmp_path / "first", step, state)
+        state = checkpoint.load(tmp_path / "first", step, like=step.init(params, buffers)).state
+        checkpoint.save(root, step, state)
+        # Each name that a state_dict has is in the source
+        source = {name: x.detach() for name, x in GPT().double().state_dict().items()}
+        again = checkpoint.import_weights(source, step, like=step.init(params, buffers))
+        return again if level is None else step.unshard(again)
+
+    again = run(SingleRank())
+    model = GPT().double()
+    ours = torch.nn.Module.state_dict(model)
+    for trees in (("params", "buffers"), ("opt_state.1.ema", "buffers")):
+        out = checkpoint.export_weights(root, tmp_path / trees[0], trees=trees)
+        model.load_state_dict(read_all(out))
+    assert set(read_all(tmp_path / "params")) == set(ours) > set(again.params)
+    bare = checkpoint.export_weights(root, tmp_path / "bare", aliases={})
+    assert set(read_all(bare)) == {*again.params, *again.buffers}
+    # A dict knows nothing
+    with pytest.raises(StructureError, match="which `like` lacks"):
+        like = base.init({**params}, buffers)
+        checkpoint.import_weights(ours, base, like=like)
+
+
+class Tied(torch.nn.Module):
+    """Three names of one leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(64, 4)
+        self.head = torch.nn.Linear(4, 64, bias=False)
+        self.head.weight = self.emb.weight
+        self.again = self.head
+
+    def forward(self, x: Any) -> Any:
+        return self.again(self.head(self.emb(x)))
+
+
+TIED = torch.arange(256, dtype=torch.float64).view(64, 4)  # four pieces of 512 bytes
+NAMES = ("emb.weight", "head.weight", "again.weight")
+
+
+def import_tied(source: Any, by: Any = checkpoint.import_weights, **options: Any) -> Any:
+    """The leaf, as it was imported on three ranks and in one process."""
+    _, params, buffers = functionalize(Tied().double())
+    base = train_step(lambda p, b, x: p["emb.weight"].sum(), optim.sgd(0.1))
+
+    def load(group: Group) -> Any:
+        step = shard(base, level=3, group=group)
+        state = by(source, step, like=step.init(params, buffers), **options)
+        return step.unshard(state).params["emb.weight"]
+
+    whole = by(source, base, like=base.init(params, buffers), **options).params["emb.weight"]
+    assert all(torch.equal(x.nan_to_num(), whole.nan_to_num()) for x in run_ranks(load, 3))
+    return whole
+
+
+def test_a_module_under_two_names_is_exported_under_both(tmp_path: Path) -> None:
+    _, params, buffers = functionalize(Tied().double())
+    step = train_step(lambda p, b, x: p["emb.weight"].sum(), optim.sgd(0.1))
+    checkpoint.save(tmp_path / "root", step, step.init(params, buffers))
+    written = read_all(checkpoint.export_weights(tmp_path / "root", tmp_path / "out"))
+    assert set(written) == {*NAMES}
+    Tied().double().load_state_dict(written)
+
+
+def test_names_of_one_leaf_with_equal_values() -> None:
+    """NaNs are equal to themselves, and each name may be missing."""
+    values = TIED.clone()
+    values[3, 1] = torch.nan
+    source = {name: values.clone() for name in NAMES}
+    for names in (NAMES, NAMES[:2], NAMES[1:], NAMES[2:]):
+        found = import_tied({name: source[name] for name in names})
+        assert torch.equal(found.nan_to_num(), values.nan_to_num())
+    rounded = {"emb.weight": TIED.float(), "head.weight": TIED}
+    assert torch.equal(import_tied(rounded, cast=True), TIED)
+
+
+@pytest.mark.parametrize(
+    ("names", "stale"),
+    [(NAMES, "head.weight"), (NAMES, "emb.weight"), (NAMES[1:], "again.weight")],
+)
+@pytest.mark.parametrize("at", [(0, 0), (63, 3)])
+def test_names_of_one_leaf_with_other_values(
+    names: Any, stale: str, at: Any, tmp_path: Path
+) -> None:
+    """An error on all ranks, though one alone has the element that differs; and a way out."""
+    source = {name: TIED.clone() for name in names}
+    source[stale][at] += 1
+    save_file(source, tmp_path / "tied.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_tensors(tmp_path / "dcp", source)
+    words = rf"{stale}.*names of one leaf here, and have different.*rename=.*leaves it out"
+    if stale == "emb.weight":
+        words = words.replace("emb.weight", "emb.weight and head.weight")
+    by_dcp = {"source": tmp_path / "dcp", "by": checkpoint.import_dcp}
+    for given in ({"source": source}, {"source": tmp_path / "tied.safetensors"}, by_dcp):
+        with pytest.raises(StructureError, match=words):
+            import_tied(**given)
+        assert torch.equal(import_tied(**given, rename={stale: None}), TIED)
+        left = import_tied(**given, rename=lambda name: name if name == stale else None)
+        assert torch.equal(left, source[stale])
+
+
+def test_a_further_name_of_another_shape() -> None:
+    with pytest.raises(StructureError, match=r"head\.weight has shape \(64, 5\), expected"):
+        import_tied({"emb.weight": TIED, "head.weight": torch.ones(64, 5).double()})
+    with pytest.raises(StructureError, match=r"head\.weight \(no tensor, a dict\) has the name"):
+        import_tied({"emb.weight": TIED, "head.weight": {}})
+
+
+EXTRA = {"a._extra_state": (1.0,), "_extra_state": torch.ones(3)}
+
+
+def test_extra_states_are_left_out_where_that_is_asked(tmp_path: Path) -> None:
+    """Unread; else an error names them. Of a module's state_dict, and of torch's folders."""
+    for by, source in (
+        (checkpoint.import_weights, {"emb.weight": TIED, **EXTRA}),
+        (checkpoint.import_dcp, tmp_path / "dcp"),
+    ):
+        if isinstance(source, Path):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                write_tensors(source, {"emb.weight": TIED, **EXTRA})  # type: ignore[dict-item]
+        ways: list[dict[str, Any]] = [
+            {"allow_extra": True},
+            {"allow_extra": "**._extra_state"},
+            {"rename": lambda name: None if name.endswith("_extra_state") else name},
+            {"rename": dict.fromkeys(EXTRA)},
+        ]
+        for way in ways:
+            assert torch.equal(import_tied(source, by, **way), TIED)
+        with pytest.raises(StructureError, match=r"it has _extra_state, .*allow_extra") as caught:
+            import_tied(source, by)
+        assert re.search(
+            r"a\._extra_state \(no tensor, a (tuple|pickled object)\)", str(caught.value)
+        )
+
+
+def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
+    step = train_step(lambda p, b, x: p["w"].abs().sum(), optim.sgd(0.1))
+    state = step.init({"w": torch.ones(3, dtype=torch.complex128, requires_grad=True)})
+    checkpoint.save(tmp_path / "root", step, state)
+    assert_same(state, checkpoint.load(tmp_path / "root", step, like=state).state)
+    with pytest.raises(CheckpointError, match=r"can't hold params\.w: C128"):
+        checkpoint.export_weights(tmp_path / "root", tmp_path / "out")
 
 
 def test_patterns_of_leaves_that_may_be_missing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint
-from functorch_zero.checkpoint.dcp import list_tensors
+from functorch_zero.checkpoint.dcp import list_entries
 from functorch_zero.groups import HybridGroup, run_ranks
 from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values
@@ -192,7 +192,7 @@ def test_a_momentum_is_exported_whole(tmp_path: Path) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == {"w"} and torch.equal(found["w"], want["w"])
     checkpoint.export_dcp(tmp_path, tmp_path / "dcp", trees=["momentum"])
-    assert list_tensors(tmp_path / "dcp")["w"].shape == (8, 4)
+    assert list_entries(tmp_path / "dcp")["w"].shape == (8, 4)
 
 
 def test_a_tree_of_no_updates(tmp_path: Path) -> None:
