@@ -398,7 +398,9 @@ class Pass:
     def _remember(self, tensor: Tensor) -> SavedLeaf | SavedTensor:
         """Autograd saves a tensor for backward."""
         # By storage, so that views of leaves, transposed ones say, are found too
-        owner = self._gathered.get(storage_id(tensor))
+        # A sparse one has no storage, and is nobody's leaf
+        is_strided = tensor.layout is torch.strided
+        owner = self._gathered.get(storage_id(tensor)) if is_strided else None
         if owner is None:
             return SavedTensor(tensor, version_of(tensor))
         unit, k = owner

@@ -406,3 +406,22 @@ def test_frequencies_in_an_embedding_are_those_of_each_ranks_part() -> None:
     assert_sharded_equals_unsharded(*case, levels=(0, 3), ranks=(2,), per_rank=True)
     with pytest.raises(AssertionError, match=r"the updates differ .* leaf 0.weight"):
         assert_sharded_equals_unsharded(*case, levels=(0,), ranks=(2,))
+
+
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+def test_a_sparse_tensor_that_a_module_holds(level: int) -> None:
+    """Autograd saves it for backward beside gathered leaves."""
+
+    class Graph(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(trained(64, 4).detach().double())
+            self.links = (torch.eye(64) + torch.eye(64).roll(3, 0)).double().to_sparse()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.sparse.mm(self.links, self.w) @ x.T).square().mean()
+
+    apply, params, buffers = fz.functionalize(Graph())
+    step = train_step(lambda p, b, x: apply(p, b, x)[0], optim.sgd(0.1))
+    x = torch.linspace(0, 1, 24).double().view(6, 4)
+    assert_sharded_equals_unsharded(step, params, buffers, [x, x], levels=(level,), ranks=(2,))
