@@ -195,7 +195,7 @@ def functionalize(
         apply: the pure function, see `Apply`.
         params: a `Params`, dotted path -> leaf, detached but sharing the module's storage (steps
             copy what they keep). `requires_grad` says which leaves are trained. A tied weight is
-            one leaf, under its first name.
+            one leaf, under its first name; `params.names` has the others, for exports.
         buffers: a dict, dotted path -> tensor.
 
     A module may hold its params and buffers in further attributes, lists, dicts and objects: a call
