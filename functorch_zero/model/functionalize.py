@@ -281,11 +281,15 @@ def _slots_of(
 
 def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset[str]) -> Names:
     """The model's names in a `state_dict`, which leaves out those that are not persistent."""
+    try:
+        named = [*model.named_modules(remove_duplicate=False)]
+    except RecursionError:  # a module that lies in itself has no state_dict
+        named = [*model.named_modules()]
     places: dict[nn.Module, list[str]] = {}  # the first path of a module is that of its slots
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in named:
         places.setdefault(module, []).append(path)
     by_path = {found[0]: found for found in places.values()}
-    aliases = {}
+    aliases: dict[str, str] = {}
     for slot in slots:
         own_name, *others = (f"{p}.{slot.attribute}".lstrip(".") for p in by_path[slot.module])
         if own_name in not_persistent:

@@ -78,6 +78,7 @@ def assert_comes_back(rest: Any) -> None:
         state, _ = step(step.init(params()), 0.5)
         checkpoint.save(root, step, state)
         loaded = checkpoint.load(root, step, like=step.init(params())).state
+        assert checkpoint.verify(root) == {1: []}
         for kept in (state.value.rest, loaded.value.rest):
             assert paths(kept) == paths(rest)
             pairs = zip(optree.tree_leaves(rest), optree.tree_leaves(kept), strict=True)

@@ -619,3 +619,24 @@ def test_params_are_a_pytree_of_both_kinds() -> None:
         assert list(doubled) == list(params) and torch.equal(
             doubled["norm.bias"], 2 * params["norm.bias"]
         )
+
+
+def test_names_that_a_state_dict_has() -> None:
+    """Those of tied leaves, of modules in two places, and of buffers that aren't persistent; but of
+    a module that lies in itself, which has no state_dict, each place once."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    model.append(nn.Sequential(model[1]))
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    apply, params, _ = functionalize(model)
+    assert params.names is apply.names
+    assert params.names.aliases == {"1.weight": "0.weight", "2.0.weight": "0.weight"}
+    assert params.names.unsaved == {"table"}
+    assert {*params, *params.names.aliases} == {*model.state_dict()}
+    # They are no part of the structure
+    bare = Params(params, params.units)
+    assert tree_map(torch.add, params, bare).names is params.names and not bare.names.aliases
+
+    model.append(model)
+    apply, params, _ = functionalize(model)
+    assert params.names.aliases == {"1.weight": "0.weight"}
