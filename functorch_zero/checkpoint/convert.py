@@ -357,6 +357,9 @@ class Import:
             names = names_in(self._like).get("params", Names())
         aliases = {name: leaf for name, leaf in names.aliases.items() if leaf in leaves}
         read, again = _matched(leaves, found, aliases)
+        # Patterns name what is left out unread; True doesn't say that a name is to lose
+        patterns = False if allowed.extra is True else allowed.extra
+        again = [(leaf, name) for leaf, name in again if not_chosen([name], patterns)]
         lacking = not_chosen(set(leaves) - set(read) - names.unsaved, allowed.missing)
         extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
         problems = []
@@ -378,7 +381,8 @@ class Import:
             if not _are_equal(leaves[leaf], sources[leaf], found[name]):
                 problems.append(
                     f"{read[leaf]} and {name} are names of one leaf here, and have different "
-                    "values (rename= may give None for one of them, which leaves it out)"
+                    "values (rename= may give None for one of them, which leaves it out, as a "
+                    "pattern of allow_extra= does)"
                 )
         if problems:
             raise StructureError(

@@ -366,6 +366,10 @@ def test_names_of_one_leaf_with_other_values(
         with pytest.raises(StructureError, match=words):
             import_tied(**given)
         assert torch.equal(import_tied(**given, rename={stale: None}), TIED)
+        with pytest.raises(StructureError, match=words):
+            import_tied(**given, allow_extra=True)
+        if stale != "emb.weight":
+            assert torch.equal(import_tied(**given, allow_extra=f"*.x {stale}".split()), TIED)
         left = import_tied(**given, rename=lambda name: name if name == stale else None)
         assert torch.equal(left, source[stale])
 
