@@ -3,7 +3,10 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ import torch
 from torch import Tensor
 
 from functorch_zero import checkpoint, optim
+from functorch_zero.checkpoint.catalogue import read_manifest
+from functorch_zero.checkpoint.manifest import NAME, encode_manifest
+from functorch_zero.checkpoint.places import read_rows
+from functorch_zero.checkpoint.rows import Piece, encode_rows, rows_name
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
@@ -120,3 +127,49 @@ def on_ranks(
         return fn(step, step.init(params, buffers))
 
     return run_ranks(run, ranks)
+
+
+Rows = tuple[list[Piece], list[int]]  # of one rank's file: pieces, and the blocks' checksums
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest's bytes, with a checksum that is right."""
+    return f"crc32 {zlib.crc32(body):08x}\n".encode() + body
+
+
+def rows_of(folder: Path) -> list[Rows]:
+    """The rows of all files, in rank order."""
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
+    found = []
+    for file in manifest.files:
+        rank_file, table = read_rows(manifest, folder, file)
+        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, _ in table.tolist()]
+        found.append((pieces, rank_file.sums.tolist()))
+    return found
+
+
+def put_rows(folder: Path, rank: int, pieces: Sequence[Piece], sums: Sequence[int]) -> None:
+    """Give a rank's file other rows, which the manifest knows."""
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
+    data = encode_rows(pieces, sums)
+    files = list(manifest.files)
+    (folder / rows_name(files[rank].name)).write_bytes(data)
+    files[rank] = files[rank]._replace(num_pieces=len(pieces), rows_crc=zlib.crc32(data))
+    manifest = dataclasses.replace(manifest, files=tuple(files))
+    (folder / NAME).write_bytes(encode_manifest(manifest))
+
+
+def make_old(folder: Path) -> None:
+    """Make a checkpoint one of version 1, whose manifest has the rows of all files, with offsets
+    and with checksums as text."""
+    manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
+    body = json.loads((folder / NAME).read_bytes().split(b"\n", 1)[1])
+    files = []
+    for file in manifest.files:
+        rank_file, table = read_rows(manifest, folder, file)
+        sums = "".join(f"{crc:08x}" for crc in rank_file.sums.tolist())
+        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, at in table.tolist()]
+        files.append([file.name, file.size, sums, pieces])
+        (folder / rows_name(file.name)).unlink()
+    body |= {"version": 1, "files": files}
+    (folder / NAME).write_bytes(sealed(json.dumps(body).encode()))

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from .checksums import CHECKSUMS
 from .errors import CorruptError
-from .files import create, opened, read_into, write_all
-from .manifest import File, Manifest, Piece
+from .files import create, opened, read_into, write_all, write_file
+from .manifest import MAX_BYTES, File
+from .places import RankFile
+from .rows import Piece, borders, encode_rows, rows_name
 from .safetensors_file import DTYPES, NAMES, Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
 
@@ -51,6 +54,13 @@ class Wanted(NamedTuple):
         return self.offset + self.numel * self.width
 
 
+class Written(NamedTuple):
+    """A rank's file, written."""
+
+    file: File
+    borders: int  # of its pieces, see `rows.borders`
+
+
 class _Run(NamedTuple):
     """The part of a `Wanted` that lies in one block."""
 
@@ -73,39 +83,36 @@ class _Run(NamedTuple):
         return wanted.target[start:stop]
 
 
-def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
+def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
     """Read runs of one file, in whole blocks, since only these can be checked. Memory: a block for
     each of two threads.
 
     Args:
-        folder: the checkpoint's.
-        file: the file, one of the manifest's.
-        manifest: the checkpoint's.
+        file: the file.
         wanted: runs that don't overlap in the file, aligned to their element sizes.
 
     Raises:
         CorruptError: the file is missing, of another size, or a block has another checksum.
     """
-    path = folder / file.name
     # The size is compared before anything is read: a cut-off file is named as such
-    with opened(path) as (descriptor, size):
-        check_size(path, size, file.size)
+    with opened(file.path) as (descriptor, size):
+        check_size(file.path, size, file.size)
         rooms = threading.local()  # one block per thread, for bytes that can't go to their target
 
         def read(block_and_runs: tuple[int, list[_Run]]) -> None:
             start, runs = block_and_runs  # the block's first byte in the file
             if not hasattr(rooms, "room"):
                 # (block,) uint8, made on a thread's first block
-                rooms.room = torch.empty(manifest.block, dtype=torch.uint8, device="cpu")
-            views = _views(rooms.room, start, min(start + manifest.block, size), runs)
+                rooms.room = torch.empty(file.block, dtype=torch.uint8, device="cpu")
+            views = _views(rooms.room, start, min(start + file.block, size), runs)
             # One call for the whole block: runs into their targets, all else into the room
-            read_into(descriptor, start, path, *views)
+            read_into(descriptor, start, file.path, *views)
             # Direct targets are written by now: on an error the caller drops the state
-            _check_block(path, file, manifest, start, views)
+            _check_block(file, start, views)
             # Only now, so that no dtype conversion sees damaged bytes
             _convert(rooms.room, start, runs)
 
-        _for_each(read, list(_by_block(wanted, manifest.block)))
+        _for_each(read, list(_by_block(wanted, file.block)))
 
 
 def _for_each(
@@ -152,20 +159,19 @@ def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[me
     return [view for view in views if view]
 
 
-def read_through(folder: Path, file: File, manifest: Manifest) -> None:
+def read_through(file: RankFile) -> None:
     """Read a file from end to end for its checksums.
 
     Raises:
         CorruptError: as `read_wanted`.
     """
-    path = folder / file.name
-    with opened(path) as (descriptor, size):
-        check_size(path, size, file.size)
-        room = memoryview(bytearray(manifest.block))  # used for each block anew
-        for start in range(0, size, manifest.block):
+    with opened(file.path) as (descriptor, size):
+        check_size(file.path, size, file.size)
+        room = memoryview(bytearray(file.block))  # used for each block anew
+        for start in range(0, size, file.block):
             view = room[: size - start]  # of the last block, what there is
-            read_into(descriptor, start, path, view)
-            _check_block(path, file, manifest, start, [view])
+            read_into(descriptor, start, file.path, view)
+            _check_block(file, start, [view])
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
@@ -174,14 +180,12 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
-def _check_block(
-    path: Path, file: File, manifest: Manifest, start: int, views: Sequence[memoryview]
-) -> None:
+def _check_block(file: RankFile, start: int, views: Sequence[memoryview]) -> None:
     """Raise `CorruptError` unless the block that starts at this byte has the right checksum."""
-    found = CHECKSUMS[manifest.checksum](views)
-    if found != file.sum_of(start // manifest.block):
+    if CHECKSUMS[file.checksum](views) != int(file.sums[start // file.block]):
         stop = start + sum(map(len, views))
-        raise CorruptError(f"{path}: bytes {start} to {stop} are damaged: their checksum differs")
+        problem = f"bytes {start} to {stop} are damaged: their checksum differs"
+        raise CorruptError(f"{file.path}: {problem}")
 
 
 def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[_Run]]]:
@@ -202,19 +206,17 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
         yield current * block, runs
 
 
-def write_rank_file(path: Path, snapshot: Snapshot) -> File:
-    """Write one rank's file and flush it to disk. Wide dtypes come first, so that every piece is
-    aligned."""
+def write_rank_file(path: Path, snapshot: Snapshot) -> Written:
+    """Write one rank's file and its rows, and flush them to disk. Wide dtypes come first, so that
+    every piece is aligned."""
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
     tensors = []
     for part in parts:
         path_of_leaf = held[part.leaf].path
-        # The piece's first element is in the name: several ranks' files hold pieces of one leaf
-        name = f"{path_of_leaf}@{part.start}"
-        tensors.append(Entry(name, NAMES[part.tensor.dtype], (part.numel,)))
-    # Bytes from the beginning of the file; one more offset than parts, the end
-    header, offsets = make_header(tensors)
+        dtype = NAMES[part.tensor.dtype]
+        tensors.append(entry_of(path_of_leaf, dtype, part.start, part.numel))
+    header, _ = make_header(tensors)
     out = BlockWriter(path, snapshot.progress)
     try:
         out.write(memoryview(header))
@@ -227,10 +229,16 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
         out.finish()
     finally:  # a file that an error cut short stays, and goes with its folder
         out.close()
-    pieces = []
-    for part, offset in zip(parts, offsets[:-1], strict=True):
-        pieces.append(Piece(part.leaf, part.start, part.numel, offset))
-    return File(path.name, out.size, "".join(out.sums), tuple(pieces))
+    pieces = [Piece(part.leaf, part.start, part.numel) for part in parts]
+    rows = encode_rows(pieces, out.sums)
+    write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
+    return Written(File(path.name, out.size, len(pieces), zlib.crc32(rows)), borders(pieces))
+
+
+def entry_of(path: str, dtype: str, start: int, numel: int) -> Entry:
+    """A piece of a leaf in the header of a rank's file."""
+    # The first element is in the name: several ranks' files hold pieces of one leaf
+    return Entry(f"{path}@{start}", dtype, (numel,))
 
 
 def chunks_of(flat: Tensor) -> Iterator[Tensor]:
@@ -248,7 +256,7 @@ class BlockWriter:
     """Writes a new file block by block, with a checksum of each. Bytes given are not copied."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
-        self.sums: list[str] = []  # of each block written, 8 hexadecimal digits
+        self.sums: list[int] = []  # of each block written
         self.size = 0  # bytes written
         self._path = path
         self._progress = progress
@@ -288,7 +296,7 @@ class BlockWriter:
         if self._filled:
             # One call for all views of a block, so that small leaves cost no call each
             write_all(self._file, *self._views)
-            self.sums.append(f"{CHECKSUMS[CHECKSUM](self._views):08x}")
+            self.sums.append(CHECKSUMS[CHECKSUM](self._views))
             self.size += self._filled
             self._views = []
             self._filled = 0

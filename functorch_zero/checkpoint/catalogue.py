@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 from ..errors import warn
-from .block_io import check_size, read_through
+from .block_io import check_size, entry_of, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened, read_file, remove_folder, step_folder
 from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
-from .safetensors_file import Entry, make_header, read_header
+from .places import find_places, read_rows
+from .rows import rows_name, rows_size
+from .safetensors_file import make_header, read_header
 
 PathLike = str | os.PathLike[str]
 
@@ -66,19 +68,30 @@ def check_sizes(root: Path, count: int) -> Manifest:
         CorruptError: naming the file that is missing or of another size.
     """
     manifest = read_manifest(root, count)
-    for file in manifest.files:
-        path = step_folder(root, count) / file.name
+    for name, expected in _sizes(manifest).items():
+        path = step_folder(root, count) / name
         with opened(path) as (_, size):  # raises where the file is missing, or a link
-            check_size(path, size, file.size)
+            check_size(path, size, expected)
     return manifest
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    """The bytes of every file of a checkpoint but the manifest, by its name."""
+    sizes = {}
+    for file in manifest.files:
+        sizes[file.name] = file.size
+        if file.name not in manifest.old_rows:
+            size = rows_size(file.num_pieces, manifest.num_blocks(file))
+            sizes[rows_name(file.name)] = size
+    return sizes
 
 
 def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
     """Read checkpoints from end to end. For each step, its faults: none for an intact one.
 
-    The manifest, the sizes and the checksums of every block are checked. Besides, each file's own
-    header must say the same as the manifest, and nothing else may lie in the folder. Run by one
-    rank.
+    The manifest, the rows, the sizes and the checksums of every block are checked. Besides, every
+    element must be there exactly once, each file's own header must say the same as its rows, and
+    nothing else may lie in the folder. Run by one rank.
 
     Args:
         root: the folder of checkpoints.
@@ -112,9 +125,14 @@ def _problems(root: Path, count: int) -> list[str]:
             _verify_file(folder, file, manifest)
         except (CorruptError, OSError) as error:
             problems.append(str(error))
+    if not problems:  # else the pieces aren't all known
+        everything = {i: (0, leaf.numel) for i, leaf in enumerate(manifest.leaves)}
+        try:
+            find_places(manifest, folder, everything)
+        except CorruptError as error:
+            problems.append(str(error))
     # Files that no load would open, and that nothing else would report
-    known = {NAME} | {file.name for file in manifest.files}
-    extra = sorted(set(os.listdir(folder)) - known)
+    extra = sorted(set(os.listdir(folder)) - {NAME, *_sizes(manifest)})
     for name in extra[:10]:
         problems.append(f"{folder / name}: does not belong to the checkpoint")
     return problems
@@ -123,19 +141,20 @@ def _problems(root: Path, count: int) -> list[str]:
 def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
     """Raise `CorruptError` unless a file has the checksums and the header that its manifest
     says."""
-    read_through(folder, file, manifest)
-    # The header is made anew from the manifest, and must be the file's to the byte
+    rank_file, table = read_rows(manifest, folder, file)
+    read_through(rank_file)
+    # The header is made anew from the rows, and must be the file's to the byte
     tensors = []
-    for piece in file.pieces:
-        leaf = manifest.leaves[piece.leaf]
-        tensors.append(Entry(f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
+    for number, start, stop, _ in table.tolist():
+        leaf = manifest.leaves[number]
+        tensors.append(entry_of(leaf.path, leaf.dtype, start, stop - start))
     header, offsets = make_header(tensors)
     # Bytes from the beginning of the file, and the end
-    promised = [piece.offset for piece in file.pieces] + [file.size]
-    path = folder / file.name
+    promised = [*table[:, 3].tolist(), file.size]
+    path = rank_file.path
     if read_header(path) != header[8:] or offsets != promised:  # without the header's length
         remedy = "Remedy: load another step (`count=`)"
-        raise CorruptError(f"{path}: its header and the manifest differ. {remedy}")
+        raise CorruptError(f"{path}: its header and its rows differ. {remedy}")
 
 
 def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:

@@ -27,6 +27,7 @@ from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, blank_state, not_chosen, some_of
 from .manifest import Leaf, Manifest
+from .places import Places, find_places
 from .safetensors_file import (
     DTYPES,
     INTACT,
@@ -102,15 +103,16 @@ def export_weights(
     for one in named:
         if one.leaf.dtype in LACKING:
             raise CheckpointError(f"safetensors files can't hold {one.leaf.path}: {one.leaf.dtype}")
+    places = places_of(named, manifest, folder)
     files = _split(named, max_file_bytes)
     # `out` may lie in anybody's folder, which is not ours to lock
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
         for name, tensors in zip(names, files, strict=True):
-            _write(temporary.path / name, tensors, manifest, folder)
+            _write(temporary.path / name, tensors, places)
         if len(files) > 1:
-            write_file(temporary.path / INDEX, _index(names, files))
+            write_file(temporary.path / INDEX, _index(names, files), MAX_INDEX)
         temporary.commit()
     finally:
         temporary.discard()  # nothing is left to discard after a commit
@@ -208,8 +210,8 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
     return json.dumps(index, indent=2).encode()
 
 
-def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Path) -> None:
-    """Write one safetensors file of these leaves, read from the checkpoint in `folder`."""
+def _write(path: Path, tensors: Sequence[Named], places: Places) -> None:
+    """Write one safetensors file of these leaves, read from their places."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
     entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
     # Loaders of Hugging Face refuse a file without this format
@@ -219,22 +221,29 @@ def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Pat
         write_all(descriptor, memoryview(header))
         for tensor in ordered:
             if tensor.leaf.numel:  # the leaf is freed before the next one is read
-                write_all(descriptor, bytes_of(read_leaf(manifest, tensor.number, folder)))
+                write_all(descriptor, bytes_of(read_leaf(tensor, places)))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
+def places_of(tensors: Sequence[Named], manifest: Manifest, folder: Path) -> Places:
+    """Where the leaves lie in the checkpoint in `folder`."""
+    wanted = {tensor.number: (0, tensor.leaf.numel) for tensor in tensors}
+    return find_places(manifest, folder, wanted)
+
+
+def read_leaf(tensor: Named, places: Places) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
-    leaf = manifest.leaves[number]
+    leaf = tensor.leaf
     whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype], device="cpu")  # (numel,)
     # Every piece of the leaf, whichever rank wrote it
-    for file, pieces in manifest.pieces_of_leaves[number]:
+    for file, pieces in places.by_file(tensor.number):
         runs = []
         for piece in pieces:
-            runs.append(Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start))
-        read_wanted(folder, file, manifest, runs)
+            numel = piece.stop - piece.start
+            runs.append(Wanted(piece.offset, numel, leaf.dtype, whole, piece.start))
+        read_wanted(file, runs)
     return whole
 
 

@@ -26,6 +26,7 @@ from .convert import (
     Source,
     named_leaves_in,
     names_of,
+    places_of,
     read_leaf,
 )
 from .files import Temporary
@@ -61,8 +62,10 @@ def export_dcp(
     """
     manifest, folder = chosen(root, count)
     tensors = {}
-    for named in named_leaves_in(manifest, trees, names_of(aliases)):
-        whole = read_leaf(manifest, named.number, folder)
+    named_leaves = named_leaves_in(manifest, trees, names_of(aliases))
+    places = places_of(named_leaves, manifest, folder)
+    for named in named_leaves:
+        whole = read_leaf(named, places)
         tensors[prefix + named.name] = whole.view(named.leaf.shape)
     # As in `export_weights`: its folder is not locked, and the name comes last
     temporary = Temporary(Path(out).absolute(), lock=False)

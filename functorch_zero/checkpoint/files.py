@@ -208,8 +208,14 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a new file, and flush it to disk."""
+def write_file(path: Path, data: bytes, limit: int) -> None:
+    """Write a new file, and flush it to disk.
+
+    Raises:
+        CheckpointError: it is larger than `limit`, beyond which `read_file` wouldn't read it.
+    """
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: {len(data)} bytes, more than the {limit} that it may have")
     descriptor = create(path)
     try:
         write_all(descriptor, memoryview(data))

@@ -1,18 +1,24 @@
-"""`sums64`, a checksum that older checkpoints have: checked where they are read, never written.
+"""What older checkpoints have: checked where they are read, never written.
 
-A block is cut into tables of 16 rows of 1921 64-bit integers; its last table may have fewer rows.
-Per table, the CRC-32 goes on over three things: the sums of the columns; the sums of the rows' runs
-of 113 integers; the bytes that fill no row, which only the last table has. Sums are modulo 2^64,
-and integers have their lowest byte first.
+Manifests of version 1 hold the rows of all files (`upgraded`).
+
+`sums64` is a checksum. A block is cut into tables of 16 rows of 1921 64-bit integers; its last
+table may have fewer rows. Per table, the CRC-32 goes on over three things: the sums of the columns;
+the sums of the rows' runs of 113 integers; the bytes that fill no row, which only the last table
+has. Sums are modulo 2^64, and integers have their lowest byte first.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from .errors import CorruptError
+from .rows import Piece, encode_rows
 from .safetensors_file import bytes_of
 
 ROWS, WORDS, RUN = 16, 1921, 113
@@ -35,3 +41,23 @@ def sums64(views: Sequence[memoryview]) -> int:
         # All rows are done: the rest of the last table, or nothing
         found = zlib.crc32(table[num_rows * ROW :], found)
     return found
+
+
+def upgraded(files: Any, where: str) -> tuple[list[Any], dict[str, bytes]]:
+    """The files of a manifest of version 1, as one of today has them; and the rows by the file's
+    name, as they would lie beside it. `where` is the manifest's name, for errors.
+
+    What is checked of today's manifests and rows is not checked here.
+    """
+    entries, rows = [], {}
+    try:
+        for name, size, sums, pieces in files:
+            # Offsets follow: all writers have put the pieces in a row
+            made = [Piece(leaf, start, numel) for leaf, start, numel, _ in pieces]
+            # 8 hexadecimal digits for each block
+            crcs = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
+            rows[name] = encode_rows(made, crcs)
+            entries.append([name, size, len(made), zlib.crc32(rows[name])])
+    except (TypeError, ValueError, struct.error) as error:
+        raise CorruptError(f"{where}: no files of version 1: {str(error)[:200]}") from None
+    return entries, rows

@@ -26,11 +26,12 @@ from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import together
 from .block_io import Wanted, read_wanted
-from .catalogue import check_sizes, latest
+from .catalogue import check_sizes, latest, read_manifest
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
 from .errors import CheckpointError
 from .files import counts_in, step_folder
-from .manifest import Leaf, Manifest, Piece, encode_manifest
+from .manifest import Leaf, Manifest, encode_manifest
+from .places import Place, Places, find_places
 from .safetensors_file import DTYPES
 
 
@@ -114,6 +115,8 @@ class _Load:
         self._group = group_of(step)
         self._manifest: Manifest | None = None
         self._old: Contents | None = None  # of `like`
+        self._numbers: dict[str, int] = {}  # of the checkpoint's leaves, by path
+        self._places: Places | None = None  # of the elements that this rank reads
         self._state: State | None = None  # the result
 
     @torch.no_grad()
@@ -145,22 +148,34 @@ class _Load:
             raise CheckpointError(
                 f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}"
             )
+        # Rank 0 looks at the sizes of all files; other ranks at those of the files that they read
+        if count is not None:
+            check_sizes(self._root, count)
         return found
 
     def _prepare(self, count: int) -> str:
         """Check all that can be checked before a tensor is written to."""
-        self._manifest = check_sizes(self._root, count)
+        self._manifest = manifest = read_manifest(self._root, count)
         self._old = contents_of(self._step, self._like)
         optimizer = optimizer_of(self._step)
         # The optimizer is for the error's text alone; structure decides
         printed = None if optimizer is None else repr(optimizer)
-        check_match(self._old, self._manifest, self._allowed, printed)
-        return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
+        check_match(self._old, manifest, self._allowed, printed)
+        self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+        wanted = {}
+        for held in self._old.held:
+            number = self._numbers.get(held.path)
+            if number is not None:
+                # A summed leaf is read from this rank's row on
+                stop = manifest.leaves[number].numel if held.summed else held.stop
+                wanted[number] = (held.start, stop)
+        self._places = find_places(manifest, step_folder(self._root, count), wanted)
+        return hashlib.sha256(encode_manifest(manifest)).hexdigest()
 
     def _read(self) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
         manifest = self._manifest
-        assert manifest is not None and self._old is not None
+        assert manifest is not None and self._old is not None and self._places is not None
         state = self._state_to_fill()
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
         new: list[Held] = []
@@ -168,14 +183,26 @@ class _Load:
             # The same elements, in the new tensors
             new.append(before._replace(tensor=tensor))
 
-        # First collected, then read: blocks that several leaves share are read once
-        reading = _Reading(manifest)
+        parts: dict[int, list[Held]] = {}  # to be read, by the leaf's number
         for before, held in zip(self._old.held, new, strict=True):
-            if held.path in reading.known:
-                reading.add(held)
+            number = self._numbers.get(held.path)
+            if number is not None:
+                # A summed leaf is read by rows of the saving ranks, of which there may be more or
+                # fewer
+                leaf = manifest.leaves[number]
+                parts[number] = _rows(held, leaf) if held.summed else [held]
             elif held.tensor is not before.tensor:
                 held.tensor.copy_(before.tensor)  # missing, and allowed to be
-        reading.run(step_folder(self._root, manifest.step))
+        # File by file: blocks that several leaves share are read once
+        for file, places in self._places.by_file():
+            runs: list[Wanted] = []
+            for place in places:
+                runs += _runs(parts[place.leaf], place, manifest.leaves[place.leaf])
+            read_wanted(file, runs)
+        # The first lies in place; the others are added when all is read
+        for first, *others in parts.values():
+            for other in others:
+                first.tensor.add_(other.tensor)
         self._state = _finished(state, self._old._replace(held=new), manifest)
 
     def _state_to_fill(self) -> State:
@@ -194,43 +221,6 @@ class _Load:
             donations.take(like.step)
             donations.take_counters(like.step, like.opt_state, state.opt_state)
         return state
-
-
-class _Reading:
-    """The runs of elements that one rank reads, by file, so that each file is opened once."""
-
-    def __init__(self, manifest: Manifest):
-        self._manifest = manifest
-        # Path -> number
-        self.known = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-        # Of each leaf, its pieces and the numbers of their files
-        self._pieces: list[list[tuple[int, Piece]]] = [[] for _ in manifest.leaves]
-        for number, file in enumerate(manifest.files):
-            for piece in file.pieces:
-                self._pieces[piece.leaf].append((number, piece))
-        self._wanted: dict[int, list[Wanted]] = {}  # by the file's number
-        self._sums: list[tuple[Tensor, Tensor]] = []  # (a row, a row to be added to it)
-
-    def add(self, held: Held) -> None:
-        """Take up a leaf: the elements of it that this rank holds are to be read."""
-        number = self.known[held.path]
-        leaf = self._manifest.leaves[number]
-        # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
-        parts = _rows(held, leaf) if held.summed else [held]
-        # The first lands in place; the others are added when all is read
-        for part in parts[1:]:
-            self._sums.append((held.tensor, part.tensor))
-        for part in parts:
-            for file, run in _runs(part, leaf, self._pieces[number]):
-                self._wanted.setdefault(file, []).append(run)
-
-    def run(self, folder: Path) -> None:
-        """Read all of it, file by file."""
-        # In file order, and in each file from front to back
-        for number, runs in sorted(self._wanted.items()):
-            read_wanted(folder, self._manifest.files[number], self._manifest, runs)
-        for row, other in self._sums:
-            row.add_(other)
 
 
 def check_match(
@@ -324,19 +314,16 @@ def _rows(held: Held, leaf: Leaf) -> list[Held]:
     return rows or [held._replace(start=0, stop=0)]  # nothing to read, and the zeros stay
 
 
-def _runs(
-    held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]
-) -> Iterator[tuple[int, Wanted]]:
-    """The runs to read for one leaf, each with the number of its file."""
-    # A view, since a blank state's tensors lie row by row
-    target = held.tensor.detach().view(-1)
-    for file, piece in pieces:
+def _runs(parts: Iterable[Held], place: Place, leaf: Leaf) -> Iterator[Wanted]:
+    """What to read of a piece, for the parts of its leaf."""
+    for held in parts:
         # The elements in both, if any
-        start = max(held.start, piece.start)
-        stop = min(held.stop, piece.start + piece.numel)
+        start, stop = max(held.start, place.start), min(held.stop, place.stop)
         if start < stop:
-            offset = piece.offset + (start - piece.start) * leaf.width  # bytes, in the file
-            yield file, Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
+            offset = place.offset + (start - place.start) * leaf.width  # bytes, in the file
+            # A view, since a blank state's tensors lie row by row
+            target = held.tensor.detach().view(-1)
+            yield Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
 
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:

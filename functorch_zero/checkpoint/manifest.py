@@ -1,28 +1,33 @@
 """The manifest: the contents of a checkpoint, and their places. Plain data, to and from JSON.
 
-The file's first line is the checksum of the rest. A manifest from `parse_manifest` is safe to act
-on: file names follow from the number of ranks, and every number is bounded. No piece lies outside
-its file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
-them to be: checksums stop accidents, not attackers.
+The file's first line is the checksum of the rest. The rows of each rank's file, its pieces and its
+blocks' checksums, lie beside that file (`rows`), and have their checksum here. A manifest from
+`parse_manifest` is safe to act on: file names follow from the number of ranks, and every number is
+bounded. Values may still be wrong, if somebody wants them to be: checksums stop accidents, not
+attackers.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..params import Names
 from .checksums import CHECKSUMS
 from .errors import CorruptError
+from .legacy import upgraded
 from .plain_data import encoded
 from .safetensors_file import DTYPES, strict_json
 
 FORMAT = "functorch_zero checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = "manifest.json"
 MAX_BYTES = 2**26  # bytes of the file
 MAX_RANKS = 99_999
@@ -54,26 +59,13 @@ class Leaf(NamedTuple):
         return self.numel * self.width
 
 
-class Piece(NamedTuple):
-    """Elements of a leaf in a file."""
-
-    leaf: int  # its number in the manifest
-    start: int  # in elements of the whole leaf
-    numel: int
-    offset: int  # in bytes from the beginning of the file
-
-
 class File(NamedTuple):
     """The file of one rank."""
 
     name: str
     size: int  # in bytes
-    sums: str  # of each block, 8 hexadecimal digits
-    pieces: tuple[Piece, ...]  # in the order in which they lie
-
-    def sum_of(self, block: int) -> int:
-        """The checksum of one block."""
-        return int(self.sums[8 * block : 8 * block + 8], 16)
+    num_pieces: int  # in its rows
+    rows_crc: int  # of its rows' file, CRC-32
 
 
 @dataclass(frozen=True)
@@ -91,6 +83,7 @@ class Manifest:
         files: in rank order.
         user: the user's own data.
         about: the versions, optimizer, units and names it was saved with; for people.
+        old_rows: the rows by the file's name, of version 1, which had them in the manifest.
     """
 
     step: int
@@ -103,18 +96,18 @@ class Manifest:
     files: tuple[File, ...]
     user: Any
     about: dict[str, Any]
+    old_rows: dict[str, bytes] = field(default_factory=dict)
 
     @cached_property
-    def pieces_of_leaves(self) -> list[list[tuple[File, list[Piece]]]]:
-        """By leaf, the files that have elements of it, each with its pieces there."""
-        found: list[list[tuple[File, list[Piece]]]] = [[] for _ in self.leaves]
-        for file in self.files:
-            here: dict[int, list[Piece]] = {}  # by leaf
-            for piece in file.pieces:
-                here.setdefault(piece.leaf, []).append(piece)
-            for leaf, pieces in here.items():
-                found[leaf].append((file, pieces))
-        return found
+    def numels_and_widths(self) -> tuple[Tensor, Tensor]:
+        """Of each leaf, its elements and the bytes of one: (number of leaves,) int64 each."""
+        numels = torch.tensor([leaf.numel for leaf in self.leaves], dtype=torch.int64, device="cpu")
+        widths = torch.tensor([leaf.width for leaf in self.leaves], dtype=torch.int64, device="cpu")
+        return numels, widths
+
+    def num_blocks(self, file: File) -> int:
+        """The number of a file's blocks, the last of which may be shorter."""
+        return -(-file.size // self.block)
 
     @property
     def optimizer(self) -> str | None:
@@ -159,7 +152,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 _HEAD = ("step", "ranks", "level", "block", "checksum")
-_HEXADECIMAL = set("0123456789abcdef")
 _KEYS = {"format", "version", *_HEAD, "leaves", "files", "values", "user", "about"}
 
 
@@ -178,18 +170,18 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     known = isinstance(rows.value, dict) and rows.value.get("format") == FORMAT
     rows.need(known, f"not a {FORMAT}")
     version = rows["version"]
-    rows.need(type(version) is int and version == VERSION, f"of version {_short(version)}")
+    known = type(version) is int and 1 <= version <= VERSION
+    rows.need(known, f"of version {_short(version)}, which this library doesn't know")
     # Exact, both ways: an unknown key could change the meaning of the others
     odd = sorted(set(rows.value) ^ _KEYS)
     rows.need(not odd, f"has the keys {odd[:5]} too many or too few")
-    # The head first: blocks and ranks are needed to check the files
+    old_rows: dict[str, bytes] = {}
+    if version == 1:
+        rows.value["files"], old_rows = upgraded(rows["files"], where)
+    # The head first: the number of ranks is needed to check the files
     _check_head(rows)
-    leaves = _leaves(rows)
-    files = _files(rows, leaves)
-    # Last, when each piece is known to be sound in itself
-    check_coverage(leaves, files, where)
     head = {name: rows[name] for name in (*_HEAD, "values", "user", "about")}
-    return Manifest(leaves=leaves, files=files, **head)
+    return Manifest(leaves=_leaves(rows), files=_files(rows), old_rows=old_rows, **head)
 
 
 class _Checked:
@@ -297,67 +289,21 @@ def _leaf(rows: _Checked, row: Any) -> Leaf:
     return Leaf(path, dtype, tuple(shape), tuple(order))
 
 
-def _files(rows: _Checked, leaves: tuple[Leaf, ...]) -> tuple[File, ...]:
+def _files(rows: _Checked) -> tuple[File, ...]:
     table = rows["files"]
     ranks = rows["ranks"]
     rows.need(_is_list(table, ranks), f"{ranks} ranks must have as many files")
     files = []
     for rank, row in enumerate(table):
-        files.append(_file(rows, row, file_name(rank, ranks), leaves))
+        files.append(_file(rows, row, file_name(rank, ranks)))
     return tuple(files)
 
 
-def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> File:
+def _file(rows: _Checked, row: Any, expected: str) -> File:
     """One file's entry, checked. `expected` is the name that it must have."""
     rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
-    name, size, sums, pieces = row
+    name, *counts = row
     # The name follows from the rank, so that no manifest reaches outside of its folder
     rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")
-    rows.need(_is_count(size), f"{name}: no size")
-    blocks = -(-size // rows["block"])  # the last one may be shorter
-    long_enough = isinstance(sums, str) and len(sums) == 8 * blocks
-    rows.need(long_enough, f"{name}: {blocks} blocks need as many checksums")
-    rows.need(not set(sums) - _HEXADECIMAL, f"{name}: checksums are hexadecimal")
-    rows.need(isinstance(pieces, list), f"{name}: pieces is no list")
-    made = []
-    end = 8  # of the piece before, in bytes; the file begins with its header's length
-    for numbers in pieces:
-        counts = _is_list(numbers, 4) and all(map(_is_count, numbers))
-        rows.need(counts, f"{name}: no piece: {_short(numbers)}")
-        piece = Piece(*numbers)  # leaf, start, numel, offset, as JSON has them
-        there = piece.leaf < len(leaves)
-        rows.need(there, f"{name}: a piece of leaf {piece.leaf}, which there isn't")
-        # In order and without overlap, and aligned to the element's size
-        width = leaves[piece.leaf].width
-        aligned = piece.offset % width == 0
-        in_place = piece.numel > 0 and piece.offset >= end and aligned
-        rows.need(in_place, f"{name}: pieces out of place")
-        end = piece.offset + piece.numel * width  # bytes, of this piece's end
-        rows.need(end <= size, f"{name}: a piece ends at byte {end} of {size}")
-        made.append(piece)
-    return File(name, size, sums, tuple(made))
-
-
-def check_coverage(leaves: tuple[Leaf, ...], files: tuple[File, ...], where: str) -> None:
-    """Raise `CorruptError` unless the pieces cover each leaf exactly once."""
-    pieces: list[Piece] = []
-    for file in files:
-        pieces += file.pieces
-    pieces.sort()  # by leaf, then by start
-    ends = [0] * len(leaves)  # of each leaf, the elements covered so far
-    for piece in pieces:
-        end = ends[piece.leaf]
-        # Sorted, so each piece must begin where the one before it ended
-        if piece.start != end:
-            story = "twice" if piece.start < end else "not at all"
-            path = leaves[piece.leaf].path
-            raise CorruptError(
-                f"{where}: element {min(piece.start, end)} of {path} is there {story}"
-            )
-        ends[piece.leaf] += piece.numel
-    # And the last one must end with the leaf
-    for leaf, end in zip(leaves, ends, strict=True):
-        if end != leaf.numel:
-            raise CorruptError(
-                f"{where}: {leaf.path} has {leaf.numel} elements, its pieces hold {end}"
-            )
+    rows.need(all(map(_is_count, counts)), f"{name}: no counts: {_short(counts)}")
+    return File(name, *counts)

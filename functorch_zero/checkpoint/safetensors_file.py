@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..errors import StructureError, explain
 from ..savable import DTYPES as DTYPES
-from .errors import CorruptError
+from .errors import CheckpointError, CorruptError
 from .files import opened, read_into
 from .plain_data import decoded
 
@@ -45,6 +46,9 @@ def make_header(
     The offsets count from the beginning of the file; the last one is that of its end. The header is
     padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
     tensor at a multiple of its element size.
+
+    Raises:
+        CheckpointError: there are so many that `read_header` wouldn't read it.
     """
     # The header's JSON: name -> dtype, shape, place
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -60,6 +64,11 @@ def make_header(
     # Readers map files and want aligned data; JSON may end in blanks
     padding = -(8 + len(text)) % 64
     text += b" " * padding
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"a file's header of {len(tensors)} tensors would have {len(text)} bytes, and no more "
+            f"than {MAX_HEADER} are read. Remedy: stack leaves of one shape into one leaf"
+        )
     length = len(text).to_bytes(8, "little")
     data = len(length) + len(text)  # bytes before the first tensor
     return length + text, [data + start for start in starts]

@@ -17,8 +17,21 @@ from ..groups.protocol import Group
 from .agreement import together
 from .block_io import BLOCK, CHECKSUM, write_rank_file
 from .contents import digest_of
+from .errors import CheckpointError
 from .files import Temporary, step_folder, write_file
-from .manifest import NAME, File, Leaf, Manifest, Piece, check_coverage, encode_manifest, file_name
+from .manifest import (
+    HUGE,
+    MAX_BYTES,
+    NAME,
+    File,
+    Leaf,
+    Manifest,
+    encode_manifest,
+    file_name,
+    parse_manifest,
+)
+from .places import find_places
+from .rows import Piece, borders
 from .safetensors_file import NAMES
 from .snapshot import Snapshot
 
@@ -50,16 +63,16 @@ class SaveJob:
             _check_agreement(begun)
             what = f"save step {begun[0]['step']} to {self._root}"
             # Every rank's file is on disk before any rank goes on
-            rows = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
+            told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
             # The name comes last: until then the folder is nobody's checkpoint
-            together(self._group, what, lambda: self._commit(rows))
+            together(self._group, what, lambda: self._commit(told))
         finally:
             self._snapshot = None  # lets go of the state's tensors
             if self._temporary is not None:  # after a commit there is nothing to discard
                 self._temporary.discard()
         target = step_folder(self._root, begun[0]["step"])
         if self._group.rank == 0:
-            size = sum(_file_of(row).size for row in rows)
+            size = sum(File(*one["file"]).size for one in told)
             log.info("saved %s: %.1f MB in %.1f s", target, size / 1e6, time.monotonic() - started)
         return target
 
@@ -68,6 +81,7 @@ class SaveJob:
         self._snapshot = snapshot = self._take()
         folder = ""
         if self._group.rank == 0:
+            _check_loadable(snapshot, self._group.size)
             # Absolute, since other ranks may run in another folder
             self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
             folder = str(self._temporary.path)
@@ -80,41 +94,55 @@ class SaveJob:
         }
 
     def _write(self, folder: Path) -> dict[str, Any]:
-        """Write this rank's file; its manifest entry, and the orders of dims that it knows."""
+        """Write this rank's file; its manifest entry, and what the manifest needs besides."""
         assert self._snapshot is not None
-        path = folder / file_name(self._group.rank, self._group.size)
-        file = write_rank_file(path, self._snapshot)
+        name = file_name(self._group.rank, self._group.size)
+        written = write_rank_file(folder / name, self._snapshot)
         # Written while it changed: an error now, and the folder is discarded
         self._snapshot.check_unchanged()
-        return {"file": file, "orders": self._orders()}
+        # Of fixed size, but for orders of leaves that this rank alone has whole: every rank gets
+        # this from every rank
+        orders = orders_of(self._snapshot, everywhere=False)
+        return {**written._asdict(), "orders": list(orders.items())}
 
-    def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """By number, the order of dims of each leaf that doesn't lie row by row in memory.
-
-        A loaded leaf lies so again, since kernels may round differently on it. Ranks that hold only
-        a piece of a leaf don't know its order.
-        """
-        assert self._snapshot is not None
-        orders = []
-        for i, held in enumerate(self._snapshot.contents.held):
-            order = order_of(held.tensor) if held.whole else None
-            if order is not None:
-                orders.append((i, order))
-        return orders
-
-    def _commit(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _commit(self, told: Sequence[dict[str, Any]]) -> None:
         """On rank 0, write the manifest and give the folder its name.
 
-        `rows`: of `_write`, in rank order.
+        `told`: of `_write`, in rank order.
         """
         if self._temporary is None:
             return
         assert self._snapshot is not None
-        manifest = _manifest(self._snapshot, rows)
+        folder = self._temporary.path
+        orders = orders_of(self._snapshot, everywhere=True)
+        for one in told:
+            orders |= {number: tuple(order) for number, order in one["orders"]}
+        manifest = _manifest(self._snapshot, [File(*one["file"]) for one in told], orders)
+        whole = [Piece(number, 0, leaf.numel) for number, leaf in enumerate(manifest.leaves)]
         # Our own bug would show here, before the checkpoint has a name
-        check_coverage(manifest.leaves, manifest.files, "what the ranks have written")
-        write_file(self._temporary.path / NAME, encode_manifest(manifest))
+        if sum(one["borders"] for one in told) % 2**128 != borders(whole):
+            # From all rows, the name of the leaf
+            find_places(manifest, folder, {n: (start, numel) for n, start, numel in whole})
+            raise AssertionError("rows whose borders don't add up")
+        write_file(folder / NAME, encode_manifest(manifest), MAX_BYTES)
         self._temporary.commit()
+
+
+def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
+    """Raise `CheckpointError` if `load` would refuse the manifest of this save."""
+    # As long as it may get: with the largest numbers, and an order of dims for each leaf
+    names = [file_name(rank, num_ranks) for rank in range(num_ranks)]
+    files = [File(name, HUGE, HUGE, 2**32 - 1) for name in names]
+    orders = {i: tuple(range(len(h.shape))) for i, h in enumerate(snapshot.contents.held)}
+    data = encode_manifest(_manifest(snapshot, files, orders))
+    if len(data) > MAX_BYTES:
+        user = len(json.dumps(snapshot.user, separators=(",", ":")))
+        raise CheckpointError(
+            f"the manifest would have {len(data)} bytes, {user} of them for `user`, and `load` "
+            f"reads no more than {MAX_BYTES}. Remedy: write large data of your own into a file, "
+            "and give `user` its name; stack leaves of one shape"
+        )
+    parse_manifest(data, NAME)
 
 
 def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
@@ -140,24 +168,30 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _file_of(row: dict[str, Any]) -> File:
-    """The entry of a rank's file, from JSON."""
-    name, size, sums, pieces = row["file"]
-    return File(name, size, sums, tuple(Piece(*piece) for piece in pieces))
+Orders = dict[int, tuple[int, ...]]  # of dims, by the leaf's number
 
 
-def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
-    """The manifest of all ranks' files, by the rows of `_write`."""
-    orders: dict[int, tuple[int, ...]] = {}  # by the leaf's number
-    for row in rows:
-        for i, order in row["orders"]:
-            # Ranks that hold the leaf whole say the same
-            orders[i] = tuple(order)
+def orders_of(snapshot: Snapshot, *, everywhere: bool) -> Orders:
+    """The orders of dims of leaves that don't lie row by row in memory: those that every rank has
+    whole, or those that this rank has, and not every one.
+
+    A loaded leaf lies so again, since kernels may round differently on it. Ranks that hold only a
+    piece of a leaf don't know its order, and those that hold it whole say the same.
+    """
+    orders = {}
+    for number, held in enumerate(snapshot.contents.held):
+        order = order_of(held.tensor) if held.whole and held.everywhere is everywhere else None
+        if order is not None:
+            orders[number] = order
+    return orders
+
+
+def _manifest(snapshot: Snapshot, files: Sequence[File], orders: Orders) -> Manifest:
+    """The manifest of all ranks' files, in rank order."""
     leaves = []
     for i, held in enumerate(snapshot.contents.held):
         dtype = NAMES[held.tensor.dtype]
         leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
-    files = [_file_of(row) for row in rows]  # in rank order
     return Manifest(
         step=snapshot.step,
         ranks=len(files),

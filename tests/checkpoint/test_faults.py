@@ -29,6 +29,7 @@ from tests.tiers import thinned, tiers
 CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
 CLEANING = ("unlink", "rmdir")
 RANKS = 2
+NUM_CALLS = 20  # of a save into a root that is not there yet
 
 
 class Interposed:
@@ -78,9 +79,11 @@ def saved(
 
 
 def test_what_a_save_calls(saved: Any) -> None:
-    """So that the tests below cover every one: two files, the manifest, the folder, the root."""
-    assert saved[3].count("open") == RANKS + 1 and saved[3].count("fsync") == RANKS + 3
-    assert saved[3].count("writev") == RANKS + 1 and saved[3].count("rename") == 1
+    """So that the tests below cover every one: two files with rows, the manifest, the folder, the
+    root."""
+    assert saved[3].count("open") == 2 * RANKS + 1 and saved[3].count("fsync") == 2 * RANKS + 3
+    assert saved[3].count("writev") == 2 * RANKS + 1 and saved[3].count("rename") == 1
+    assert len(saved[3]) == NUM_CALLS
 
 
 def in_child(fn: Callable[[], None]) -> int:
@@ -98,7 +101,7 @@ def in_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("at", thinned(range(1, 20), 6))
+@pytest.mark.parametrize("at", thinned(range(1, NUM_CALLS + 2), 6))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
     be saved into."""
@@ -222,7 +225,9 @@ def test_the_slower_of_two_exports_overwrites_nothing(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("at", thinned(range(2, 15), 4))  # the first makes the root, which is there
+@pytest.mark.parametrize(
+    "at", thinned(range(2, NUM_CALLS + 1), 5)
+)  # the first makes the root, which is there
 def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
     """C3. The disk is full: the same error on every rank, nothing left over, and saving works again
     afterwards."""
@@ -380,14 +385,15 @@ def damage(name: str) -> Callable[[Path, Path], str]:
     """A way to damage a step's folder, given another step's; returns the name that the error must
     have."""
     first, manifest = "rank-00001-of-00002.safetensors", "manifest.json"
+    rows = "rank-00001-of-00002.rows"
 
     def flip(file: Path, at: int) -> None:
         data = bytearray(file.read_bytes())
         data[at] ^= 4
         file.write_bytes(data)
 
-    def swap(folder: Path) -> None:
-        one, two = sorted(folder.glob("*.safetensors"))
+    def swap(folder: Path, kind: str) -> None:
+        one, two = sorted(folder.glob(kind))
         data = one.read_bytes()
         one.write_bytes(two.read_bytes())
         two.write_bytes(data)
@@ -410,9 +416,17 @@ def damage(name: str) -> Callable[[Path, Path], str]:
         "empty the manifest": (manifest, lambda f, o: os.truncate(f / manifest, 0)),
         "lose the file": (first, lambda f, o: (f / first).unlink()),
         "lose the manifest": (manifest, lambda f, o: (f / manifest).unlink()),
-        "swap the files": ("of-00002", lambda f, o: swap(f)),
+        "swap the files": ("of-00002", lambda f, o: swap(f, "*.safetensors")),
         "another step's file": (first, lambda f, o: shutil.copy(o / first, f / first)),
         "another step's manifest": (manifest, lambda f, o: shutil.copy(o / manifest, f / manifest)),
+        "flip the rows": (rows, lambda f, o: flip(f / rows, -9)),
+        "flip the rows' header": (rows, lambda f, o: flip(f / rows, 30)),
+        "cut the rows": (rows, lambda f, o: os.truncate(f / rows, (f / rows).stat().st_size - 8)),
+        "empty the rows": (rows, lambda f, o: os.truncate(f / rows, 0)),
+        "lose the rows": (rows, lambda f, o: (f / rows).unlink()),
+        "swap the rows": ("of-00002.rows", lambda f, o: swap(f, "*.rows")),
+        "another step's rows": (rows, lambda f, o: shutil.copy(o / rows, f / rows)),
+        "rows that are a pipe": (rows, lambda f, o: ((f / rows).unlink(), os.mkfifo(f / rows))),
         "a link": (first, lambda f, o: ((f / first).unlink(), (f / first).symlink_to(o / first))),
         "a pipe": (first, lambda f, o: ((f / first).unlink(), os.mkfifo(f / first))),
         "a folder": (first, lambda f, o: ((f / first).unlink(), (f / first).mkdir())),

@@ -1,10 +1,9 @@
-"""Manifests and headers from somebody who wants harm: an error, soon, in little memory, and nothing
-run."""
+"""Manifests, rows and headers from somebody who wants harm: an error, soon, in little memory, and
+nothing run."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 import pickle
@@ -12,7 +11,6 @@ import re
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,11 +23,14 @@ from hypothesis import strategies as st
 
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, CorruptError
+from functorch_zero.checkpoint.catalogue import chosen
 from functorch_zero.checkpoint.checksums import CHECKSUMS
 from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.checkpoint.manifest import NAME, Manifest, encode_manifest, parse_manifest
+from functorch_zero.checkpoint.places import Places, find_places
+from functorch_zero.checkpoint.rows import Piece, decode_rows
 from functorch_zero.errors import StructureError
-from tests.checkpoints import make_step, save_on
+from tests.checkpoints import make_old, make_step, put_rows, rows_of, save_on, sealed
 from tests.tiers import drawn
 
 HOSTILE = [
@@ -64,6 +65,9 @@ HOSTILE = [
 ]
 
 
+STEP = "step-000000000002"
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
@@ -71,13 +75,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def rows_of(root: Path) -> Any:
-    return json.loads((root / "step-000000000002" / NAME).read_bytes().split(b"\n", 1)[1])
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of version 1."""
+    root = tmp_path_factory.mktemp("old")
+    save_on(root, 2, 3)
+    make_old(root / STEP)
+    return root
 
 
-def sealed(body: bytes) -> bytes:
-    """With a checksum that is right."""
-    return f"crc32 {zlib.crc32(body):08x}\n".encode() + body
+def body_of(root: Path) -> Any:
+    return json.loads((root / STEP / NAME).read_bytes().split(b"\n", 1)[1])
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -112,7 +120,7 @@ def fresh() -> tuple[Any, Any]:
 
 def load_hostile(root: Path, data: bytes) -> None:
     """Load with this manifest: numbers, or an error of ours, soon."""
-    path = root / "step-000000000002" / NAME
+    path = root / STEP / NAME
     good = path.read_bytes()
     step, like = fresh()
     path.write_bytes(data)
@@ -126,9 +134,13 @@ def load_hostile(root: Path, data: bytes) -> None:
     assert time.process_time() - start < 1
 
 
+@pytest.mark.parametrize("version", ["saved", "old"])
 @drawn(data=st.data(), quick=20, thorough=100)
-def test_any_value_in_any_place(saved: Path, data: st.DataObject) -> None:
-    rows = rows_of(saved)
+def test_any_value_in_any_place(
+    request: pytest.FixtureRequest, version: str, data: st.DataObject
+) -> None:
+    root = request.getfixturevalue(version)
+    rows = body_of(root)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.sampled_from(places(rows)))
         rows = put(
@@ -136,41 +148,48 @@ def test_any_value_in_any_place(saved: Path, data: st.DataObject) -> None:
             at,
             data.draw(st.sampled_from(HOSTILE) | st.integers() | st.text("a\0ß😀/.", max_size=9)),
         )
-    load_hostile(saved, sealed(json.dumps(rows).encode()))
+    load_hostile(root, sealed(json.dumps(rows).encode()))
 
 
 @settings(max_examples=100)
 @given(data=st.data())
 def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None:
-    """Pieces and sizes off by a little: overlaps, gaps, and reads past the end. What parses covers
-    all exactly once."""
-    rows = rows_of(saved)
-    numbers = [
-        at
-        for at in places(rows)
-        if type(read(rows, at)) is int and at[0] in ("files", "leaves", "block", "ranks")
-    ]
+    """Pieces and sizes off by a little: overlaps, gaps, reads past the end. What is found covers all
+    exactly once."""
+    files = [[list(piece) for piece in pieces] for pieces, _ in rows_of(saved / STEP)]
+    body = body_of(saved)
     for _ in range(data.draw(st.integers(1, 2))):
-        at = data.draw(st.sampled_from(numbers))
-        rows = put(rows, at, read(rows, at) + data.draw(st.sampled_from([-8, -1, 1, 8, 64, 4096])))
-    try:
-        manifest = parse_manifest(sealed(json.dumps(rows).encode()), "it")
-    except CorruptError:
-        return
-    for leaf in range(len(manifest.leaves)):
-        covered = sorted(
-            (p.start, p.start + p.numel) for f in manifest.files for p in f.pieces if p.leaf == leaf
-        )
+        kind = data.draw(st.sampled_from(["piece", "size", "leaf", "swap"]))
+        number = data.draw(st.sampled_from([0, 1]))
+        by = data.draw(st.sampled_from([-8, -1, 1, 8, 64, 4096]))
+        if kind == "piece":
+            files[number][data.draw(st.integers(0, 9))][data.draw(st.integers(0, 2))] += by
+        elif kind == "size":
+            body["files"][number][1] += by
+        elif kind == "leaf":
+            body["leaves"][data.draw(st.integers(0, 9))][2] = [abs(by)]
+        else:
+            files[number][0], files[1 - number][0] = files[1 - number][0], files[number][0]
+    with tempfile.TemporaryDirectory() as folder:
+        step = Path(folder) / STEP
+        shutil.copytree(saved / STEP, step)
+        (step / NAME).write_bytes(sealed(json.dumps(body).encode()))
+        try:
+            for rank, pieces in enumerate(files):
+                put_rows(step, rank, [Piece(*piece) for piece in pieces], [0])
+            manifest, _ = chosen(folder, 2)
+            places = find_everything(manifest, step)
+        except CorruptError:
+            return
+    for number, leaf in enumerate(manifest.leaves):
+        covered = sorted((p.start, p.stop) for _, found in places.by_file(number) for p in found)
         ends = [0, *(stop for _, stop in covered)]
-        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == manifest.leaves[
-            leaf
-        ].numel
+        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == leaf.numel
 
 
-def read(node: Any, at: tuple[Any, ...]) -> Any:
-    for key in at:
-        node = node[key]
-    return node
+def find_everything(manifest: Manifest, folder: Path) -> Places:
+    wanted = {number: (0, leaf.numel) for number, leaf in enumerate(manifest.leaves)}
+    return find_places(manifest, folder, wanted)
 
 
 @settings(max_examples=100)
@@ -178,6 +197,8 @@ def read(node: Any, at: tuple[Any, ...]) -> Any:
 def test_any_bytes(saved: Path, junk: bytes, seal: bool) -> None:
     with pytest.raises(CorruptError):
         parse_manifest(sealed(junk) if seal else junk, "it")
+    with pytest.raises(ValueError, match="expected rows of"):
+        decode_rows(junk, 3, 1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.safetensors"
         for data in (junk, (len(junk) + 1).to_bytes(8, "little") + junk + b"!"):
@@ -187,7 +208,7 @@ def test_any_bytes(saved: Path, junk: bytes, seal: bool) -> None:
 
 
 def test_what_is_encoded_is_parsed(saved: Path) -> None:
-    data = (saved / "step-000000000002" / NAME).read_bytes()
+    data = (saved / STEP / NAME).read_bytes()
     manifest = parse_manifest(data, "it")
     assert encode_manifest(manifest) == data
 
@@ -221,36 +242,114 @@ def test_json_that_is_refused(saved: Path, name: str) -> None:
             "expected the file rank-00001-of-00002",
         ),
         (("files", 0, 0), "/etc/passwd", "expected the file"),
-        (("version",), 2, "of version 2"),
+        (("version",), 3, "of version 3"),
         (("extra",), 1, "keys"),
         (("ranks",), 10**9, "number of ranks"),
         (("leaves", 0, 2), [2**40, 2**40], "is not a shape"),
         (("leaves", 0, 1), "F99", "unknown dtype"),
-        (("files", 0, 3, 0, 3), 10**12, "ends at byte"),
-        (("files", 0, 3, 0, 0), 10**6, "which there isn't"),
+        (("files", 0, 2), -1, "no counts"),
+        (("files", 0, 3), 1.0, "no counts"),
         (("block",), 2**40, "size for a block"),
         (("checksum",), "md5", "unknown checksum"),
     ],
 )
 def test_what_is_wrong_is_said(saved: Path, at: Any, value: Any, text: str) -> None:
-    rows = rows_of(saved)
+    rows = body_of(saved)
     rows = {**rows, "extra": value} if at == ("extra",) else put(rows, at, value)
     with pytest.raises(CorruptError, match=text):
         parse_manifest(sealed(json.dumps(rows).encode()), "it")
 
 
-def test_pieces_that_overlap_or_leave_gaps(saved: Path) -> None:
-    rows = rows_of(saved)
-    piece = next(p for p in rows["files"][0][3] if p[2] > 1)
-    less = copy.deepcopy(rows)
-    next(p for p in less["files"][0][3] if p[2] > 1)[2] -= 1
-    with pytest.raises(CorruptError, match=r"is there not at all|its pieces hold"):
-        parse_manifest(sealed(json.dumps(less).encode()), "it")
-    twice = copy.deepcopy(rows)
-    last = twice["files"][1][3]
-    last[-1] = [piece[0], piece[1], 1, last[-1][3]]
-    with pytest.raises(CorruptError, match=r"is there twice"):
-        parse_manifest(sealed(json.dumps(twice).encode()), "it")
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (("files", 0), 7),
+        (("files", 0, 0), ["a"]),
+        (("files", 0, 2), "x" * 8),
+        (("files", 0, 3), 7),
+        (("files", 0, 3, 0), [0, 0]),
+        (("files", 0, 3, 0, 1), 2**70),
+        (("files", 0, 3, 0, 1), 1.5),
+    ],
+)
+def test_what_is_wrong_in_version_1_is_said(old: Path, at: Any, value: Any) -> None:
+    with pytest.raises(CorruptError, match="it: no files of version 1"):
+        parse_manifest(sealed(json.dumps(put(body_of(old), at, value)).encode()), "it")
+
+
+def changed(rank: int, number: int, **fields: int) -> Callable[[Any], None]:
+    """Rows in which a piece has other numbers."""
+
+    def change(files: list[list[Piece]]) -> None:
+        files[rank][number] = files[rank][number]._replace(**fields)
+
+    return change
+
+
+def of_several(files: list[list[Piece]]) -> int:
+    """The number of the first piece of several elements."""
+    return next(i for i, piece in enumerate(files[0]) if piece.numel > 1)
+
+
+def shorter(files: list[list[Piece]]) -> None:
+    """A piece ends before it did."""
+    i = of_several(files)
+    files[0][i] = files[0][i]._replace(numel=files[0][i].numel - 1)
+
+
+def repeated(files: list[list[Piece]]) -> None:
+    """The last piece is an element of another one."""
+    files[1][-1] = files[0][of_several(files)]._replace(numel=1)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (changed(0, 0, leaf=10**6), "a leaf which there isn't"),
+        (changed(0, 0, leaf=-1), "a leaf which there isn't"),
+        (changed(0, 0, start=10**6), "outside of its leaf"),
+        (changed(0, 0, start=-1), "outside of its leaf"),
+        (changed(0, 0, start=2**63 - 1), "outside of its leaf"),
+        (changed(0, 0, numel=2**63 - 1), "outside of its leaf"),
+        (changed(0, 0, numel=0), "outside of its leaf"),
+        (lambda files: files[0].extend(files[0] * 20), "bytes of pieces, for a file of"),
+        (shorter, "not at all"),
+        (repeated, "twice"),
+        (lambda files: files[0].pop(), "not at all"),
+    ],
+)
+def test_rows_that_are_refused(
+    saved: Path, tmp_path: Path, version: int, change: Callable[[Any], None], text: str
+) -> None:
+    """With checksums that fit. By a rank that is to hold the elements, an export, and `verify`."""
+    folder = tmp_path / STEP
+    shutil.copytree(saved / STEP, folder)
+    rows = rows_of(folder)
+    files = [pieces for pieces, _ in rows]
+    change(files)
+    if version == 1:
+        make_old(folder)
+        body = body_of(tmp_path)
+        for entry, pieces in zip(body["files"], files, strict=True):
+            entry[3] = [[*piece, 8] for piece in pieces]
+        (folder / NAME).write_bytes(sealed(json.dumps(body).encode()))
+    else:
+        for rank, (pieces, (_, sums)) in enumerate(zip(files, rows, strict=True)):
+            put_rows(folder, rank, pieces, sums)
+    step, like = fresh()
+    for read in (
+        lambda: checkpoint.load(tmp_path, step, like=like),
+        lambda: checkpoint.export_weights(
+            tmp_path, tmp_path / "out", trees=["params", "opt_state"]
+        ),
+    ):
+        with pytest.raises(CorruptError, match=f"{STEP}.*{text}"):
+            read()
+    assert any(
+        "its header and its rows differ" in problem or re.search(text, problem)
+        for problem in checkpoint.verify(tmp_path)[2]
+    )
 
 
 def test_a_huge_manifest_is_not_read(saved: Path, tmp_path: Path) -> None:
@@ -323,7 +422,7 @@ def test_headers_that_are_refused(saved: Path, tmp_path: Path, name: str) -> Non
     """In somebody's file that is imported; and in our own, with checksums that fit."""
     root = tmp_path / "root"
     shutil.copytree(saved, root)
-    own = root / "step-000000000002" / "rank-00001-of-00002.safetensors"
+    own = root / STEP / "rank-00001-of-00002.safetensors"
     data = own.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header, body = data[8 : 8 + length], data[8 + length :]
@@ -337,25 +436,24 @@ def test_headers_that_are_refused(saved: Path, tmp_path: Path, name: str) -> Non
     reseal(own)
     (problem,) = checkpoint.verify(root)[2]
     remedy = "Remedy: load another step (`count=`)"
-    assert problem == f"{own}: its header and the manifest differ. {remedy}"
+    assert problem == f"{own}: its header and its rows differ. {remedy}"
 
 
 def reseal(file: Path) -> None:
-    """Give the manifest the checksums of a file that was changed."""
-    path = file.parent / NAME
-    manifest = parse_manifest(path.read_bytes(), "it")
+    """Give a file that was changed the checksums that it has now."""
+    rank = int(file.name[5:10]) - 1
+    pieces, _ = rows_of(file.parent)[rank]
+    manifest, _ = chosen(file.parent.parent, 2)
     data = memoryview(file.read_bytes())
     blocks = [data[i : i + manifest.block] for i in range(0, len(data), manifest.block)]
-    sums = "".join(f"{CHECKSUMS[manifest.checksum]([block]):08x}" for block in blocks)
-    files = tuple(f._replace(sums=sums) if f.name == file.name else f for f in manifest.files)
-    path.write_bytes(encode_manifest(dataclasses.replace(manifest, files=files)))
+    put_rows(file.parent, rank, pieces, [CHECKSUMS[manifest.checksum]([block]) for block in blocks])
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 10**7, 10**8, 2**63, 2**64 - 1])
 def test_headers_of_any_length(saved: Path, tmp_path: Path, length: int) -> None:
     root = tmp_path / "root"
     shutil.copytree(saved, root)
-    own = root / "step-000000000002" / "rank-00001-of-00002.safetensors"
+    own = root / STEP / "rank-00001-of-00002.safetensors"
     own.write_bytes(length.to_bytes(8, "little") + own.read_bytes()[8:])
     with pytest.raises(CorruptError, match=r"rank-00001-of-00002\.safetensors: .*Remedy: "):
         map_file(own)
@@ -386,7 +484,7 @@ def test_nothing_is_unpickled(saved: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "root"
     save_on(root, 1, 0)
-    folder = root / "step-000000000002"
+    folder = root / STEP
     torch.save({"a": Bomb()}, folder / NAME)
     assert checkpoint.verify(root)[2]
     save_on(root, 1, 0, steps=3)

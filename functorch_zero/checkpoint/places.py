@@ -1,0 +1,161 @@
+"""Where the elements that a reader wants lie: their pieces, from the rows of all files. Rows are
+read file by file, and only what is wanted is kept."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import CorruptError
+from .files import read_file
+from .manifest import MAX_BYTES, NAME, File, Manifest
+from .rows import decode_rows, rows_name
+
+
+class RankFile(NamedTuple):
+    """A rank's file, and what it takes to check its blocks."""
+
+    path: Path
+    size: int  # in bytes
+    block: int  # bytes that each checksum covers
+    checksum: str  # a key of `CHECKSUMS`
+    sums: Tensor  # (number of blocks,) int64
+
+
+class Place(NamedTuple):
+    """A piece, and where it lies."""
+
+    leaf: int  # its number in the manifest
+    start: int  # in elements of the whole leaf
+    stop: int
+    file: int  # the number of the rank
+    offset: int  # in bytes from the beginning of the file
+
+
+class Places:
+    """The pieces in which wanted elements lie, and the files of all ranks.
+
+    `table` (n, 5) int64: of each piece the fields of `Place`, by leaf, then by start.
+    """
+
+    def __init__(self, files: list[RankFile], table: Tensor) -> None:
+        self._files = files
+        self._table = table
+        self._leaves = table[:, 0].contiguous()  # in order, for a binary search
+
+    def by_file(self, leaf: int | None = None) -> Iterator[tuple[RankFile, list[Place]]]:
+        """The pieces of all leaves, or of one, file by file."""
+        table = self._table
+        if leaf is not None:
+            borders = torch.tensor([leaf, leaf + 1], device="cpu")
+            first, end = torch.searchsorted(self._leaves, borders).tolist()
+            table = table[first:end]
+        table = table[table[:, 3].argsort(stable=True)]
+        numbers, counts = table[:, 3].unique_consecutive(return_counts=True)
+        # Objects of one file at a time: a whole state may have millions of pieces
+        for number, rows in zip(numbers.tolist(), table.split(counts.tolist()), strict=True):
+            yield self._files[number], [Place(*row) for row in rows.tolist()]
+
+
+def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int, int]]) -> Places:
+    """Find elements in the rows of all files.
+
+    Args:
+        manifest: the checkpoint's.
+        folder: the checkpoint's.
+        wanted: elements [start, stop) by the number of their leaf.
+
+    Raises:
+        CorruptError: a file's rows are damaged, or a wanted element is not there exactly once.
+    """
+    # Of leaves that nobody wants, no elements
+    spans = [wanted.get(number, (0, 0)) for number in range(len(manifest.leaves))]
+    # (number of leaves,) each
+    starts, stops = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    files, tables = [], []
+    for number, file in enumerate(manifest.files):
+        rank_file, table = read_rows(manifest, folder, file)
+        leaf, start, stop, offset = table.unbind(1)
+        kept = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
+        where = torch.full_like(leaf, number)
+        tables.append(torch.stack([leaf, start, stop, where, offset], 1)[kept])
+        files.append(rank_file)
+    table = torch.cat(tables)
+    for column in (1, 0):  # by leaf, then by start
+        table = table[table[:, column].argsort(stable=True)]
+    _check_coverage(manifest, folder, table, starts, stops)
+    return Places(files, table)
+
+
+def read_rows(manifest: Manifest, folder: Path, file: File) -> tuple[RankFile, Tensor]:
+    """A rank's file with its checksums, and the pieces in it: (n, 4) int64, as `Place` has them,
+    without the file's number.
+
+    No piece lies outside of its leaf or of the file.
+
+    Raises:
+        CorruptError: the rows are missing, damaged, or those of another file.
+    """
+    path = folder / rows_name(file.name)
+    data = manifest.old_rows.get(file.name)
+    if data is None:
+        data = read_file(path, MAX_BYTES)
+    else:
+        path = folder / NAME
+
+    def need(holds: Tensor | bool, problem: str) -> None:
+        if not holds:
+            raise CorruptError(f"{path}: {problem}")
+
+    need(
+        zlib.crc32(data) == file.rows_crc,
+        "its checksum is not the one in the manifest, so it is damaged, cut off or of another save",
+    )
+    try:
+        pieces, sums = decode_rows(data, file.num_pieces, manifest.num_blocks(file))
+    except ValueError as error:
+        raise CorruptError(f"{path}: {error}") from None
+    leaf, start, numel = pieces.unbind(1)
+    numels, widths = manifest.numels_and_widths
+    # Each check may rely on those before it
+    need(((leaf >= 0) & (leaf < len(numels))).all(), "has a piece of a leaf which there isn't")
+    inside = (start >= 0) & (numel > 0) & (start <= numels[leaf]) & (numel <= numels[leaf] - start)
+    need(inside.all(), "has a piece outside of its leaf")
+    nbytes = numel * widths[leaf]
+    total = sum(nbytes.tolist())  # in Python's integers, which don't overflow
+    first = file.size - total
+    need(first >= 8, f"has {total} bytes of pieces, for a file of {file.size}")
+    offset = first + nbytes.cumsum(0) - nbytes
+    need((offset % widths[leaf] == 0).all(), "has a piece out of place")
+    table = torch.stack([leaf, start, start + numel, offset], 1)
+    rank_file = RankFile(folder / file.name, file.size, manifest.block, manifest.checksum, sums)
+    return rank_file, table
+
+
+def _check_coverage(
+    manifest: Manifest, folder: Path, table: Tensor, starts: Tensor, stops: Tensor
+) -> None:
+    """Raise `CorruptError` unless the pieces have each leaf's elements [start, stop) exactly
+    once."""
+    leaf, start, stop = table[:, :3].unbind(1)
+    start, stop = start.maximum(starts[leaf]), stop.minimum(stops[leaf])
+    # In order, so each piece must begin where the one before it ended
+    expected = stop.roll(1)
+    first = torch.ones_like(leaf, dtype=torch.bool)
+    first[1:] = leaf[1:] != leaf[:-1]
+    expected[first] = starts[leaf][first]
+    for i in (start != expected).nonzero()[:1].flatten().tolist():
+        story = "twice" if start[i] < expected[i] else "not at all"
+        element = int(torch.minimum(start[i], expected[i]))
+        path = manifest.leaves[int(leaf[i])].path
+        raise CorruptError(f"{folder}: element {element} of {path} is there {story}")
+    # And the last one must end with the wanted elements
+    ends = starts.scatter_reduce(0, leaf, stop, "amax")
+    for number in (ends < stops).nonzero()[:1].flatten().tolist():
+        path = manifest.leaves[number].path
+        raise CorruptError(f"{folder}: element {int(ends[number])} of {path} is there not at all")

@@ -1,0 +1,94 @@
+"""The rows of one rank's file, in a file of their own beside it: the pieces of leaves that it
+holds, and its blocks' checksums.
+
+Each rank writes its own, and none needs those of all ranks. Rows are a safetensors file of two
+int64 tensors, `pieces` (n, 3) and `checksums` (one per block), so that a reader gets through
+millions of them by a few operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .safetensors_file import Entry, make_header
+
+
+class Piece(NamedTuple):
+    """Elements of a leaf in a file. A file's pieces lie in a row up to its end, which gives their
+    offsets."""
+
+    leaf: int  # its number in the manifest
+    start: int  # in elements of the whole leaf
+    numel: int
+
+
+_COLUMNS = len(Piece._fields)
+
+
+def rows_name(file: str) -> str:
+    """The name of the rows that belong to a rank's file."""
+    return file.removesuffix(".safetensors") + ".rows"
+
+
+def rows_size(num_pieces: int, num_blocks: int) -> int:
+    """The bytes of a rows file."""
+    return _header(num_pieces, num_blocks)[1][-1]
+
+
+def _header(num_pieces: int, num_blocks: int) -> tuple[bytes, list[int]]:
+    """The first bytes of a rows file; the offsets of its tensors, and its end."""
+    pieces = Entry("pieces", "I64", (num_pieces, _COLUMNS))
+    return make_header([pieces, Entry("checksums", "I64", (num_blocks,))])
+
+
+def encode_rows(pieces: Sequence[Piece], sums: Sequence[int]) -> bytes:
+    """A rows file's bytes.
+
+    Args:
+        pieces: in the order in which they lie.
+        sums: the checksum of each block.
+    """
+    header, _ = _header(len(pieces), len(sums))
+    numbers = [number for piece in pieces for number in piece]
+    return header + struct.pack(f"<{len(numbers) + len(sums)}q", *numbers, *sums)
+
+
+def decode_rows(data: bytes, num_pieces: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """`pieces` (n, 3) and `checksums` (blocks,) of a rows file.
+
+    Raises:
+        ValueError: it has others.
+    """
+    header, (start, stop, end) = _header(num_pieces, num_blocks)
+    if len(data) != end or not data.startswith(header):
+        raise ValueError(f"expected rows of {num_pieces} pieces and {num_blocks} blocks")
+    # A bytearray, since torch warns of a buffer that can't be written to
+    numbers = torch.frombuffer(bytearray(data[start:]), dtype=torch.int64)
+    pieces, sums = numbers.split([(stop - start) // 8, (end - stop) // 8])
+    return pieces.view(num_pieces, _COLUMNS), sums
+
+
+def borders(pieces: Iterable[Piece]) -> int:
+    """A number that adds up, modulo 2^128: those of all ranks' pieces to that of the whole leaves,
+    if the pieces cover every element exactly once, and else not.
+
+    Each element has a number that looks random. A piece counts that of the element where it ends,
+    and takes off that of the one where it starts. So of pieces in a row only the two ends are left,
+    wherever their borders are and whichever ranks have them.
+    """
+    total = 0
+    for piece in pieces:
+        total += _random(piece.leaf, piece.start + piece.numel) - _random(piece.leaf, piece.start)
+    return total % 2**128
+
+
+def _random(leaf: int, element: int) -> int:
+    """The number of an element, the same everywhere."""
+    digest = hashlib.sha256(f"{leaf} {element}".encode()).digest()
+    return int.from_bytes(digest[:16], "little")
