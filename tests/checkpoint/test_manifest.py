@@ -154,8 +154,8 @@ def test_any_value_in_any_place(
 @settings(max_examples=100)
 @given(data=st.data())
 def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None:
-    """Pieces and sizes off by a little: overlaps, gaps, reads past the end. What is found covers all
-    exactly once."""
+    """Pieces and sizes off by a little: overlaps, gaps, reads past the end. What is found covers
+    all exactly once."""
     files = [[list(piece) for piece in pieces] for pieces, _ in rows_of(saved / STEP)]
     body = body_of(saved)
     for _ in range(data.draw(st.integers(1, 2))):
