@@ -162,15 +162,20 @@ class _Load:
         printed = None if optimizer is None else repr(optimizer)
         check_match(self._old, manifest, self._allowed, printed)
         self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+        self._places = find_places(manifest, step_folder(self._root, count), self._wanted())
+        return hashlib.sha256(encode_manifest(manifest)).hexdigest()
+
+    def _wanted(self) -> dict[int, tuple[int, int]]:
+        """The elements [start, stop) that this rank reads, by the leaf's number."""
+        assert self._manifest is not None and self._old is not None
         wanted = {}
         for held in self._old.held:
             number = self._numbers.get(held.path)
             if number is not None:
-                # A summed leaf is read from this rank's row on
-                stop = manifest.leaves[number].numel if held.summed else held.stop
+                # Of a summed leaf also later rows, see `_rows`
+                stop = self._manifest.leaves[number].numel if held.summed else held.stop
                 wanted[number] = (held.start, stop)
-        self._places = find_places(manifest, step_folder(self._root, count), wanted)
-        return hashlib.sha256(encode_manifest(manifest)).hexdigest()
+        return wanted
 
     def _read(self) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
@@ -183,16 +188,7 @@ class _Load:
             # The same elements, in the new tensors
             new.append(before._replace(tensor=tensor))
 
-        parts: dict[int, list[Held]] = {}  # to be read, by the leaf's number
-        for before, held in zip(self._old.held, new, strict=True):
-            number = self._numbers.get(held.path)
-            if number is not None:
-                # A summed leaf is read by rows of the saving ranks, of which there may be more or
-                # fewer
-                leaf = manifest.leaves[number]
-                parts[number] = _rows(held, leaf) if held.summed else [held]
-            elif held.tensor is not before.tensor:
-                held.tensor.copy_(before.tensor)  # missing, and allowed to be
+        parts = self._parts(new)
         # File by file: blocks that several leaves share are read once
         for file, places in self._places.by_file():
             runs: list[Wanted] = []
@@ -204,6 +200,24 @@ class _Load:
             for other in others:
                 first.tensor.add_(other.tensor)
         self._state = _finished(state, self._old._replace(held=new), manifest)
+
+    def _parts(self, new: Sequence[Held]) -> dict[int, list[Held]]:
+        """What to read of each leaf, by its number, with flat tensors. Missing leaves are copied
+        from `like`."""
+        assert self._manifest is not None and self._old is not None
+        parts = {}
+        for before, held in zip(self._old.held, new, strict=True):
+            number = self._numbers.get(held.path)
+            if number is not None:
+                # A summed leaf is read by rows of the saving ranks, of which there may be more or
+                # fewer
+                found = _rows(held, self._manifest.leaves[number]) if held.summed else [held]
+                # Views, since a blank state's tensors lie row by row
+                flat = [part._replace(tensor=part.tensor.detach().view(-1)) for part in found]
+                parts[number] = flat
+            elif held.tensor is not before.tensor:
+                held.tensor.copy_(before.tensor)  # missing, and allowed to be
+        return parts
 
     def _state_to_fill(self) -> State:
         """A state of `like`'s structure: in `like`'s storage, where the step donates."""
@@ -315,15 +329,13 @@ def _rows(held: Held, leaf: Leaf) -> list[Held]:
 
 
 def _runs(parts: Iterable[Held], place: Place, leaf: Leaf) -> Iterator[Wanted]:
-    """What to read of a piece, for the parts of its leaf."""
+    """What to read of a piece, for parts of its leaf, each with a flat tensor."""
     for held in parts:
         # The elements in both, if any
         start, stop = max(held.start, place.start), min(held.stop, place.stop)
         if start < stop:
             offset = place.offset + (start - place.start) * leaf.width  # bytes, in the file
-            # A view, since a blank state's tensors lie row by row
-            target = held.tensor.detach().view(-1)
-            yield Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
+            yield Wanted(offset, stop - start, leaf.dtype, held.tensor, start - held.start)
 
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:

@@ -71,7 +71,8 @@ def decode_rows(data: bytes, num_pieces: int, num_blocks: int) -> tuple[Tensor, 
     # A bytearray, since torch warns of a buffer that can't be written to
     numbers = torch.frombuffer(bytearray(data[start:]), dtype=torch.int64)
     pieces, sums = numbers.split([(stop - start) // 8, (end - stop) // 8])
-    return pieces.view(num_pieces, _COLUMNS), sums
+    # A copy, so that who keeps the checksums doesn't keep the pieces
+    return pieces.view(num_pieces, _COLUMNS), sums.clone()
 
 
 def borders(pieces: Iterable[Piece]) -> int:
