@@ -141,10 +141,10 @@ def rows_of(folder: Path) -> list[Rows]:
     """The rows of all files, in rank order."""
     manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
     found = []
-    for file in manifest.files:
-        rank_file, table = read_rows(manifest, folder, file)
-        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, _ in table.tolist()]
-        found.append((pieces, rank_file.sums.tolist()))
+    for number in range(len(manifest.files)):
+        file, table = read_rows(manifest, folder, number)
+        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, *_ in table.tolist()]
+        found.append((pieces, file.sums.tolist()))
     return found
 
 
@@ -165,10 +165,10 @@ def make_old(folder: Path) -> None:
     manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
     body = json.loads((folder / NAME).read_bytes().split(b"\n", 1)[1])
     files = []
-    for file in manifest.files:
-        rank_file, table = read_rows(manifest, folder, file)
+    for number, file in enumerate(manifest.files):
+        rank_file, table = read_rows(manifest, folder, number)
         sums = "".join(f"{crc:08x}" for crc in rank_file.sums.tolist())
-        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, at in table.tolist()]
+        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, _, at in table.tolist()]
         files.append([file.name, file.size, sums, pieces])
         (folder / rows_name(file.name)).unlink()
     body |= {"version": 1, "files": files}

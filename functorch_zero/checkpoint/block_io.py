@@ -54,13 +54,6 @@ class Wanted(NamedTuple):
         return self.offset + self.numel * self.width
 
 
-class Written(NamedTuple):
-    """A rank's file, written."""
-
-    file: File
-    borders: int  # of its pieces, see `rows.borders`
-
-
 class _Run(NamedTuple):
     """The part of a `Wanted` that lies in one block."""
 
@@ -206,9 +199,10 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
         yield current * block, runs
 
 
-def write_rank_file(path: Path, snapshot: Snapshot) -> Written:
-    """Write one rank's file and its rows, and flush them to disk. Wide dtypes come first, so that
-    every piece is aligned."""
+def write_rank_file(path: Path, snapshot: Snapshot) -> tuple[File, int]:
+    """Write one rank's file and its rows, and flush them to disk. Returns its entry in the
+    manifest, and the `borders` of its pieces."""
+    # Wide dtypes come first, so that every piece is aligned
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
     tensors = []
@@ -232,7 +226,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> Written:
     pieces = [Piece(part.leaf, part.start, part.numel) for part in parts]
     rows = encode_rows(pieces, out.sums)
     write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
-    return Written(File(path.name, out.size, len(pieces), zlib.crc32(rows)), borders(pieces))
+    return File(path.name, out.size, len(pieces), zlib.crc32(rows)), borders(pieces)
 
 
 def entry_of(path: str, dtype: str, start: int, numel: int) -> Entry:

@@ -9,8 +9,8 @@ from ..errors import warn
 from .block_io import check_size, entry_of, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened, read_file, remove_folder, step_folder
-from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
-from .places import find_places, read_rows
+from .manifest import MAX_BYTES, NAME, Manifest, parse_manifest
+from .places import Place, find_places, read_rows
 from .rows import rows_name, rows_size
 from .safetensors_file import make_header, read_header
 
@@ -120,9 +120,9 @@ def _problems(root: Path, count: int) -> list[str]:
     except (CorruptError, OSError) as error:
         return [str(error)]  # without a manifest nothing else can be checked
     problems = []
-    for file in manifest.files:
+    for number in range(len(manifest.files)):
         try:
-            _verify_file(folder, file, manifest)
+            _verify_file(manifest, folder, number)
         except (CorruptError, OSError) as error:
             problems.append(str(error))
     if not problems:  # else the pieces aren't all known
@@ -138,23 +138,23 @@ def _problems(root: Path, count: int) -> list[str]:
     return problems
 
 
-def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
-    """Raise `CorruptError` unless a file has the checksums and the header that its manifest
-    says."""
-    rank_file, table = read_rows(manifest, folder, file)
-    read_through(rank_file)
+def _verify_file(manifest: Manifest, folder: Path, number: int) -> None:
+    """Raise `CorruptError` unless a rank's file has the checksums and the header that its rows
+    say."""
+    file, table = read_rows(manifest, folder, number)
+    read_through(file)
+    places = [Place(*row) for row in table.tolist()]
     # The header is made anew from the rows, and must be the file's to the byte
     tensors = []
-    for number, start, stop, _ in table.tolist():
-        leaf = manifest.leaves[number]
-        tensors.append(entry_of(leaf.path, leaf.dtype, start, stop - start))
+    for place in places:
+        leaf = manifest.leaves[place.leaf]
+        tensors.append(entry_of(leaf.path, leaf.dtype, place.start, place.stop - place.start))
     header, offsets = make_header(tensors)
     # Bytes from the beginning of the file, and the end
-    promised = [*table[:, 3].tolist(), file.size]
-    path = rank_file.path
-    if read_header(path) != header[8:] or offsets != promised:  # without the header's length
+    promised = [*(place.offset for place in places), file.size]
+    if read_header(file.path) != header[8:] or offsets != promised:  # without the header's length
         remedy = "Remedy: load another step (`count=`)"
-        raise CorruptError(f"{path}: its header and its rows differ. {remedy}")
+        raise CorruptError(f"{file.path}: its header and its rows differ. {remedy}")
 
 
 def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .errors import CheckpointError, CorruptError
 
-_STEP = re.compile(r"step-(\d{12,18})")
+_STEP = re.compile(r"step-(\d{12,19})")  # an int64 has 19 digits at most
 _MAX_VIEWS = 512  # that one call reads into or writes from; Linux takes 1024
 
 

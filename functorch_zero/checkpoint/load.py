@@ -76,9 +76,10 @@ def load(
     """Load a checkpoint, saved at any level and world size, into a state of this step. Every rank
     calls this.
 
-    Each rank reads only the blocks in which its elements lie, and checks their checksums. Values
-    are bit for bit those that were saved. Three exchanges of JSON; memory beyond the state (two
-    states if the step doesn't donate): 8 MiB.
+    Each rank reads the rows of all files, and only the blocks in which its elements lie, and checks
+    their checksums. Values are bit for bit those that were saved. Three exchanges of JSON; memory
+    beyond the state (two states if the step doesn't donate): 8 MiB, and 40 bytes for each piece
+    that is read.
 
     Args:
         root: the folder of checkpoints.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import CorruptError
 from .files import read_file
-from .manifest import MAX_BYTES, NAME, File, Manifest
+from .manifest import MAX_BYTES, NAME, Manifest
 from .rows import decode_rows, rows_name
 
 
@@ -78,13 +78,12 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     # (number of leaves,) each
     starts, stops = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     files, tables = [], []
-    for number, file in enumerate(manifest.files):
-        rank_file, table = read_rows(manifest, folder, file)
-        leaf, start, stop, offset = table.unbind(1)
+    for number in range(len(manifest.files)):
+        file, table = read_rows(manifest, folder, number)
+        leaf, start, stop = table[:, :3].unbind(1)
         kept = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
-        where = torch.full_like(leaf, number)
-        tables.append(torch.stack([leaf, start, stop, where, offset], 1)[kept])
-        files.append(rank_file)
+        files.append(file)
+        tables.append(table[kept])
     table = torch.cat(tables)
     for column in (1, 0):  # by leaf, then by start
         table = table[table[:, column].argsort(stable=True)]
@@ -92,30 +91,27 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     return Places(files, table)
 
 
-def read_rows(manifest: Manifest, folder: Path, file: File) -> tuple[RankFile, Tensor]:
-    """A rank's file with its checksums, and the pieces in it: (n, 4) int64, as `Place` has them,
-    without the file's number.
+def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, Tensor]:
+    """A rank's file with its checksums, and the pieces in it, in the order in which they lie: a
+    table as of `Places`.
 
     No piece lies outside of its leaf or of the file.
 
     Raises:
         CorruptError: the rows are missing, damaged, or those of another file.
     """
-    path = folder / rows_name(file.name)
-    data = manifest.old_rows.get(file.name)
+    file = manifest.files[number]
+    path, data = folder / NAME, manifest.old_rows.get(file.name)
     if data is None:
+        path = folder / rows_name(file.name)
         data = read_file(path, MAX_BYTES)
-    else:
-        path = folder / NAME
 
     def need(holds: Tensor | bool, problem: str) -> None:
         if not holds:
             raise CorruptError(f"{path}: {problem}")
 
-    need(
-        zlib.crc32(data) == file.rows_crc,
-        "its checksum is not the one in the manifest, so it is damaged, cut off or of another save",
-    )
+    right = zlib.crc32(data) == file.rows_crc
+    need(right, "its checksum isn't the manifest's, so it is damaged, cut off or of another save")
     try:
         pieces, sums = decode_rows(data, file.num_pieces, manifest.num_blocks(file))
     except ValueError as error:
@@ -132,9 +128,10 @@ def read_rows(manifest: Manifest, folder: Path, file: File) -> tuple[RankFile, T
     need(first >= 8, f"has {total} bytes of pieces, for a file of {file.size}")
     offset = first + nbytes.cumsum(0) - nbytes
     need((offset % widths[leaf] == 0).all(), "has a piece out of place")
-    table = torch.stack([leaf, start, start + numel, offset], 1)
-    rank_file = RankFile(folder / file.name, file.size, manifest.block, manifest.checksum, sums)
-    return rank_file, table
+    of_file = torch.full_like(leaf, number)
+    table = torch.stack([leaf, start, start + numel, of_file, offset], 1)
+    name = folder / file.name
+    return RankFile(name, file.size, manifest.block, manifest.checksum, sums), table
 
 
 def _check_coverage(

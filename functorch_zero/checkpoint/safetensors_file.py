@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import StructureError, explain
 from ..savable import DTYPES as DTYPES
 from .errors import CheckpointError, CorruptError
 from .files import opened, read_into

@@ -32,19 +32,22 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
     group calls this.
 
     Each rank writes the elements that only it has, and an equal share of those that all have,
-    without padding, into one safetensors file. The folder gets its name when everything is on disk:
-    a save that is killed leaves the old checkpoints or the new one. Three exchanges of JSON; memory
-    beyond the state: 4 MiB, and one leaf where it doesn't lie row by row.
+    without padding, into one safetensors file, and its rows beside it. The folder gets its name
+    when everything is on disk: a save that is killed leaves the old checkpoints or the new one.
+    Three exchanges of JSON, some 350 bytes from each rank; memory beyond the state: 4 MiB, and one
+    leaf where it doesn't lie row by row.
 
     Args:
         root: a folder that all ranks see; made if need be.
         step: the step function that the state belongs to.
         state: one that `step.init` or `step` returned.
         user: plain JSON data of your own, the same on every rank: the data loader's position, say.
+            With all else in the manifest, it may have 64 MiB.
 
     Raises:
         CheckpointError: on every rank, with the same words: the step is saved already, the disk is
-            full, an `async_save` before this one failed.
+            full, `user` or the leaves are more than `load` would read, an `async_save` before this
+            one failed.
         StructureError: the state is not one of this step, or has leaves that can't be saved.
         DonatedError: the state was used up by a step.
         MismatchError: ranks have different states or `user`.

@@ -97,13 +97,12 @@ class SaveJob:
         """Write this rank's file; its manifest entry, and what the manifest needs besides."""
         assert self._snapshot is not None
         name = file_name(self._group.rank, self._group.size)
-        written = write_rank_file(folder / name, self._snapshot)
+        file, its_borders = write_rank_file(folder / name, self._snapshot)
         # Written while it changed: an error now, and the folder is discarded
         self._snapshot.check_unchanged()
-        # Of fixed size, but for orders of leaves that this rank alone has whole: every rank gets
-        # this from every rank
+        # Every rank gets this from every rank: of fixed size, but for leaves that few have whole
         orders = orders_of(self._snapshot, everywhere=False)
-        return {**written._asdict(), "orders": list(orders.items())}
+        return {"file": file, "borders": its_borders, "orders": list(orders.items())}
 
     def _commit(self, told: Sequence[dict[str, Any]]) -> None:
         """On rank 0, write the manifest and give the folder its name.
@@ -173,7 +172,7 @@ Orders = dict[int, tuple[int, ...]]  # of dims, by the leaf's number
 
 def orders_of(snapshot: Snapshot, *, everywhere: bool) -> Orders:
     """The orders of dims of leaves that don't lie row by row in memory: those that every rank has
-    whole, or those that this rank has, and not every one.
+    whole, or those that this rank has whole and others haven't.
 
     A loaded leaf lies so again, since kernels may round differently on it. Ranks that hold only a
     piece of a leaf don't know its order, and those that hold it whole say the same.

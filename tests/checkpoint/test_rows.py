@@ -30,14 +30,7 @@ from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from tests.checkpoints import (
-    assert_same,
-    leftovers,
-    load_on,
-    on_ranks,
-    rows_of,
-    save_on,
-)
+from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, rows_of, save_on
 from tests.tiers import THOROUGH
 
 STEP = "step-000000000002"
@@ -81,6 +74,20 @@ def test_what_is_written_can_be_read(
                 assert_same(load_on(root, 3, 1), saved)
                 outcomes.add("loaded")
     assert outcomes == {"refused", "loaded"}
+
+
+@pytest.mark.parametrize(("count", "outcome"), [(2**60, "found"), (2**63 - 1, ""), (-1, "")])
+def test_step_numbers(tmp_path: Path, count: int, outcome: str) -> None:
+    """Those that would not be found are refused."""
+    step, params, buffers = make_step()
+    state = step.init(params, buffers).replace(step=torch.tensor(count))
+    if outcome == "found":
+        checkpoint.save(tmp_path, step, state)
+        assert checkpoint.latest(tmp_path) == count
+    else:
+        with pytest.raises(CheckpointError, match="the step is no count"):
+            checkpoint.save(tmp_path, step, state)
+        assert not [*tmp_path.iterdir()]
 
 
 def refused_user(root: Path, user: Any) -> list[str]:
