@@ -7,17 +7,21 @@ risk here; ranks never pickle for each other.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
+import faulthandler
 import math
 import os
 import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,6 +32,9 @@ import torch.multiprocessing
 
 from ..errors import GroupError, PeerError
 from .checks import failure_text, ranks_text
+from .launchers import TORCHRUN, Task, this_task
+from .rendezvous import init, join_world, wait_for_all
+from .thread_settings import ThreadSettings
 from .torch_distributed import WORLD_FAILURE_KEY, publish_failure
 
 T = TypeVar("T")
@@ -51,19 +58,26 @@ def launch(
     """Call `fn(*args)` in each of `ranks` new local processes and return the results in rank order.
 
     Inside, torch.distributed is initialised, so `ProcessGroup()` works. The ranks meet at a
-    TCPStore of this process, at a free port of 127.0.0.1. In a script that torchrun started, no
-    process is started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's
-    business, fn runs here, and the list holds this rank's result.
+    TCPStore of this process, at a free port of 127.0.0.1.
+
+    In a script that torchrun, srun, mpirun or Kubernetes started, no process is started. fn runs
+    here, and the list holds this rank's result. `start_method` and `threads_per_rank` are then the
+    launcher's business. `ranks` is torchrun's number; with other launchers it must be theirs, or
+    None. Where they have started one process alone, it may start `ranks` local ones. The ranks meet
+    at MASTER_ADDR and MASTER_PORT. Under srun, and mpirun on one machine, these need not be set.
 
     Args:
         fn: the ranks' function.
         ranks: how many processes to start.
         args: for `fn`.
-        timeout: seconds for all ranks to end. None: no limit.
+        timeout: seconds for all ranks to end. None: no limit. Apart from it, ranks wait 5 minutes
+            for each other at the start (30 where only RANK and WORLD_SIZE tell of them), and a
+            `ProcessGroup` 5 minutes for each collective.
         start_method: "spawn" needs fn, args and results that can be pickled and a main module
             guarded by `if __name__ == "__main__"`. "fork" takes lambdas and closures and starts in
             milliseconds. But it is for CPUs only, and safe only as long as the parent has no busy
-            threads.
+            threads. Its ranks have the caller's context variables, default device, grad mode and
+            inference mode.
         backend: by default gloo. For CUDA tensors it is NCCL when there is a GPU for each rank,
             which is then rank i's current device.
         threads_per_rank: of torch, for operators on a CPU.
@@ -76,12 +90,16 @@ def launch(
     Raises:
         Exception: the first failing rank's, of its own type where it can be pickled, with a note
             that carries its rank and traceback.
-        GroupError: a process died (killed, say) without a word.
-        TimeoutError: names the ranks that still ran after `timeout` seconds.
+        GroupError: a process died (killed, say) without a word. Or a launcher's ranks can't meet:
+            all of them raise, and say why.
+        TimeoutError: names the ranks that still ran after `timeout` seconds. A launcher's rank
+            prints it, with its threads' stacks, and ends with exit code 1.
         KeyboardInterrupt: this process was interrupted, and all ranks have ended.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [_call_under_torchrun(fn, args, backend)]
+    task = this_task()
+    if task is not None and _takes_part(task, ranks):
+        with _time_limit(timeout, task):
+            return [_call_here(task, fn, args, backend)]
     if ranks is None or ranks < 1:
         raise ValueError(
             f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)"
@@ -89,14 +107,14 @@ def launch(
     if start_method == "spawn":
         _check_importable(fn)
     _check_loopback(backend)
-    members: list[_Member] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:  # 0: any free port
         port = listener.getsockname()[1]
         meet = partial(_meet, ranks, port, backend, threads_per_rank)
+        starter = _Starter(ranks, meet, partial(fn, *args), start_method)
+        members = starter.members
         try:
             # The ranks queue at the listening socket; the store answers once they all have started
-            for rank in range(ranks):
-                members.append(_start(rank, meet, partial(fn, *args), start_method))
+            starter.start_all()
             with _store_served(listener):
                 try:
                     reports = _watch(members, timeout)
@@ -106,6 +124,7 @@ def launch(
                 # Those that have not reported are killed at once
                 _let_exit([members[report.rank] for report in reports])
         finally:
+            starter.stop()
             _kill(members)
     # Several ranks fail when one does: the cause is raised, not a consequence
     failed = [report for report in reports if report.error is not None]
@@ -115,14 +134,17 @@ def launch(
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
-    """Refuse a function of a notebook or a prompt, which a new process can't import."""
+    """Refuse a main module that a new process can't import: a notebook, a prompt, standard
+    input."""
     main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+    file = getattr(main, "__file__", None)  # None: at a prompt, and after python -c
+    # A new process runs the main module's file, if it has one, whatever it is to call
+    is_gone = file is not None and not os.path.exists(file) and main.__spec__ is None
+    if is_gone or (file is None and getattr(fn, "__module__", None) == "__main__"):
         raise TypeError(
             f"launch can't start {getattr(fn, '__qualname__', fn)} in new processes, which can't "
-            "import it: it was defined in a notebook or at a prompt. Remedy: "
-            'launch(fn, ranks, start_method="fork") (on CPUs), or write it to a module and import '
-            "it"
+            "import it: it was defined in a notebook, at a prompt or on standard input. Remedy: "
+            'launch(fn, ranks, start_method="fork") (on CPUs), or write it to a file and run that'
         )
 
 
@@ -138,56 +160,55 @@ def _check_loopback(backend: str | None) -> None:
         )
 
 
-def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
+def _takes_part(task: Task, ranks: int | None) -> bool:
+    """Whether this process is one of the ranks, and not their parent."""
+    # torchrun's number may change with each restart
+    if task.launcher == TORCHRUN or ranks in (None, task.size):
+        return True
+    if task.size == 1:  # nobody beside it would start ranks, too
+        return False
+    raise ValueError(
+        f"launch was given ranks={ranks}, and {task.launcher} says that there are {task.size}: "
+        f"{task.said}. Remedy: launch(fn) or launch(fn, {task.size}) to be one of those; unset the "
+        "variables if they are left over"
+    )
+
+
+def _call_here(task: Task, fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
     """Call `fn` in this process, which is a rank already."""
     # The script has set up torch.distributed itself, or an earlier `launch` has
     if dist.is_initialized():
         return fn(*args)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if task.launcher == TORCHRUN:
         _die_with_parent(os.getppid())  # else a killed agent would leave this rank training
-    # Scripts without torchrun may set RANK and WORLD_SIZE only: one machine then
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    _init(backend, local_rank, local_ranks, **_store_of_this_attempt())
+    join_world(task, backend)
     result = fn(*args)
     dist.destroy_process_group()  # not after an exception: it could wait, and torchrun ends us
     return result
 
 
-def _store_of_this_attempt() -> dict[str, Any]:
-    """Arguments of `init_process_group` for ranks that torchrun has restarted; {} for all others.
+@contextlib.contextmanager
+def _time_limit(timeout: float | None, task: Task) -> Iterator[None]:
+    """End this process if the block takes longer. The launcher then ends the other ranks, which
+    have the same limit."""
+    if timeout is None:
+        yield
+        return
 
-    They name a part of the store without the addresses of the attempt before, whose processes have
-    ended.
+    def end() -> None:
+        rank = f"rank {task.rank} of {task.size}"
+        print(f"TimeoutError: {rank} still ran after timeout={timeout:g} s", file=sys.__stderr__)
+        faulthandler.dump_traceback(sys.__stderr__)
+        os._exit(1)
 
-    torchrun's agent keeps one store for all attempts. Each agent numbers attempts for itself, so
-    this helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
-    use a new store for each attempt.
-    """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # 0 at first
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not (attempt and one_machine and of_agent):
-        return {}
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Not the master: torchrun's agent has it, and outlives the ranks
-    store = dist.TCPStore(host, port, ranks, is_master=False)  # type: ignore[attr-defined]
-    own_part = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-    return {"store": own_part, "rank": rank, "world_size": ranks}
-
-
-def _init(backend: str | None, local_rank: int, local_ranks: int, **meeting: Any) -> None:
-    """Initialise torch.distributed; with NCCL, `local_rank` is the current device."""
-    if backend is None:
-        nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        # A GPU for each rank of this machine, or gloo alone
-        enough = nccl and torch.cuda.device_count() >= local_ranks
-        backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
-    # Before the group is made, since NCCL takes the current device
-    if "nccl" in backend:
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group(backend, **meeting)
+    # An exception would not reach a rank that waits inside of torch
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _Member(NamedTuple):
@@ -206,6 +227,54 @@ class _Report(NamedTuple):
     error: BaseException | None = None
     trace: str = ""  # text, as tracebacks can't be pickled
     died: bool = False  # the parent's word, for a rank that left none
+
+
+class _Starter:
+    """Starts the ranks' processes, from a thread that has done nothing else.
+
+    OpenMP keeps a pool of threads for each thread that has computed with it. A process that is
+    forked there waits for the pool, for good, as it has only a copy of the thread that forked.
+    """
+
+    def __init__(
+        self, ranks: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
+    ) -> None:
+        self.members: list[_Member] = []  # in rank order
+        if start_method == "fork":
+            task = partial(_with_settings, ThreadSettings.now(), task)
+        self._starts = [partial(_start, rank, meet, task, start_method) for rank in range(ranks)]
+        self._started: Future[None] = Future()
+        self._over = threading.Event()
+        # What else is kept per thread, and spawned ranks don't have
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="launch")
+
+    def start_all(self) -> None:
+        """Return when all processes have been started."""
+        self._thread.start()
+        self._started.result()
+
+    def stop(self) -> None:
+        """Start no more. On Linux, ranks that run are killed."""
+        self._over.set()
+        if self._thread.ident is not None:  # None: it has not begun
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for start in self._starts:
+                if not self._over.is_set():
+                    self.members.append(start())
+            self._started.set_result(None)
+        except BaseException as error:
+            self._started.set_exception(error)
+        # The kernel kills the ranks when the thread that started them ends
+        self._over.wait()
+
+
+def _with_settings(settings: ThreadSettings, task: Callable[[], T]) -> T:
+    with settings.applied():
+        return task()
 
 
 def _start(
@@ -415,10 +484,9 @@ def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -
         # Without it gloo takes an address of the host by its name, which may be out of reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    _init(backend, rank, ranks, store=store, rank=rank, world_size=ranks)
+    init(backend, rank, ranks, store, rank, ranks)
     # gloo connects rank by rank: no rank may end while another still connects.
-    store.set(f"connected/{rank}", "")
-    store.wait([f"connected/{peer}" for peer in range(ranks)])
+    wait_for_all(store, "connected", ranks)
 
 
 def _pickled(report: _Report) -> bytes:

@@ -52,6 +52,7 @@ from .device_watch import (
 )
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
+from .rendezvous import join_launched_world
 from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class ProcessGroup:
         self._pid = os.getpid()
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
+        if group is None:
+            join_launched_world()
         self._parent = parent = torch_distributed.parent_group(group)
         self._limit = self._timeout.total_seconds()
         # Device type -> backend, {"cpu": "gloo"}; the CPU has one always

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from .checks import (
 from .last_collectives import Ring
 from .protocol import ReduceOp, Work, check_reducible
 from .thread_scheduler import Circle, Combine, Meeting, Signature, World
+from .thread_settings import ThreadSettings
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
         Exception: the first failing rank's, with a note naming the rank; the others get
             `PeerError`.
         GroupError: the ranks call different collectives, or none of them can go on.
-        TimeoutError: after `timeout` seconds.
+        TimeoutError: after `timeout` seconds, with the place where each rank is.
 
     >>> def mean_of_ranks(group):
     ...     rank = torch.tensor([float(group.rank)])
@@ -76,7 +77,10 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
         torch.set_rng_state(stream)
     # In order of cause: the time, a collective that somebody missed, a rank's own error
     if not in_time:
-        raise TimeoutError(f"run_ranks took longer than {timeout:g} s: {places}{still_alive}")
+        raise TimeoutError(
+            f"run_ranks took longer than {timeout:g} s: {places}{still_alive}. Remedy: where the "
+            f"ranks need longer, run_ranks(fn, {ranks}, timeout={2 * timeout:g})"
+        )
     world.check_all_called()
     run.raise_first_failure()
     return [run.results[rank] for rank in range(ranks)]
@@ -278,7 +282,7 @@ class _Run(Generic[T]):
         self._fn = fn
         self._stream = stream  # the RNG state that every rank begins with
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
-        self._settings = _Settings.now()  # of the caller's thread, where this runs
+        self._settings = ThreadSettings.now()  # of the caller's thread, where this runs
         self._threads: list[threading.Thread] = []
         for rank in range(world.size):
             # One copy for each thread: a context can't be entered by two at a time
@@ -343,40 +347,13 @@ class _Run(Generic[T]):
             # Before anything else: one rank runs at a time, from its first line
             self._world.take_baton(rank)
             torch.set_rng_state(self._stream)  # the caller's: each rank starts there
-            with self._settings.applied():
+            # Backward in the rank's own thread, which is the one that holds the baton
+            with self._settings.applied(), torch.autograd.set_multithreading_enabled(False):
                 self.results[rank] = self._fn(ThreadGroup(self._world, rank))
         except BaseException as error:
             # `_Interrupted` and SystemExit too: the other ranks must hear of any end
             self._failures.append((rank, error))
             self._world.break_with(PeerError, failure_text(rank, error))
-
-
-class _Settings(NamedTuple):
-    """The settings that torch keeps per thread: a rank has them as its caller had them."""
-
-    grad: bool
-    inference: bool
-    device: torch.device
-
-    @classmethod
-    def now(cls) -> _Settings:
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            device=torch.get_default_device(),
-        )
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if self.device.type != "cpu":
-                stack.enter_context(self.device)
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            # Backward in the rank's own thread, which is the one that holds the baton
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            yield
 
 
 class _Interrupted(BaseException):

@@ -1,0 +1,292 @@
+"""Ranks that a launcher has started meet at a store, and become the world of torch.distributed.
+
+torch waits for ranks that don't come for half an hour, also for those that have failed on their
+way. So the ranks first say at the store that they are there, or what is wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import GroupError
+from .launchers import BY_NAME, LOOPBACK, Task, this_task
+
+T = TypeVar("T")
+
+# For all ranks to come. Kubernetes and scripts start them one by one, the others all at once.
+_SECONDS_TO_MEET, _SECONDS_BY_NAME = 300.0, 1800.0
+_SECONDS_TO_HEAR = 10.0  # for the others to hear of a failure, before rank 0 and its store go
+_SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
+_ALL_HERE = "all here"
+
+
+def join_launched_world() -> None:
+    """Initialise torch.distributed, where a launcher has started this process and nobody has."""
+    if not dist.is_initialized() and (task := this_task()) is not None:
+        join_world(task, None)
+        atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    """At the script's end, as `launch` does: torch's threads may abort a process that just ends."""
+    # Not after an exception: it could wait for collectives that no rank will call
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def join_world(task: Task, backend: str | None) -> None:
+    """Initialise torch.distributed with the other ranks of this task's job.
+
+    Raises:
+        GroupError: where rank 0 is isn't known; its store can't be opened or reached; not all ranks
+            came; or gloo would listen on a host where other hosts can't reach it. The last is
+            raised on all ranks.
+    """
+    seconds = _SECONDS_BY_NAME if task.launcher == BY_NAME else _SECONDS_TO_MEET
+    store = _store_of(task, seconds)
+    meeting = _Meeting(store, task, seconds)
+    meeting.say_where_gloo_listens()
+    meeting.come()
+    init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
+    wait_for_all(store, "connected", task.size)
+
+
+def init(
+    backend: str | None, local_rank: int, local_size: int, store: Any, rank: int, size: int
+) -> None:
+    """Initialise torch.distributed; with NCCL, `local_rank` is the current device."""
+    if backend is None:
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        # A GPU for each rank of this machine, or gloo alone
+        enough = nccl and torch.cuda.device_count() >= local_size
+        backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
+    # Before the group is made, since NCCL takes the current device
+    if "nccl" in backend:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def wait_for_all(store: Any, name: str, size: int) -> None:
+    """Return when all ranks have come to the line of this name."""
+    if store.add(f"{name}/count", 1) == size:
+        store.set(f"{name}/all", "")
+    store.wait([f"{name}/all"])
+
+
+def _store_of(task: Task, seconds: float) -> Any:
+    """The store where the ranks of this job meet. Rank 0 serves it, or torchrun's agent."""
+    if task.host is None or task.port is None:
+        raise GroupError(
+            f"{task.launcher} has started {task.size} ranks ({task.said}), and they don't know "
+            f"where to meet. Remedy: set MASTER_ADDR to the host of rank 0 ({LOOPBACK} on one "
+            "machine) and MASTER_PORT to a free port there, the same for all ranks"
+        )
+    serves = task.rank == 0 and not _agent_serves()
+    options: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
+    port = task.port
+    try:
+        # By itself torch would listen to the whole network. But MASTER_ADDR may be loopback on rank
+        # 0's machine alone.
+        if serves and task.host == LOOPBACK and (task.job or task.size == 1):
+            listener = socket.create_server((LOOPBACK, port))
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        elif serves:
+            options["multi_tenant"] = True  # as torch does: other stores of this process may be there
+
+        def store() -> Any:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                task.host, port, is_master=serves, wait_for_workers=False, **options
+            )
+
+        return _part_of_this_attempt(task, _within(seconds, store))
+    except (OSError, RuntimeError) as error:
+        does = "serve" if serves else "reach"
+        raise GroupError(
+            f"rank {task.rank} of {task.size} could not {does} the store at {task.host}:{port}, "
+            f"where the ranks that {task.launcher} has started meet: {str(error) or 'no answer'}. "
+            "Remedy: if another program has that port, set MASTER_PORT to a free one, the same for "
+            "all ranks; if rank 0 is on another host, set MASTER_ADDR to that"
+        ) from error
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call()`, or TimeoutError. torch waits for good for the first answer of a
+    server that isn't a store."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # A daemon: it may wait for good
+    threading.Thread(target=run, name="connect to store", daemon=True).start()
+    return result.result(seconds)
+
+
+def _part_of_this_attempt(task: Task, store: Any) -> Any:
+    """Of a store that outlives the ranks: the part without the addresses of those that torchrun has
+    restarted, whose processes have ended.
+
+    torchrun's agent keeps one store for all attempts. Each agent numbers attempts for itself, so
+    this helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
+    use a new store for each attempt.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # 0 at first
+    if attempt and task.local_size == task.size and _agent_serves():
+        return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+    return store
+
+
+class _Meeting:
+    """What the ranks of a job tell each other at the store, before torch connects them."""
+
+    def __init__(self, store: Any, task: Task, seconds: float) -> None:
+        self._store, self._task, self._seconds = store, task, seconds
+        # By job: a port that jobs choose by themselves may be another job's
+        name = f"functorch_zero/meeting/{task.job}"
+        self._count = f"{name}/count"  # of those that have come
+        self._apart = f"{name}/apart"  # there are ranks on another host than rank 0
+        self._local_only = f"{name}/local only"  # why some rank can be reached from its host alone
+        self._outcome = f"{name}/outcome"
+        self._num_heard, self._all_heard = f"{name}/heard", f"{name}/all heard"
+
+    def say_where_gloo_listens(self) -> None:
+        """Tell the others if this host's ranks can't be reached from other hosts, and whether there
+        are several hosts."""
+        if sys.platform != "linux":
+            return
+        own, apart = _way_to(self._task)
+        trouble = _trouble_of_gloo()
+        if apart or trouble.everywhere:
+            self._store.set(self._apart, "")
+        if trouble.why:
+            self._store.compare_set(
+                self._local_only,
+                "",
+                f"rank {self._task.rank} on host {socket.gethostname()} can't be reached by ranks "
+                f"of other hosts: {trouble.why}. Remedy: on that host, set "
+                f"GLOO_SOCKET_IFNAME={_interface_of(own)}",
+            )
+
+    def come(self) -> None:
+        """Return when all ranks have come here. Raise on all of them if they can't connect."""
+        store, size = self._store, self._task.size
+        num_came = store.add(self._count, 1)
+        # An agent's store has the ranks of an earlier attempt, too
+        if num_came > size and not _agent_serves():
+            raise GroupError(
+                f"more than {size} ranks meet at {self._task.host}:{self._task.port}: another job "
+                "uses that port. Remedy: set MASTER_PORT to a free one, the same for all ranks"
+            )
+        # Of the ranks that say these, the second sees both
+        if store.check([self._apart, self._local_only]):
+            store.compare_set(self._outcome, "", store.get(self._local_only).decode())
+        elif num_came == size:
+            store.compare_set(self._outcome, "", _ALL_HERE)
+        try:
+            store.wait([self._outcome], timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            raise GroupError(
+                f"not all {size} ranks have come to {self._task.host}:{self._task.port} within "
+                f"{self._seconds:g} s; this is rank {self._task.rank} ({self._task.said}): {error}"
+            ) from None
+        outcome = store.get(self._outcome).decode()
+        if outcome == _ALL_HERE:
+            return
+        self._let_all_hear()
+        raise GroupError(outcome)
+
+    def _let_all_hear(self) -> None:
+        """Keep rank 0, which may serve the store, until the others know the outcome."""
+        if self._store.add(self._num_heard, 1) == self._task.size:
+            self._store.set(self._all_heard, "")
+        if self._task.rank == 0:
+            with contextlib.suppress(RuntimeError):  # some may never come
+                self._store.wait([self._all_heard], timedelta(seconds=_SECONDS_TO_HEAR))
+
+
+class _Trouble(NamedTuple):
+    """Why gloo's ranks on this host can't be reached from others, if so."""
+
+    why: str = ""
+    everywhere: bool = False  # nor from this host
+
+
+def _trouble_of_gloo() -> _Trouble:
+    """Where gloo will listen: at the interface that it is told, or an address of the host's name,
+    or loopback."""
+    told = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if told:
+        there = [name for _, name in socket.if_nameindex()]
+        if not set(told.split(",")) <= set(there):
+            return _Trouble(f"GLOO_SOCKET_IFNAME={told}, and its interfaces are {there}", True)
+        return _Trouble(f"GLOO_SOCKET_IFNAME={told}") if "lo" in told.split(",") else _Trouble()
+    host = socket.gethostname()
+    address = _address_of(host)
+    if address is not None and not _is_loopback(address):
+        return _Trouble()
+    return _Trouble(f"the host's name resolves to {address or 'nothing'}")
+
+
+def _address_of(host: str) -> str | None:
+    """As gloo finds it: the first address of that name that a socket of this host can have."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return None
+
+
+def _way_to(task: Task) -> tuple[str, bool]:
+    """This host's address on the way to rank 0's, and whether rank 0 is on another host."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(task.host, task.port or 1, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+        return own, own != address[0] and not _is_loopback(str(address[0]))
+    return LOOPBACK, False
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interface_of(own: str) -> str:
+    """The name of the interface with this address, or words for it."""
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if _is_loopback(own):
+        return f"the one of {others} that other hosts reach"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in others:
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return f"the one of {others} that has the address {own}"
