@@ -143,7 +143,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
     if is_gone or (file is None and getattr(fn, "__module__", None) == "__main__"):
         raise TypeError(
             f"launch can't start {getattr(fn, '__qualname__', fn)} in new processes, which can't "
-            "import it: it was defined in a notebook, at a prompt or on standard input. Remedy: "
+            "import the main module: a notebook, a prompt or standard input. Remedy: "
             'launch(fn, ranks, start_method="fork") (on CPUs), or write it to a file and run that'
         )
 
@@ -196,9 +196,10 @@ def _time_limit(timeout: float | None, task: Task) -> Iterator[None]:
         return
 
     def end() -> None:
-        rank = f"rank {task.rank} of {task.size}"
-        print(f"TimeoutError: {rank} still ran after timeout={timeout:g} s", file=sys.__stderr__)
-        faulthandler.dump_traceback(sys.__stderr__)
+        text = f"rank {task.rank} of {task.size} still ran after timeout={timeout:g} s"
+        stderr = 2
+        os.write(stderr, f"TimeoutError: {text}\n".encode())
+        faulthandler.dump_traceback(stderr)
         os._exit(1)
 
     # An exception would not reach a rank that waits inside of torch

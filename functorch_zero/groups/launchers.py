@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..errors import GroupError
 
-Default = TypeVar("Default", int, None)
+Default = TypeVar("Default")
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN, BY_NAME, SLURM = "torchrun", "RANK and WORLD_SIZE", "Slurm"

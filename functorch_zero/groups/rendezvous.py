@@ -98,27 +98,29 @@ def _store_of(task: Task, seconds: float) -> Any:
         )
     serves = task.rank == 0 and not _agent_serves()
     options: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
-    port = task.port
+    host, port = task.host, task.port
     try:
         # By itself torch would listen to the whole network. But MASTER_ADDR may be loopback on rank
         # 0's machine alone.
-        if serves and task.host == LOOPBACK and (task.job or task.size == 1):
+        if serves and host == LOOPBACK and (task.job or task.size == 1):
             listener = socket.create_server((LOOPBACK, port))
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()
         elif serves:
-            options["multi_tenant"] = True  # as torch does: other stores of this process may be there
+            options["multi_tenant"] = (
+                True  # as torch does: other stores of this process may be there
+            )
 
         def store() -> Any:
             return dist.TCPStore(  # type: ignore[attr-defined]
-                task.host, port, is_master=serves, wait_for_workers=False, **options
+                host, port, is_master=serves, wait_for_workers=False, **options
             )
 
         return _part_of_this_attempt(task, _within(seconds, store))
     except (OSError, RuntimeError) as error:
         does = "serve" if serves else "reach"
         raise GroupError(
-            f"rank {task.rank} of {task.size} could not {does} the store at {task.host}:{port}, "
+            f"rank {task.rank} of {task.size} could not {does} the store at {host}:{port}, "
             f"where the ranks that {task.launcher} has started meet: {str(error) or 'no answer'}. "
             "Remedy: if another program has that port, set MASTER_PORT to a free one, the same for "
             "all ranks; if rank 0 is on another host, set MASTER_ADDR to that"

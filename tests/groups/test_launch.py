@@ -4,9 +4,11 @@ behind."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import faulthandler
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,37 @@ def test_backward_works_in_forked_ranks() -> None:
 
     assert fn() == 4.0  # the parent has used autograd before
     assert forked(fn, 2) == [4.0, 4.0]
+
+
+def test_forked_ranks_compute_in_parallel_after_their_parent_has() -> None:
+    """The parent's OpenMP has a pool of threads, which a process that is forked beside it lacks."""
+
+    def fn() -> bool:
+        return bool((torch.ones(400, 400) @ torch.ones(400, 400)).eq(400).all())
+
+    def parent() -> None:
+        torch.set_num_threads(2)
+        assert fn() and forked(fn, 2, threads_per_rank=2) == [True, True]
+
+    # In a process of its own, since the pool stays
+    process = multiprocessing.get_context("fork").Process(target=parent)
+    process.start()
+    process.join(60)
+    process.kill()  # if it hangs
+    assert process.exitcode == 0
+
+
+def test_forked_ranks_have_the_callers_settings() -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+
+    def fn() -> tuple[bool, str, int]:
+        return torch.is_grad_enabled(), torch.empty(0).device.type, variable.get()
+
+    token = variable.set(1)
+    with torch.no_grad(), torch.device("meta"):
+        assert forked(fn, 2) == [(False, "meta", 1)] * 2
+    variable.reset(token)
+    assert forked(fn, 2) == [(True, "cpu", 0)] * 2
 
 
 class OddError(ValueError):
@@ -299,6 +333,39 @@ if __name__ == "__main__":
 """
 
 
+def test_a_main_module_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes can't run it again, whatever they are to call."""
+    main = types.SimpleNamespace(__file__="<stdin>", __spec__=None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match=r'standard input.*start_method="fork"'):
+        launch(dist.get_rank, 2, timeout=30.0)
+
+
+@THOROUGH
+def test_a_script_on_standard_input() -> None:
+    code = """
+import torch.distributed as dist
+import functorch_zero as fz
+print(fz.launch(lambda: 1, 2, start_method="fork"))
+for fn in (fz.launch, dist.get_rank):
+    try:
+        fz.launch(fn, 2, timeout=30.0)
+    except TypeError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        input=code,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, *errors = done.stdout.splitlines()
+    assert (first, len(errors), done.stderr) == ("[1, 1]", 2, "")
+    assert all("standard input" in text and 'start_method="fork"' in text for text in errors)
+
+
 @pytest.mark.parametrize("ranks", tiers(thorough=[1, 2]))  # each imports torch
 def test_spawned_ranks(ranks: int) -> None:
     assert launch(dist.get_rank, ranks, timeout=60.0) == [*range(ranks)]
@@ -312,6 +379,7 @@ def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks["TORCHELASTIC_RUN_ID"] = "a"  # without it, they may be left over
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     done = subprocess.run(
