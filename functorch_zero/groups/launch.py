@@ -177,14 +177,11 @@ def _takes_part(task: Task, ranks: int | None) -> bool:
 def _call_here(task: Task, fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
     """Call `fn` in this process, which is a rank already."""
     # The script has set up torch.distributed itself, or an earlier `launch` has
-    if dist.is_initialized():
-        return fn(*args)
-    if task.launcher == TORCHRUN:
-        _die_with_parent(os.getppid())  # else a killed agent would leave this rank training
-    join_world(task, backend)
-    result = fn(*args)
-    dist.destroy_process_group()  # not after an exception: it could wait, and torchrun ends us
-    return result
+    if not dist.is_initialized():
+        if task.launcher == TORCHRUN:
+            _die_with_parent(os.getppid())  # else a killed agent would leave this rank training
+        join_world(task, backend)
+    return fn(*args)
 
 
 @contextlib.contextmanager
@@ -487,7 +484,7 @@ def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     init(backend, rank, ranks, store, rank, ranks)
     # gloo connects rank by rank: no rank may end while another still connects.
-    wait_for_all(store, "connected", ranks)
+    wait_for_all(store, "connected", rank, ranks)
 
 
 def _pickled(report: _Report) -> bytes:

@@ -39,18 +39,10 @@ def join_launched_world() -> None:
     """Initialise torch.distributed, where a launcher has started this process and nobody has."""
     if not dist.is_initialized() and (task := this_task()) is not None:
         join_world(task, None)
-        atexit.register(_leave_world)
-
-
-def _leave_world() -> None:
-    """At the script's end, as `launch` does: torch's threads may abort a process that just ends."""
-    # Not after an exception: it could wait for collectives that no rank will call
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
-        dist.destroy_process_group()
 
 
 def join_world(task: Task, backend: str | None) -> None:
-    """Initialise torch.distributed with the other ranks of this task's job.
+    """Initialise torch.distributed with the other ranks of this task's job, until the script ends.
 
     Raises:
         GroupError: where rank 0 is isn't known; its store can't be opened or reached; not all ranks
@@ -63,7 +55,16 @@ def join_world(task: Task, backend: str | None) -> None:
     meeting.say_where_gloo_listens()
     meeting.come()
     init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
-    wait_for_all(store, "connected", task.size)
+    wait_for_all(store, "connected", task.rank, task.size)
+    atexit.register(_leave_world, os.getpid())
+
+
+def _leave_world(pid: int) -> None:
+    """At the script's end: torch's threads may abort a process that ends without it."""
+    # Not in a fork, which lacks these threads. And not after an exception: it could wait for
+    # collectives that no rank will call.
+    if os.getpid() == pid and dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def init(
@@ -81,11 +82,16 @@ def init(
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def wait_for_all(store: Any, name: str, size: int) -> None:
-    """Return when all ranks have come to the line of this name."""
+def wait_for_all(store: Any, name: str, rank: int, size: int) -> None:
+    """Return when all ranks have come to the line of this name; on rank 0, when they know it."""
     if store.add(f"{name}/count", 1) == size:
         store.set(f"{name}/all", "")
     store.wait([f"{name}/all"])
+    # Rank 0, which may serve the store, may end at once
+    if store.add(f"{name}/num know", 1) == size:
+        store.set(f"{name}/all know", "")
+    if rank == 0:
+        store.wait([f"{name}/all know"])
 
 
 def _store_of(task: Task, seconds: float) -> Any:
