@@ -425,6 +425,7 @@ def _run_rank(
 ) -> None:
     """A rank's process, from its start to its end. `parent` is the launching process's id."""
     _die_with_parent(parent)
+    threading.main_thread().name = "MainThread"  # a fork's is a copy of the one that forked it
     own_pid = os.getpid()
     try:
         _heed_interrupts(signal.SIG_DFL)  # there is nothing to save yet

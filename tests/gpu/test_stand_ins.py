@@ -76,7 +76,7 @@ def test_a_ranks_backend_and_device(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, num_gpus: int, expected: list[Any]
 ) -> None:
     cuda = FakeCuda(monkeypatch, num_gpus)
-    launch.__globals__["_init"](asked, 1, 2)
+    init(asked, 1, 2, None, 1, 2)
     assert cuda.events == expected
 
 
