@@ -26,6 +26,7 @@ from functorch_zero.checkpoint.block_io import BLOCK, Wanted, chunks_of
 from functorch_zero.checkpoint.snapshot import devices_of
 from functorch_zero.devices import number_on
 from functorch_zero.groups import CountingGroup, launch
+from functorch_zero.groups.rendezvous import init
 from functorch_zero.layout.build import make_layout
 from functorch_zero.optim.across import Pointwise
 from functorch_zero.sharded import grad_mean
