@@ -85,21 +85,14 @@ Number = tuple[int, ...]  # of a use; () is before all, see Note [where backward
 class Scale(Protocol):
     """A pass's factor of its packed gradients, known when the loss has returned."""
 
-    @property
-    def writes(self) -> bool:
-        """Whether a flat is scaled in place, so that it must not be autograd's own."""
-        ...
-
     def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
         """The scaled flat (numel,) of a bucket's gradients; one that is not this pass's own is
-        only read, but where `writes`."""
+        only read."""
         ...
 
 
 class Unscaled:
     """The scale of a pass whose loss has not returned: no seed and no factor are known yet."""
-
-    writes = False
 
     def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
         return flat
@@ -575,7 +568,7 @@ class Pass:
             dtype = None if bucket.dtypes is None else bucket.reduce
             at_once = b in reduction.every_use  # freed as soon as it is reduced: levels 2 and 3
             # A reduce-scatter only reads its flat, so that may be autograd's own
-            if at_once and not scale.writes and is_flat(own[0], bucket, dtype):
+            if at_once and is_flat(own[0], bucket, dtype):
                 # (numel,), where one leaf fills the bucket
                 flat = scale(own[0].detach().view(-1), is_own=False)
             else:

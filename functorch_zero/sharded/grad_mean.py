@@ -1,9 +1,14 @@
 """Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
-Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as
-the seed, so that gradients need only be summed. Lower precisions than the leaves' would round the
-gradients of such a seed, and float16 would overflow where the unsharded step doesn't. There the
-seed is a power of two not above 1/N, and packed gradients are multiplied by the rest.
+Note [seeds]: the loss is differentiated with 1/N as the seed, on N ranks with data of their own. So
+what flows back through equal parts of a batch is what flows through its rows in one process. The
+rest of a rank's share of the whole, its weight or 1 / (number of micro-batches), is a factor of its
+packed gradients, which then need only be summed. In one process weights and micro-batches are no
+part of the seed either: on one rank backward is the same to the bit, whatever runs in it.
+Lower precisions than the leaves' would round the gradients of a seed like 1/3. There it is a power
+of two not above 1/N.
+Where a loss will exchange rows with other ranks, gradients of several ranks' shares are mixed before
+they are packed: its seed must carry all of the share.
 
 Note [overflow]: with a loss scale the seed is 1/N. So gradients flow back through float16 in the
 size that they have in the unsharded step, and overflow when those do. A leaf's gradient is a sum,
@@ -39,19 +44,13 @@ class GradScale:
     NaN.
     """
 
-    factor: Tensor | float | None  # 0-d; None: the seed carried all of it
+    factor: Tensor | float | None  # 0-d; None: 1
     weight: Tensor | float | None  # of the loss's batch, 0-d; None: every batch counts the same
 
-    @property
-    def writes(self) -> bool:
-        """Whether it writes to the flat that it is given, which then must be a copy."""
-        return self.factor is not None
-
     def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
-        """The bucket's packed gradients, scaled: in place where there is a factor, or where the
-        flat is nobody else's."""
+        """The bucket's packed gradients, scaled: in place where the flat is nobody else's."""
         if self.factor is not None:
-            flat.mul_(self.factor)
+            flat, is_own = flat.mul_(self.factor) if is_own else flat * self.factor, True
         # Without room for another flat
         if is_own and is_on_device(self.weight):
             return flat.masked_fill_(self.weight == 0, 0)
@@ -74,20 +73,16 @@ def loss_seed_of(
     `scale`: of the loss; None: it isn't scaled.
     """
     loss, weight = outcome.loss, outcome.weight
+    # With a loss scale 1/N, see Note [overflow]
+    if scale is not None or _is_exact(loss.dtype, layout):
+        carried = 1 / num_ranks
+    else:
+        carried = 0.5 ** math.ceil(math.log2(num_ranks))
     # Weights are divided by their sum at the end, in `to_means`
     share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
-    carried: Tensor | float  # the part of the share that the seed carries
-    rest: Tensor | float | None  # for packed gradients; None: 1
-    if _is_exact(loss.dtype, layout):
-        carried, rest = share, None
-    else:
-        # A power of two rounds nothing; with a loss scale 1/N, see Note [overflow]
-        carried = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
-        # Of a power of two nothing is left, and gradients needn't be copied to be multiplied
-        rest = None if weight is None and share == carried else share / carried
-    if scale is not None:
-        carried = carried * scale
-    seed = number_on(loss.device, carried, loss.dtype)
+    # Where nothing is left, gradients needn't be multiplied
+    rest = None if weight is None and share == carried else share / carried
+    seed = number_on(loss.device, carried if scale is None else carried * scale, loss.dtype)
     return LossSeed(seed, GradScale(rest, weight))
 
 
