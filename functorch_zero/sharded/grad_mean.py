@@ -1,14 +1,14 @@
 """Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
-Note [seeds]: the loss is differentiated with 1/N as the seed, on N ranks with data of their own. So
-what flows back through equal parts of a batch is what flows through its rows in one process. The
-rest of a rank's share of the whole, its weight or 1 / (number of micro-batches), is a factor of its
-packed gradients, which then need only be summed. In one process weights and micro-batches are no
-part of the seed either: on one rank backward is the same to the bit, whatever runs in it.
-Lower precisions than the leaves' would round the gradients of a seed like 1/3. There it is a power
-of two not above 1/N.
-Where a loss will exchange rows with other ranks, gradients of several ranks' shares are mixed before
-they are packed: its seed must carry all of the share.
+Note [seeds]: on N ranks with data of their own the loss is differentiated with 1/N as the seed. So
+what flows back through equal parts of a batch is what flows back through its rows in one process.
+The rest of a rank's share of the whole, its weight or 1 / (number of micro-batches), is a factor of
+packed gradients, which then need only be summed. One process has no share in its seed either, so
+that on one rank backward is that of one process, whatever runs in it. Lower precisions than the
+leaves' would round the gradients of a seed such as 1/3. There it is a power of two not above 1/N.
+
+In backward nobody may be given another rank's share: the factor would be the receiver's. A loss
+that exchanged rows with other ranks would need a seed that carries all of the share.
 
 Note [overflow]: with a loss scale the seed is 1/N. So gradients flow back through float16 in the
 size that they have in the unsharded step, and overflow when those do. A leaf's gradient is a sum,
