@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.hooks import BackwardHook, RemovableHandle
 
 # ---- Tensors ----
 
@@ -255,6 +256,33 @@ def _codes_of_forwards() -> set[CodeType]:
         if isinstance(code := getattr(forward, "__code__", None), CodeType):  # it is in Python
             codes.add(code)
     return codes
+
+
+def function_of(node: Any) -> type[Any] | None:
+    """The custom `autograd.Function` whose backward a node runs; None: it is an operator's.
+
+    A node's public name is that of the function's class, without its module.
+    """
+    return getattr(node, "_forward_cls", None)
+
+
+def hooks_registered() -> int:
+    """How many hooks have been registered in this process, on tensors, nodes and modules.
+
+    `RemovableHandle` counts them without saying so in public.
+    """
+    return RemovableHandle.next_id
+
+
+def module_hooks_of(hook: Callable[..., Any]) -> BackwardHook | None:
+    """Where this hook on a node is one by which torch runs the backward hooks of a module: the
+    object that has these.
+
+    In public, hooks of modules are only registered.
+    """
+    cells = getattr(hook, "__closure__", None) or ()
+    found = [cell.cell_contents for cell in cells]
+    return found[0] if len(found) == 1 and isinstance(found[0], BackwardHook) else None
 
 
 def in_forward_ad() -> bool:

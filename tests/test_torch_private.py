@@ -348,6 +348,51 @@ def test_in_custom_function() -> None:
     assert found == [False, True, False, True, False, False]
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_function_of() -> None:
+    x = Twice.apply(torch.ones(2, requires_grad=True))
+    assert private.function_of(x.grad_fn) is Twice
+    assert private.function_of((2 * x).grad_fn) is None
+
+
+def test_autograd_calls_a_nodes_own_apply() -> None:
+    """`runtime/two_seeds.py` puts one on nodes of custom functions."""
+    x = torch.ones(2, requires_grad=True)
+    made = Twice.apply(x)
+    made.grad_fn.apply = lambda grad: 5 * grad
+    (grad,) = torch.autograd.grad(made.sum(), [x])
+    assert grad.tolist() == [5, 5]
+
+
+def test_hooks_registered() -> None:
+    before = private.hooks_registered()
+    x = torch.ones(2, requires_grad=True) * 2
+    x.register_hook(lambda grad: None)
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(lambda made, given: None)
+    assert private.hooks_registered() - before == 2
+
+
+def test_module_hooks_of() -> None:
+    module = nn.Tanh()
+    module.register_full_backward_hook(print)
+    made = module(torch.ones(2, requires_grad=True))
+    own = made.grad_fn.register_hook(lambda made, given: None)
+    (hook, _) = own.hooks_dict_ref().values()
+    found = private.module_hooks_of(hook)
+    assert found is not None and found.user_hooks == [print] and found.module is module
+    assert private.module_hooks_of(print) is None
+
+
 def test_in_forward_ad() -> None:
     def elsewhere() -> bool:
         found: list[bool] = []

@@ -76,6 +76,7 @@ from ..profiling import NOTHING
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
+from .two_seeds import CantBeTried, TwoSeeds
 from .unshard import UnitFlats
 
 Grads = Sequence[Tensor | None]  # of a unit's leaves, whole, in the unit's order
@@ -160,6 +161,7 @@ class UnitEntrance:
 
     def enter(self, module: str) -> Sequence[Tensor]:
         unit = self.unit
+        self.around.refuse_aside()
         # The same module again, from outside: a unit used twice in one loss
         if unit.depth == 0 and module in unit.left:
             self.around.drop_leaves(unit)  # a use of its own
@@ -296,6 +298,7 @@ class Pass:
         self._direct: dict[int, list[Tensor | None]] = {}
         self._loss_returned = False  # from then on, a backward is the pass's own
         self.reached = False  # whether its backward has come to a trained leaf
+        self.trial: TwoSeeds | None = None  # of its backward; None: nothing runs aside
         self.over = False  # whether it has ended, so that its lazy parameters are of no use
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
@@ -477,6 +480,7 @@ class Pass:
         of other uses; the gathers ahead are on their way at the latest now.
         """
         unit = self._units[use.unit]
+        self.refuse_aside()
         if not self._loss_returned:
             # A backward of the loss's own, `.backward()` say: nobody will read its gradients of
             # params. The use stays open: the pass's own backward comes to it, or passes it by.
@@ -504,6 +508,7 @@ class Pass:
     def on_direct_grads(self, grads: Grads) -> Grads:
         """Backward has come to its end, with gradients (those of all leaves, in the layout's order)
         of lazy parameters that custom functions were given. They are reduced at the pass's end."""
+        self.refuse_aside()
         if not self._loss_returned:
             return (None,)  # a backward of the loss's own
         seen = self._layout.seen
@@ -515,6 +520,11 @@ class Pass:
             self._direct[seen.units[leaf]][seen.numbers[leaf]] = grad
             self.reached = True
         return (None,)  # nothing for the anchor
+
+    def refuse_aside(self) -> None:
+        """End a run aside that has come to a unit: see Note [aside] in `two_seeds.py`."""
+        if self.trial is not None and self.trial.is_aside:
+            raise CantBeTried
 
     def _pass_by(self, number: Number) -> None:
         """Backward is at that use: open ones after it get no gradients any more."""

@@ -4,20 +4,23 @@ micro-batch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch_private import hooks_registered
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
 from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import mark_policies
-from ..profiling import ranged
+from ..profiling import NOTHING, ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
+from ..runtime.two_seeds import TwoSeeds
 from ..runtime.unit import Pass
 from ..step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
 from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
@@ -89,21 +92,28 @@ def run_pass(
     # every device: see Note [where backward is] in `runtime/unit.py`.
     try:
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            params = one_pass.lazy_params()
+            params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
             with ranged("loss"), in_a_loss():
                 outcome = _called(loss, params, rank)
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:
                 raise independent(rank)
+            nodes = nodes_behind(outcome.loss) if look else []
             if look:
-                refuse_reentrant_checkpoints(nodes_behind(outcome.loss), rank)
+                refuse_reentrant_checkpoints(nodes, rank)
                 check_weight_value(outcome.weight, rank)
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
             before_backward(outcome)
-            with ranged("backward"):
+            trying: AbstractContextManager[None] = NOTHING
+            # One rank begins backward as one process does
+            if look and options.axes.data.size > 1:
+                one_pass.trial = TwoSeeds(device, rank)
+                hooked = hooks_registered() > num_hooks
+                trying = one_pass.trial.trying(nodes, outcome.loss, seed, hooked=hooked)
+            with ranged("backward"), trying:
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
                 torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
             # Units were entered, and nothing of them led to the loss

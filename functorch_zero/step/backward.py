@@ -73,19 +73,18 @@ def gradients(
     return grads
 
 
-def nodes_behind(loss: Tensor) -> set[str]:
-    """The names of all nodes in the loss's graph, such as "AddmmBackward0"."""
-    names, waiting, seen = set(), [loss.grad_fn], set[Any]()
+def nodes_behind(loss: Tensor) -> list[Any]:
+    """All nodes in the loss's graph."""
+    waiting, seen = [loss.grad_fn], dict[Any, None]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
-            seen.add(node)
-            names.add(node.name())
+            seen[node] = None
             waiting += [fn for fn, _ in node.next_functions]
-    return names
+    return [*seen]
 
 
-def refuse_reentrant_checkpoints(nodes: set[str], rank: int | None = None) -> None:
+def refuse_reentrant_checkpoints(nodes: Sequence[Any], rank: int | None = None) -> None:
     """Raise if one of the nodes behind a loss is a reentrant checkpoint.
 
     Its backward is one of its own, whose gradients of params go to `.grad`, where no step looks. So
@@ -93,7 +92,7 @@ def refuse_reentrant_checkpoints(nodes: set[str], rank: int | None = None) -> No
     such a tensor. Elsewhere the params inside would get none, without a word.
     """
     # Torch's own, and those made after it by other libraries, go by this name
-    if "CheckpointFunctionBackward" in nodes:
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise StructureError(
             explain(
                 "the loss runs a reentrant checkpoint, which gives params no gradients",

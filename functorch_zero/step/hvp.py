@@ -86,7 +86,9 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
             has_aux = aux is not None
             given = aux or Aux()
             metrics = {_VALUE: value.detach(), **given.metrics}
-            slope = _inner_product(leaves.gradients_of(value), along, rank)
+            with call.trying(value):
+                grads = leaves.gradients_of(value)
+            slope = _inner_product(grads, along, rank)
             return slope, replace(given, metrics=metrics)
 
         with _noting_first_derivatives():

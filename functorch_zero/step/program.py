@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,8 +48,8 @@ class PerLoss(Generic[T]):
 
     Ranks collect garbage at different times, so calls that are counted by such an object may have
     other numbers on other ranks. A number decides only whether this rank looks at its loss: by
-    `Untouched`, `refuse_reentrant_checkpoints` and `check_weight_value`. It never decides about a
-    collective.
+    `Untouched`, `refuse_reentrant_checkpoints`, `check_weight_value` and `TwoSeeds`. It never
+    decides about a collective.
     """
 
     def __init__(self, make: Callable[[], T]):
@@ -204,6 +205,8 @@ class LossCall:
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
         is_slope: whether the loss is a slope of the user's own; see Note [slope] in `hvp`.
+        trying: around the gradient that a slope takes of a loss. Sharded, the engine sets it, where
+            that is not one of the whole batch and the call is looked at.
     """
 
     def __init__(
@@ -222,6 +225,7 @@ class LossCall:
         self.takes_buffers = buffers is not None
         self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
         self.batch = batch
+        self.trying: Callable[[Tensor], AbstractContextManager[None]] = lambda loss: nullcontext()
         self._has_aux = False  # known once the loss has returned: whether metrics are wanted
 
     @property

@@ -331,6 +331,28 @@ def no_scalar(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return out(apply, params, x)
 
 
+class Sign(torch.autograd.Function):
+    """x -> x, with the signs of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+def by_sign(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(Sign.apply(out(apply, params, x)))
+
+
+def clipped(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    made = out(apply, params, x)
+    made.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return mean_square(made)
+
+
 EVERYWHERE = "everywhere"  # in a step for one process as well
 REFUSED: dict[str, tuple[Given, Any, str]] = {
     # the row -> the loss, the change in the first unit's forward, where it is refused
@@ -359,6 +381,12 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
         None,
         "sharded",
     ),
+    "a custom `autograd.Function` whose backward is not linear in its gradient": (
+        by_sign,
+        None,
+        "sharded",
+    ),
+    "a hook that clips or normalises a gradient": (clipped, None, "sharded"),
     "`torch.utils.checkpoint` with `use_reentrant=True`": (reentrant, None, EVERYWHERE),
     "a buffer that is written to in backward, by a module's hook or a custom `autograd.Function`": (
         buffer_in_backward,

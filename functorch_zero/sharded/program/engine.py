@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,9 +29,11 @@ from ...optim.claims.check import check_claims
 from ...optim.naming import described
 from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ...runtime.reduce import SUMMED
+from ...runtime.two_seeds import TwoSeeds
 from ...sharded_optim.across import Sharded
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
 from ...sharded_optim.state_plan import plan_state
+from ...step.backward import nodes_behind
 from ...step.loss import untrained
 from ...step.program import LossCall, PerLoss
 from ...step.reminder import Reminder
@@ -391,6 +393,8 @@ class ShardedEngine:
         kept = None if all_kept is None else all_kept.of_gradient(given.trained_in(joined))
         kept_before = {} if kept is None else kept.before
         look = is_looked_at(next(self._call_numbers.of(call.counted)))
+        if look and options.axes.data.size > 1:
+            call.trying = self._trying
         of_trees = call.loss_fn(look=look, rank=self.rank)
 
         def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
@@ -411,6 +415,11 @@ class ShardedEngine:
             kept=kept,
             look=look,
         )
+
+    def _trying(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Around the gradient of a loss inside of another one, of this rank's part of the batch."""
+        trial = TwoSeeds(loss.device, self.rank)
+        return trial.trying(nodes_behind(loss), loss, torch.ones_like(loss), hooked=True)
 
     def _reducing(self, call: LossCall) -> tuple[Options, KeptTensors | None]:
         """The options by which a loss's gradients are reduced, and the tensors that the reduction
