@@ -4,8 +4,9 @@ Note [seeds]: on N ranks with data of their own the loss is differentiated with 
 what flows back through equal parts of a batch is what flows back through its rows in one process.
 The rest of a rank's share of the whole, its weight or 1 / (number of micro-batches), is a factor of
 packed gradients, which then need only be summed. One process has no share in its seed either, so
-that on one rank backward is that of one process, whatever runs in it. Lower precisions than the
-leaves' would round the gradients of a seed such as 1/3. There it is a power of two not above 1/N.
+that on one rank backward is that of one process, whatever runs in it.
+Where there is such a factor anyway, the seed is a power of two not above 1/N, which rounds nothing.
+So it is where lower precisions than the leaves' would round the gradients of a seed such as 1/3.
 
 In backward nobody may be given another rank's share: the factor would be the receiver's. A loss
 that exchanged rows with other ranks would need a seed that carries all of the share.
@@ -73,13 +74,14 @@ def loss_seed_of(
     `scale`: of the loss; None: it isn't scaled.
     """
     loss, weight = outcome.loss, outcome.weight
-    # With a loss scale 1/N, see Note [overflow]
-    if scale is not None or _is_exact(loss.dtype, layout):
+    # Weights are divided by their sum at the end, in `to_means`
+    share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
+    # All of a plain share, where nothing rounds it; with a loss scale see Note [overflow]
+    is_plain = weight is None and num_micro == 1 and _is_exact(loss.dtype, layout)
+    if scale is not None or is_plain:
         carried = 1 / num_ranks
     else:
         carried = 0.5 ** math.ceil(math.log2(num_ranks))
-    # Weights are divided by their sum at the end, in `to_means`
-    share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
     # Where nothing is left, gradients needn't be multiplied
     rest = None if weight is None and share == carried else share / carried
     seed = number_on(loss.device, carried if scale is None else carried * scale, loss.dtype)
