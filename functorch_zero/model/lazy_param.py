@@ -1,8 +1,17 @@
-"""`LazyParam`: a sharded parameter as a loss sees it, before its unit is entered."""
+"""`LazyParam`: a sharded parameter as a loss sees it, before its unit is entered.
+
+Note [asked what it is]: torch's transformer modules take their fast path in evaluation mode, unless
+one of their params, also of modules inside, has a torch function. The fast path gives zeros for
+padded rows, so a lazy parameter must not be what they ask. `fast_path.py` knows these modules, and
+their params are whole before they ask. Other code may ask like them: a copy of such a module, say.
+Torch looks for the function of an argument and then calls it; whoever only asks doesn't call. So a
+lazy parameter notes that its function was looked for, until it is called, and `apply` refuses a
+call that leaves a note behind. `type(param)` is beyond us: Python asks nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import compress
@@ -10,7 +19,7 @@ from operator import not_
 from typing import Any, Protocol
 
 import torch
-from optree import tree_map
+from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from .._torch_private import (
@@ -19,7 +28,7 @@ from .._torch_private import (
     transforms_active,
     without_torch_function,
 )
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..in_a_loss import OF_THIS_RANK
 from ..precision import Precision
 from ..tree import PyTree
@@ -97,6 +106,15 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+class _NotedWhenAsked:
+    """The `__torch_function__` of lazy parameters. See Note [asked what it is]."""
+
+    def __get__(self, lazy: LazyParam | None, cls: type[LazyParam]) -> Any:
+        if lazy is not None:
+            lazy.is_asked = True
+        return cls.on_operator
+
+
 class LazyParam(torch.Tensor):
     """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator
     on it gathers it.
@@ -108,6 +126,7 @@ class LazyParam(torch.Tensor):
     entrance: Entrance  # of the leaf's unit, for one pass
     number: int  # of this leaf among the entrance's
     policy: Precision | None = None  # by which its unit casts it; None: it has none
+    is_asked = False  # whether its torch function was looked for, and has not been called since
 
     def whole(self) -> Tensor:
         """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here
@@ -119,9 +138,15 @@ class LazyParam(torch.Tensor):
             shape = tuple(self.shape)
             return f"LazyParam(shape={shape}, dtype={self.dtype}, device='{self.device}')"
 
+    __torch_function__ = _NotedWhenAsked()  # type: ignore[assignment]
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, with whole leaves for lazy ones among its arguments."""
         kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) is LazyParam:
+                leaf.is_asked = False
         # As of a plain tensor: shape and dtype are right, though there is no storage
         if func in METADATA:
             with without_torch_function():
@@ -253,3 +278,18 @@ def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
     # A leaf that is in hand has gradients, wherever it was taken in hand
     with torch.enable_grad():
         return tree_map(_make_whole, tree)
+
+
+def check_answered(params: Mapping[str, Any]) -> None:
+    """Raise if a call has asked whether a lazy param among these, by path, has a torch function."""
+    for path, leaf in params.items():
+        if type(leaf) is LazyParam and leaf.is_asked:
+            raise StructureError(
+                explain(
+                    "code outside of a unit asked whether its param has a torch function, and may "
+                    "then go another way than with a whole leaf, which has none",
+                    path=path,
+                    remedy="choose the module around that code as a unit, functionalize(units=...),"
+                    " or let it ask fz.unshard(param)",
+                )
+            )

@@ -28,8 +28,9 @@ from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of, note_changed, note_kept
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
+from .fast_path import asked_about
 from .idle import Idle
-from .lazy_param import LazyParam
+from .lazy_param import LazyParam, check_answered
 from .references import references
 from .remat import recomputed
 from .slots import Place, Slot, check_kept, entering, leaves_for, put, tensors_in
@@ -81,11 +82,14 @@ class Skeleton:
         by_leaf: dict[str, list[Place]] = {}
         for place in self._param_places:
             by_leaf.setdefault(place.leaf, []).append(place)
+        inside_of: dict[str, list[Place]] = {}  # by the unit's name
         for unit in anatomy.units:
             # Wherever the unit's leaves are used, also in modules inside
-            inside: list[Place] = []
-            for leaf in unit.leaves:
-                inside += by_leaf.get(leaf, [])
+            inside_of[unit.name] = [p for leaf in unit.leaves for p in by_leaf.get(leaf, [])]
+        # Innermost, since what is asked about is inside of a unit's own calls
+        self._wrap_askers(anatomy.units, inside_of)
+        for unit in anatomy.units:
+            inside = inside_of[unit.name]
             # A unit's modules each enter it; its leaves stay until the last has returned
             for path in unit.modules:
                 module = self.root.get_submodule(path)
@@ -97,6 +101,21 @@ class Skeleton:
                 if path in anatomy.remat:
                     buffers, modules = self._buffers_in(module), tuple(module.modules())
                     module.forward = recomputed(module.forward, inside, buffers, modules)
+
+    def _wrap_askers(
+        self, units: tuple[UnitSpec, ...], inside_of: Mapping[str, list[Place]]
+    ) -> None:
+        """Give modules that ask about params of units inside a forward that enters these first."""
+        for module in self.root.modules():
+            asked = asked_about(module)
+            inner = set() if asked is None else {*asked.modules()} - {module}
+            entered = []
+            for unit in units:
+                for path in unit.modules:
+                    if self.root.get_submodule(path) in inner:
+                        entered.append((path, inside_of[unit.name]))
+            if asked is not None and entered:
+                module.forward = self._asking(asked, entered, module.forward)
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """All places of the buffers of a module and of those inside it."""
@@ -198,9 +217,11 @@ class Skeleton:
 
         Raises:
             StructureError: the call put a tensor in the place of a param, or in one of several
-                places of a buffer.
+                places of a buffer; or it asked what a lazy param is.
         """
         check_kept(self._param_places, self._put)
+        if self._lazy:
+            check_answered(self._params)
         found: dict[str, Tensor] = {}
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
             if found.setdefault(place.leaf, buffer) is not buffer:
@@ -228,6 +249,25 @@ class Skeleton:
                 if self._lazy:
                     run = entering(path, inside, self._params, self._ours, forward)
                 return run(*args, **kwargs)
+
+        return enter_and_run
+
+    def _asking(
+        self,
+        asked: nn.Module,
+        entered: list[tuple[str, list[Place]]],
+        forward: Callable[..., Any],
+    ) -> Any:
+        """The same function, entering these units, each for the module of a path, where it asks
+        about lazy leaves. See Note [asked what it is] in `lazy_param.py`."""
+
+        @functools.wraps(forward)
+        def enter_and_run(*args: Any, **kwargs: Any) -> Any:
+            run = forward
+            if self._lazy and not asked.training:
+                for path, inside in reversed(entered):  # the last is entered first
+                    run = entering(path, inside, self._params, self._ours, run)
+            return run(*args, **kwargs)
 
         return enter_and_run
 
