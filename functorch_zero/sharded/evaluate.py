@@ -24,6 +24,7 @@ from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
+from ..step.program import read_only
 from ..step.rng import replayed
 from ..step.rows import total_size
 from ..step.state import State, TrainValue
@@ -166,7 +167,8 @@ class ShardedEvalStep:
         """All sharded trees of a program's value, and of the other arguments."""
         self.unsharded.check_takes_value()
         check_one_group(state.value, args)
-        nodes, treedef = optree.tree_flatten((state.value, args), is_leaf=is_on_engine)
+        read = read_only((state.value, args))
+        nodes, treedef = optree.tree_flatten(read, is_leaf=is_on_engine)
         numbers = [n for n, node in enumerate(nodes) if _is_held(node)]
         trees: list[ShardedTree] = [nodes[n] for n in numbers]
         if not trees:

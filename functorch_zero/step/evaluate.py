@@ -29,6 +29,7 @@ from .loss import (
     naming_batch,
 )
 from .metrics import check_names
+from .program import read_only
 from .program_step import device_of
 from .reminder import Reminder
 from .rng import replayed
@@ -81,14 +82,15 @@ class EvalStep:
         """The first argument of `fn`, a tree of the state's own leaves, and the others."""
         if not isinstance(state.value, TrainValue):
             self.check_takes_value()
-            return state.value, args
+            value, *others = read_only((state.value, *args))
+            return value, (*others,)
         check_policies(state)
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params, trained(state))
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
-        return params, (tree_map(torch.clone, state.buffers), *args)
+        return read_only(params), (tree_map(torch.clone, state.buffers), *args)
 
     def check_takes_value(self) -> None:
         """Raise if params are to be chosen, before a program's value is given."""

@@ -120,7 +120,8 @@ def value_and_grad(
     `value_and_grad(loss)(tree, *args)` calls `loss(tree, *args)`, which returns a 0-d tensor, or
     `(tensor, Aux(metrics=..., weight=...))`. It gives `(value, grads)`, or
     `((value, metrics), grads)`. Gradients are those of the trained leaves of `tree`, which have
-    `requires_grad`, and None elsewhere; trees in `args` are read only.
+    `requires_grad`, and None elsewhere. What is in `args` is read only: none of it requires grad in
+    the loss, which may say `x.requires_grad_()` for a gradient by its input.
 
     Two more arguments go to the loss by their names, and are those of a training step's loss:
 
@@ -194,11 +195,27 @@ def check_callable_here(name: str, *trees: Any) -> None:
         )
 
 
+def read_only(tree: Any) -> Any:
+    """The same tree, whose tensors require no grad; sharded trees among its nodes stay closed.
+
+    A loss is given so what it only reads, and an evaluation all: torch's modules go another way by
+    whether a param requires grad, and the leaves of a sharded tree that is only read don't.
+    """
+
+    def without_grad(leaf: Any) -> Any:
+        # A lazy param never requires grad here, and to detach it would gather it
+        if not isinstance(leaf, Tensor) or type(leaf) is LazyParam or not leaf.requires_grad:
+            return leaf
+        return leaf.detach()
+
+    return tree_map(without_grad, tree, is_leaf=is_on_engine)
+
+
 class LossCall:
     """A program's loss and its arguments beside the tree, in one call of `value_and_grad`.
 
     Attributes:
-        args: passed on as they are; sharded trees among them.
+        args: passed on without gradients; sharded trees among them.
         buffers: {} where none were given.
         batch: None where none was given.
         count: of the micro-batches.
@@ -219,7 +236,7 @@ class LossCall:
         *,
         slope_of: Callable[..., Any] | None = None,
     ):
-        self.loss, self.args, self.count = loss, args, count
+        self.loss, self.args, self.count = loss, read_only(args), count
         self.is_slope = slope_of is not None
         self.counted = loss if slope_of is None else slope_of
         self.takes_buffers = buffers is not None

@@ -22,7 +22,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.model.units import Units
 from tests.compare import REORDERED
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, tiers
 
 LEVELS = (0, 1, 2, 3)
 N = 6  # rows
@@ -320,7 +320,13 @@ def test_every_class_has_a_row() -> None:
 
 @pytest.mark.parametrize("mode", ["training", "evaluation"])
 @pytest.mark.parametrize(
-    ("how", "levels"), tiers([("trained", [3])], [(how, LEVELS) for how in HOW], rows=True)
+    ("how", "levels"),
+    tiers(
+        [("trained", [3])],
+        [("frozen", [3]), ("without gradients", [3])],
+        [(how, LEVELS) for how in HOW],
+        rows=True,
+    ),
 )
 def test_every_class(how: str, mode: str, levels: list[int]) -> None:
     makes = {name: partial(build, *args) for name, (build, args, _) in TABLE.items()}
@@ -513,13 +519,22 @@ def test_the_fast_path_gives_other_numbers() -> None:
 
 
 @nested
-@pytest.mark.parametrize("inside", tiers(["layers"], ["leaves", "itself"]))
-def test_an_evaluation_takes_the_fast_path_too(inside: str) -> None:
+@pytest.mark.parametrize(
+    ("inside", "gradients"),
+    tiers([("layers", False), ("layers", True)], [("leaves", False), ("itself", False)], rows=True),
+)
+def test_an_evaluation_takes_the_fast_path_too(inside: str, gradients: bool) -> None:
+    """Also where it enables gradients, by its input say: its params have none."""
     net = seeded({"it": encoder}, "trained", "evaluation")
     calls = attention_calls(encoder())
     apply, params, buffers = fz.functionalize(net, units=INSIDE[inside])
     step = fz.train_step(lambda params, buffers, batch: params["factor"] * 1, optim.sgd(0.1))
-    evaluation = fz.eval_step(lambda params, buffers, batch: apply(params, buffers, calls)[0])
+
+    def evaluate(params: Any, buffers: Any, batch: Any) -> Any:
+        with torch.set_grad_enabled(gradients):
+            return apply(params, buffers, calls)[0]
+
+    evaluation = fz.eval_step(evaluate)
     with torch.no_grad():
         expected = net(calls)
 
@@ -530,6 +545,39 @@ def test_an_evaluation_takes_the_fast_path_too(inside: str) -> None:
     whole = evaluation(step.init(params, buffers), torch.ones(N))
     for got in (whole, *run_ranks(on_rank, 2)):
         assert_equal(Result(expected, {}, {}), Result(got, {}, {}))
+
+
+@nested
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
+def test_what_is_only_read_requires_no_grad(level: int) -> None:
+    """A teacher's leaves, in a loss that takes it without `no_grad`; and a tensor beside them."""
+    net = seeded({"it": encoder}, "trained", "evaluation")
+    calls = attention_calls(encoder())
+    apply, teacher, _ = fz.functionalize(net, units=nn.TransformerEncoderLayer)
+    seen = []
+
+    def loss(params: Any, teacher: Any, x: Tensor) -> Any:
+        numbers, _ = apply(teacher, {}, calls)
+        seen.append([x.requires_grad, *(leaf.requires_grad for leaf in teacher.values())])
+        return params["w"] * x.sum(), fz.Aux(metrics=numbers)
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, teacher = value
+        (_, metrics), _ = fz.value_and_grad(loss)(params, teacher, x.clone().requires_grad_())
+        return value, metrics
+
+    step = fz.program_step(program, init=lambda params, teacher: (params, teacher))
+    args = {"w": torch.ones((), requires_grad=True)}, teacher
+    with torch.no_grad():
+        expected = net(calls)
+
+    def on_rank(group: fz.ProcessGroup) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        return sharded(sharded.init(*args), torch.ones(N))[1]
+
+    for got in (step(step.init(*args), torch.ones(N))[1], *run_ranks(on_rank, 2)):
+        assert_equal(Result(expected, {}, {}), Result(got, {}, {}))
+    assert not any(map(any, seen))
 
 
 class Asking(nn.Module):
@@ -566,8 +614,9 @@ ANSWERED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     ("ask", "level"),
     [
-        *((name, 3) for name in ANSWERED),
-        *((name, level) for name in ASKS for level in (0, 3)),
+        pytest.param(ask, level, marks=marks)
+        for level, *marks in ((3,), (0, THOROUGH), (1, THOROUGH), (2, THOROUGH))
+        for ask in ASKS | ANSWERED
     ],
 )
 def test_what_a_param_is(ask: str, level: int) -> None:
