@@ -374,6 +374,16 @@ def dynamo_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this module is torch.compile's around another one, or `module.compile()` was called.
+
+    The class has no public name, and the method leaves its mark on the module.
+    """
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return dynamo_imported() and isinstance(module, torch._dynamo.OptimizedModule)
+
+
 def mark_dynamic(x: Tensor, dim: int) -> None:
     """Compile no code for this one size of the tensor's dim, but for all sizes.
 

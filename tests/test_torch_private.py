@@ -540,6 +540,14 @@ def test_spin_on_device() -> None:
 # ---- torch.compile ----
 
 
+def test_is_compiled() -> None:
+    model = nn.Linear(2, 2)
+    assert not private.is_compiled(model)
+    assert private.is_compiled(torch.compile(model)) and not private.is_compiled(model)
+    model.compile()
+    assert private.is_compiled(model)
+
+
 def test_dynamo_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     assert not private.dynamo_imported()

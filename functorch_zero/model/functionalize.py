@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, not_persistent, params_dict, without_torch_function
+from .._torch_private import (
+    buffers_dict,
+    is_compiled,
+    not_persistent,
+    params_dict,
+    without_torch_function,
+)
 from ..errors import StructureError, explain
 from ..introspection import name_in_callers
 from ..params import Names, OnEngine, Params, UnitSpec
@@ -203,10 +209,10 @@ def functionalize(
     skeleton.
 
     Raises:
-        StructureError: the module leads to a param or buffer in a way that a call can't fill, in
-            six steps from an attribute: by a tuple, a set, slots, a partial, a closure over the
-            tensor, a weak reference to it, a global, or by a view or a computed tensor. Or two
-            leaves lie in the same storage.
+        StructureError: a module is compiled or scripted already. Or the module leads to a param or
+            buffer in a way that a call can't fill, in six steps from an attribute: by a tuple, a
+            set, slots, a partial, a closure over the tensor, a weak reference to it, a global, or
+            by a view or a computed tensor. Or two leaves lie in the same storage.
 
     No rank is involved and nothing is communicated. After torch.func.functional_call.
 
@@ -225,6 +231,8 @@ def functionalize(
                 "functionalize, and is a loss as it is",
             )
         )
+    for path, module in model.named_modules():
+        _check_eager(path, module)
     # Units and layouts are made of shapes
     if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
         raise StructureError(
@@ -259,6 +267,30 @@ def functionalize(
     anatomy = Anatomy(specs, slots, buffer_slots, policies, remat_paths, compiled, options, sharing)
     apply = Apply(without_values(model), anatomy)
     return apply, Params(leaves, specs, apply.names), buffers
+
+
+def _check_eager(path: str, module: nn.Module) -> None:
+    """Raise if a module is compiled: a copy of it may run eagerly, and units are compiled apart."""
+    if is_compiled(module):
+        raise StructureError(
+            explain(
+                "the model is compiled already, and collectives must stay outside of what is",
+                path=path,
+                expected="a module before torch.compile or .compile()",
+                got="a compiled one",
+                remedy="leave that call out, and compile units: functionalize(model, compile=True)",
+            )
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StructureError(
+            explain(
+                "TorchScript has no places that a call could fill with leaves",
+                path=path,
+                expected="a module before torch.jit",
+                got=type(module).__name__,
+                remedy="pass that module, and compile units: functionalize(model, compile=True)",
+            )
+        )
 
 
 def _slots_of(

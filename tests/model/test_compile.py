@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from functorch_zero import optim
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.compile import options_for_torch
 from functorch_zero.model.functionalize import functionalize
@@ -257,3 +258,17 @@ def test_cuda_graphs_for_the_whole_process_leave_units_out() -> None:
     for given in ({}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": True}}):
         made = options_for_torch(given, compiles=True)
         assert made["options"]["triton.cudagraphs"] is False
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", ["compile", "in place", "script"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_model_that_is_compiled_already_is_refused(how: str, inside: bool) -> None:
+    made: nn.Module = nn.Linear(3, 3)
+    if how == "in place":
+        made.compile()
+    else:
+        made = torch.compile(made) if how == "compile" else torch.jit.script(made)
+    path = "0.1" if inside else r"\(root\)"
+    with pytest.raises(StructureError, match=f"path {path},.*functionalize\\(model, compile=True"):
+        functionalize(nn.Sequential(nn.Sequential(nn.Tanh(), made)) if inside else made)
