@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import optree
+from torch import Tensor
 
 from ._torch_private import register_in_torch
 from .errors import StructureError
@@ -161,6 +163,9 @@ class Names:
     unsaved: frozenset[str] = field(default=frozenset(), compare=False)
 
 
+_MOST_PRINTED = 4  # leaves of `Params`
+
+
 class Params(dict[str, Any]):
     """A model's parameters: a dict from dotted path to leaf, which also carries the model's
     `units`, and its `names` in files.
@@ -178,6 +183,19 @@ class Params(dict[str, Any]):
         super().__init__(leaves)
         self.units = units  # () where nothing is known of the model
         self.names = names or Names()
+
+    def __repr__(self) -> str:
+        """Shapes without values: a lazy leaf has none, and a model's fill the screen."""
+        tensors = [leaf for leaf in self.values() if isinstance(leaf, Tensor)]
+        nbytes = sum(x.numel() * x.element_size() for x in tensors)
+        outlined = []
+        for path, leaf in islice(self.items(), _MOST_PRINTED):
+            kind = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+            outlined.append(f"{path}: {kind}")
+        rest = len(self) - len(outlined)
+        more = [f"and {rest} more"] if rest else []
+        counts = f"{len(self)} leaves, {nbytes:,} bytes, {len(self.units)} units"
+        return f"Params({counts}; {', '.join(outlined + more)})"
 
 
 Context = tuple[tuple[str, ...], tuple[UnitSpec, ...], Names]

@@ -65,6 +65,12 @@ class Apply:
         self._prototype = model  # without values; skeletons are copies of it
         self._skeletons: list[Skeleton] = []  # those that no call uses now
 
+    def __repr__(self) -> str:
+        model = self._prototype
+        mode = "training" if model.training else "evaluation"
+        counts = f"{len(self._shapes)} params in {len(self.units)} units, {len(self._buffers)}"
+        return f"Apply({type(model).__name__} in {mode} mode: {counts} buffers)"
+
     def train(self, mode: bool = True) -> Apply:
         """The same function with every module in training mode."""
         # A copy: modes belong to modules, and this `apply` keeps its own

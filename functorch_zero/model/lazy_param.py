@@ -138,7 +138,7 @@ class LazyParam(torch.Tensor):
             shape = tuple(self.shape)
             return f"LazyParam(shape={shape}, dtype={self.dtype}, device='{self.device}')"
 
-    __torch_function__ = _NotedWhenAsked()  # type: ignore[assignment]
+    __torch_function__ = _NotedWhenAsked()
 
     @classmethod
     def on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -252,6 +252,10 @@ class Plan:
         (extra `plot`)."""
         draw(self.samples, path, title=self._title)
 
+    def __repr__(self) -> str:
+        # At a prompt and in a notebook, too
+        return str(self)
+
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The holdings of one rank. `str` gives a table."""
+    """The holdings of one rank. It prints as a table."""
 
     rows: tuple[Row, ...]
     rank: int
@@ -70,6 +70,10 @@ class Description(NamedTuple):
             if row.leaves:
                 elements[row.unit] = elements.get(row.unit, 0) + row.elements
         return notes_of(elements, self.num_ranks)
+
+    def __repr__(self) -> str:
+        # At a prompt and in a notebook, too
+        return str(self)
 
     def __str__(self) -> str:
         table = [_HEAD, *map(_cells, self.rows)]

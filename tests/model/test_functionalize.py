@@ -640,3 +640,20 @@ def test_names_that_a_state_dict_has() -> None:
     model.append(model)
     apply, params, _ = functionalize(model)
     assert params.names.aliases == {"1.weight": "0.weight"}
+
+
+def test_what_functionalize_returns_prints_without_values() -> None:
+    model = nn.Sequential(nn.Linear(300, 40), nn.BatchNorm1d(40), nn.Linear(40, 2))
+    apply, params, _ = functionalize(model)
+    assert repr(apply) == "Apply(Sequential in training mode: 6 params in 3 units, 3 buffers)"
+    assert "in evaluation mode" in repr(apply.eval())
+    assert repr(params) == (
+        "Params(6 leaves, 48,808 bytes, 3 units; 0.weight: (40, 300) torch.float32, "
+        "0.bias: (40,) torch.float32, 1.weight: (40,) torch.float32, 1.bias: (40,) torch.float32, "
+        "and 2 more)"
+    )
+    mask = tree_map(lambda leaf: leaf.dim() > 1, params)
+    assert repr(mask).startswith("Params(6 leaves, 0 bytes, 3 units; 0.weight: True, 0.bias: False")
+    assert (
+        repr(Params({"w": None, "b": 2.5})) == "Params(2 leaves, 0 bytes, 0 units; w: None, b: 2.5)"
+    )

@@ -595,6 +595,7 @@ def test_json_and_table() -> None:
     )
     assert sum(c["sent_bytes"] for c in data["collectives"]) == made.sent_bytes
     text = str(made)
+    assert repr(made) == text, "at a prompt"
     assert made.peak.moment in text and "reduce_scatter" in text and "activations" in text
     assert made.seconds(1e9) == made.sent_bytes / 1e9
 

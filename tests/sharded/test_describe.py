@@ -57,6 +57,9 @@ def test_bytes_are_those_of_the_state(name: str, level: Any) -> None:
         assert not watched.calls and described.nbytes == bytes_of(state)
         assert sorted(path for row in described.rows for path in row.leaves) == sorted(params)
         assert f"; {OPTIMIZERS[name]()}" in str(described).splitlines()[len(described.rows) + 1]
+
+        assert str(described).endswith(f"; {OPTIMIZERS[name]()}")
+        assert repr(described) == str(described), "at a prompt"
         return described
 
     found = run_ranks(run, 1 if level is None else 3)
