@@ -6,7 +6,8 @@ padded rows, so a lazy parameter must not be what they ask. `fast_path.py` knows
 their params are whole before they ask. Other code may ask like them: a copy of such a module, say.
 Torch looks for the function of an argument and then calls it; whoever only asks doesn't call. So a
 lazy parameter notes that its function was looked for, until it is called, and `apply` refuses a
-call that leaves a note behind. `type(param)` is beyond us: Python asks nobody.
+call that leaves a note behind. Where an operator on the same lazy parameter follows, nothing is
+left: a unit that is entered runs none. `type(param)` is beyond us, since Python asks nobody.
 """
 
 from __future__ import annotations

@@ -86,16 +86,16 @@ class Skeleton:
         for unit in anatomy.units:
             # Wherever the unit's leaves are used, also in modules inside
             inside_of[unit.name] = [p for leaf in unit.leaves for p in by_leaf.get(leaf, [])]
-        # Innermost, since what is asked about is inside of a unit's own calls
+        # Innermost, so that gathering and hooks stay out of the region
+        for path in anatomy.compiled:
+            module = self.root.get_submodule(path)
+            module.forward = CompiledForward(module.forward, anatomy.compile_options)
         self._wrap_askers(anatomy.units, inside_of)
         for unit in anatomy.units:
             inside = inside_of[unit.name]
             # A unit's modules each enter it; its leaves stay until the last has returned
             for path in unit.modules:
                 module = self.root.get_submodule(path)
-                if path in anatomy.compiled:
-                    # Innermost, so that gathering and hooks stay out of the region
-                    module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
                 # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
@@ -105,16 +105,23 @@ class Skeleton:
     def _wrap_askers(
         self, units: tuple[UnitSpec, ...], inside_of: Mapping[str, list[Place]]
     ) -> None:
-        """Give modules that ask about params of units inside a forward that enters these first."""
-        for module in self.root.modules():
+        """Give modules that ask about params a forward that enters the units of these first."""
+        for path, module in self.root.named_modules():
             asked = asked_about(module)
-            inner = set() if asked is None else {*asked.modules()} - {module}
-            entered = []
+            if asked is None:
+                continue
+            inner = {*asked.modules()}
+            held = {id(params_dict(m)) for m in inner}
+            entered: list[tuple[str, list[Place]]] = []  # a module's path, and its unit's places
             for unit in units:
-                for path in unit.modules:
-                    if self.root.get_submodule(path) in inner:
-                        entered.append((path, inside_of[unit.name]))
-            if asked is not None and entered:
+                inside = inside_of[unit.name]
+                # What is the module's own is entered before its forward runs
+                is_own = path in unit.modules
+                if not is_own and any(id(place.held) in held for place in inside):
+                    # A unit around them may not have been called: it is entered for this call
+                    own = [p for p in unit.modules if self.root.get_submodule(p) in inner]
+                    entered += [(p, inside) for p in own or [path]]
+            if entered:
                 module.forward = self._asking(asked, entered, module.forward)
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
@@ -258,15 +265,16 @@ class Skeleton:
         entered: list[tuple[str, list[Place]]],
         forward: Callable[..., Any],
     ) -> Any:
-        """The same function, entering these units, each for the module of a path, where it asks
-        about lazy leaves. See Note [asked what it is] in `lazy_param.py`."""
+        """The same function, entering the units whose leaves it would find lazy, each for the
+        module of a path. See Note [asked what it is] in `lazy_param.py`."""
 
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
             run = forward
             if self._lazy and not asked.training:
                 for path, inside in reversed(entered):  # the last is entered first
-                    run = entering(path, inside, self._params, self._ours, run)
+                    if any(type(leaf) is LazyParam for leaf in tensors_in(inside)):
+                        run = entering(path, inside, self._params, self._ours, run)
             return run(*args, **kwargs)
 
         return enter_and_run

@@ -641,3 +641,29 @@ def test_what_a_param_is(ask: str, level: int) -> None:
     else:
         whole = step(step.init(params, buffers), batch)[1]["loss"]
         assert run_ranks(on_rank, 2) == [whole, whole]
+
+
+@nested
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
+def test_an_encoder_in_a_unit_that_is_not_called(level: int) -> None:
+    """Its leaves are those of the unit around it."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.ModuleDict({"encoder": encoder().requires_grad_(False)})
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.outer["encoder"](x, src_key_padding_mask=PADDED)
+            return self.factor * _projected(y)
+
+    net, batch = Around().double().eval(), x(LENGTH, WIDTH)
+    apply, params, _ = fz.functionalize(net, units="outer")
+    step = fz.train_step(lambda params, buffers, x: apply(params, {}, x)[0], optim.sgd(0.1))
+
+    def on_rank(group: fz.ProcessGroup) -> Tensor:
+        sharded = fz.shard(step, level=level, group=group)
+        return sharded(sharded.init(params, {}), batch)[1]["loss"]
+
+    assert run_ranks(on_rank, 2) == [net(batch).detach()] * 2
