@@ -53,6 +53,23 @@ TORCH_DISTRIBUTED = ("groups", "checkpoint/dcp.py")
 # Where private names of torch may be used, and how those names begin.
 TORCH_PRIVATE = {"_torch_private.py": "torch.", "groups/torch_distributed.py": "torch.distributed."}
 
+# What leads to torch's store, whose calls may wait for good, and who uses it, by function: the calls
+# with a deadline (`own_store`); torch's making of groups, within a deadline as well; and `launch`,
+# which serves a store and meets at it.
+TORCHS_STORE = {
+    "_get_default_store", "_new_process_group_helper", "new_group", "init_process_group",
+    "TCPStore", "PrefixStore", "HashStore", "FileStore",
+}  # fmt: skip
+USERS_OF_THE_STORE = {
+    ("groups/torch_distributed.py", "own_store"),
+    ("groups/torch_distributed.py", "own_group"),
+    ("groups/torch_distributed.py", "named_group"),
+    ("groups/torch_distributed.py", "part_of"),
+    ("groups/store.py", "Store"),  # these two ask for a type
+    ("groups/store.py", "_behind_prefixes"),
+}
+SERVES_THE_STORE = "groups/launch.py"
+
 # Private attributes of torch's objects, by which they are known where no import shows the class.
 PRIVATE_ATTRIBUTES = {
     "_base": "torch.Tensor",
@@ -293,6 +310,42 @@ MAY_MOVE = {
     "tests/sharded/test_no_waits.py finds no optimizer that asks for them in a step",
     "testing/runs.py: _jittered.jitter": "the noise of a test",
 }
+
+
+def users_of_the_store(source: str) -> set[str]:
+    """The functions and classes at the top of a file that name what leads to torch's store; "" for
+    lines outside of them."""
+    found = set()
+    for part in ast.parse(source).body:
+        nodes = list(ast.walk(part))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        if names & TORCHS_STORE:
+            found.add(getattr(part, "name", ""))
+    return found
+
+
+def test_each_call_of_torchs_store_has_a_deadline() -> None:
+    """A machine that is lost may be the one that serves the store."""
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in modules()}
+    assert users_of_the_store(sources.pop(SERVES_THE_STORE))
+    found = {
+        (place, name) for place, source in sources.items() for name in users_of_the_store(source)
+    }
+    assert found == USERS_OF_THE_STORE
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def f(): c10d._get_default_store().check(['key'])", "f"),
+        ("from torch.distributed import TCPStore", ""),
+        ("class A:\n    def f(self): dist.new_group([0])", "A"),
+    ],
+)
+def test_the_check_for_torchs_store_can_fail(source: str, name: str) -> None:
+    assert users_of_the_store(source) == {name}
 
 
 def copies_to_devices(source: str) -> list[tuple[str, str]]:

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from ..devices import on_this_device
 from ..errors import GroupError
 from . import torch_distributed
+from .store import Store, StoreError
 
 _SECONDS_BETWEEN_LOOKS = 0.1  # at the device
 # Between questions for news of the other ranks: by torch's store, which all ranks ask
 _SECONDS_WHILE_IT_GOES_ON = 1.0
 _SECONDS_WHILE_IT_WAITS = 0.5
-_SECONDS_FOR_ROLL_CALL = 2.0  # for the ranks that live, after one was lost
 _SECONDS_AT_EXIT = 5.0  # for threads to come to an end
 # At most so long for a device to finish earlier calls, or to become idle
 SECONDS_TO_FINISH = 60.0
@@ -186,6 +186,7 @@ class LettingGo:
         key: names the group and its era in torch's store.
         ranks: this rank and the number of ranks.
         seconds: to wait for this device, and then for the other ranks.
+        store: torch's.
     """
 
     def __init__(
@@ -195,8 +196,9 @@ class LettingGo:
         key: str,
         ranks: tuple[int, int],
         seconds: float,
+        store: Store,
     ) -> None:
-        self._groups, self._earlier = list(groups), earlier
+        self._groups, self._earlier, self._store = list(groups), earlier, store
         self._key, self._ranks, self._seconds = key, ranks, seconds
         run = on_this_device(self._run)
         self._thread = threading.Thread(target=run, name="let go of device", daemon=True)
@@ -213,10 +215,12 @@ class LettingGo:
                 spoilt_key(self._key),
                 f"the device of rank {self._ranks[0]} could not finish the call before the one "
                 "that failed, whose results are lost",
+                self._store,
             )
-        # The store may have died with its host, or the process may have given it back
-        with suppress(RuntimeError, ValueError):
-            torch_distributed.roll_call(f"{self._key}/finished", *self._ranks, self._seconds)
+        # The store may have died with its host
+        with suppress(StoreError):
+            key = f"{self._key}/finished"
+            torch_distributed.roll_call(self._store, key, self._ranks, self._seconds)
         torch_distributed.abort(self._groups)
 
 
@@ -228,43 +232,3 @@ def alarm_key(key: str) -> str:
 def spoilt_key(key: str) -> str:
     """The key under which a rank says why it can't come back with good values."""
     return f"{key}/spoilt"
-
-
-def words_for_all(text: str, key: str, rank: int, ranks: Sequence[int], num_started: int) -> str:
-    """The words of the first rank that saw the loss, on all ranks: what it has seen, and which
-    rank is lost or late.
-
-    Args:
-        text: what this rank has seen of the loss.
-        key: names the group and its era in torch's store.
-        rank: this rank's number in the group.
-        ranks: the group's ranks, numbered among all.
-        num_started: the collectives that this rank has started.
-    """
-    key = f"{key}/lost"
-    # The store may have died with its host: then each rank has words of its own
-    with suppress(RuntimeError, ValueError):
-        if torch_distributed.text_in_store(key) is None:
-            words = torch_distributed.roll_call(
-                f"{key}/here", rank, len(ranks), _SECONDS_FOR_ROLL_CALL, str(num_started)
-            )
-            torch_distributed.publish_failure(key, f"{text}. {_culprits(ranks, words)}")
-        text = torch_distributed.text_in_store(key) or text
-    return text
-
-
-def _culprits(ranks: Sequence[int], words: Sequence[str | None]) -> str:
-    """Which ranks don't answer, or have started fewer collectives than others."""
-    missing = [str(rank) for rank, word in zip(ranks, words, strict=True) if word is None]
-    if missing:
-        return f"No word came from rank {', '.join(missing)}"
-    # All live: the others wait in a collective that some rank has yet to start
-    started = [int(word) for word in words if word is not None]
-    least, most = min(started), max(started)
-    if least == most:
-        return f"All ranks have started {most} collectives of this group"
-    behind = [str(rank) for rank, num in zip(ranks, started, strict=True) if num == least]
-    return (
-        f"Rank {', '.join(behind)} is behind: it has started {least} collectives of this group, "
-        f"the others up to {most}"
-    )

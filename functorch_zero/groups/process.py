@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import threading
 import time
 import weakref
@@ -48,11 +49,12 @@ from .device_watch import (
     is_reached,
     mark_on,
     spoilt_key,
-    words_for_all,
 )
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .rendezvous import join_launched_world
+from .roll_call import Member, culprits, without_store
+from .store import Store, StoreError
 from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int6
 # all-reduce
 _SMALL = 2**16
 
+# For the ranks that live to say so, after one was lost, and for the one at fault to say why. Over
+# gloo they all see it in one moment; over NCCL their threads hear of it.
+_SECONDS_FOR_ROLL_CALL, _SECONDS_OVER_NCCL = 1.0, 2.0
 _SECONDS_IN_VAIN = 1.0  # for this device and others, before an abort after which nobody comes back
 
 
@@ -114,6 +119,7 @@ class ProcessGroup:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         timeout: float | timedelta = 300.0,
+        _store: Store | None = None,
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         # Collectives that `_leave` cuts off; weak, as they live with the code that waits for them
@@ -147,6 +153,10 @@ class ProcessGroup:
         self._earlier: Mark | None = None  # behind the calls before the present one
         self._letting_go: LettingGo | None = None  # after this rank has left
         self._leaving = threading.RLock()  # the watch's thread may leave, too
+        # Words for other ranks; a subgroup and a sibling share its connection
+        self._store = torch_distributed.own_store() if _store is None else _store
+        # By their places in the group; their hosts come when they meet
+        self._members = [Member(rank, "", beside_store=False) for rank in self.ranks]
         # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._num_asked = 0  # questions of this rank (`all_say`) in this era
@@ -156,9 +166,19 @@ class ProcessGroup:
             self._torch_group = self._connected(self._of_host)
             if self._of_device:
                 self._device_group = self._connected(self._of_device)
-            # Random, by rank 0: a count of groups could meet a key that an earlier run has left
-            self._token = self.exchange(os.urandom(16))[0].hex()
+            self._meet()
             self._watch_device()
+
+    def _meet(self) -> None:
+        """Agree upon the group's name, and learn where the other ranks are."""
+        # Without it this rank hears of no reason; training goes on
+        with suppress(StoreError):
+            self._store.connect()
+        own = Member(self.ranks[self.rank], socket.gethostname(), self._store.is_here)
+        # Random, by rank 0: a count of groups could meet a key that an earlier run has left
+        met = self.exchange(os.urandom(16) + own.packed())
+        self._token = met[0][:16].hex()
+        self._members = [Member.unpacked(data[16:]) for data in met]
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
@@ -285,10 +305,15 @@ class ProcessGroup:
         self._num_asked += 1
         key = f"functorch_zero/asked/{self._token}/{self._times_rejoined}/{self._num_asked}"
         try:
-            same = torch_distributed.all_say(key, words, self.size, seconds, self._failure_key)
-        except RuntimeError as error:
+            # A store that is slow must not look lost while training goes on
+            store, failure, patience = self._store, self._failure_key, self._limit
+            same = torch_distributed.all_say(
+                store, key, words, self.size, seconds, failure, patience
+            )
+            failed = not same and torch_distributed.failure_in_store(store, failure, patience)
+        except StoreError as error:
             raise self.lost(f"rank {self.rank} could not ask the others: {error}") from None
-        if not same and torch_distributed.failure_in_store(self._failure_key):
+        if failed:
             raise self.lost("another rank has failed")
         return same
 
@@ -309,7 +334,7 @@ class ProcessGroup:
                 f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
             )
             # Published before the connections close: the other ranks look for it when theirs break
-            torch_distributed.publish_failure(self._failure_key, text)
+            self._publish(self._failure_key, text)
             self._leave()
 
     def rejoin(self) -> None:
@@ -333,7 +358,7 @@ class ProcessGroup:
         if self._closed or isinstance(self._error, LostPeerError):
             raise self.why_left()
         # A rank whose function raised under `launch` won't come either
-        if ended := torch_distributed.world_failure():
+        if ended := torch_distributed.world_failure(self._store):
             raise PeerError(ended)
         reason = self._error
         spoilt = spoilt_key(self._failure_key)  # of the era that ends here
@@ -344,7 +369,7 @@ class ProcessGroup:
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
             # A rank that has waited in vain is not there to connect to
-            if gave_up := torch_distributed.text_in_store(self._failure_key):
+            if gave_up := self._store.read(self._failure_key):
                 raise RuntimeError(gave_up)
             self._torch_group = self._named(name, self._of_host)
             if self._of_device:
@@ -352,16 +377,17 @@ class ProcessGroup:
             if self._reduces_apart:
                 backends = torch_distributed.accelerated(self._backends)
                 self._reducing_group = self._named(f"{name}/reduce", backends)
+            # Each rank has said so before it connected, and so all of them raise
+            lost = self._store.read(spoilt) if self._of_device else None
         except RuntimeError as error:
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
                 f"all did: {error}"
             )
-            torch_distributed.publish_failure(self._failure_key, str(self._error))
+            self._publish(self._failure_key, str(self._error))
             self._leave()
             raise self.why_left() from error.with_traceback(None)
-        # Each rank has said so before it connected, and so all of them raise
-        if self._of_device and (lost := torch_distributed.text_in_store(spoilt)):
+        if lost is not None:
             self._error = LostPeerError(f"{lost}. Remedy: start again from the last checkpoint")
             self._leave()
             raise self.why_left() from reason
@@ -373,9 +399,13 @@ class ProcessGroup:
             return
         let_go, mark = self._letting_go.wait(3 * SECONDS_TO_FINISH), self._mark()
         if not let_go or (mark is not None and not is_reached(mark, SECONDS_TO_FINISH)):
-            torch_distributed.publish_failure(
+            self._publish(
                 spoilt, f"the device of rank {self.rank} still waits for collectives cut off"
             )
+
+    def _publish(self, key: str, text: str) -> None:
+        """Leave a text for the other ranks, unless one has been quicker, or the store is lost."""
+        torch_distributed.publish_failure(key, text, self._store)
 
     def settle(self) -> None:
         """Return when the results of all collectives so far are there on this rank, and right; else
@@ -431,15 +461,16 @@ class ProcessGroup:
         calls it."""
         check_subgroup(self.rank, self.size, ranks)
         # `part_of` takes numbers of the world
-        part = torch_distributed.part_of(self._parent, [self.ranks[rank] for rank in ranks])
-        made = type(self)(part, timeout=self._timeout)
+        numbers = [self.ranks[rank] for rank in ranks]
+        part = torch_distributed.part_of(self._parent, numbers, self._timeout)
+        made = type(self)(part, timeout=self._timeout, _store=self._store)
         made._known_as = self._known_as  # errors name the rank as users know it
         return made
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank
         calls this."""
-        return type(self)(self._parent, timeout=self._timeout)
+        return type(self)(self._parent, timeout=self._timeout, _store=self._store)
 
     def close(self) -> None:
         """Give the connections back; other ranks that still wait for this one get an error.
@@ -454,12 +485,13 @@ class ProcessGroup:
                 # After a failure: ranks that come back would wait for this one
                 next_era = f"{self._token}/{self._times_rejoined + 1}"
                 text = f"rank {self.rank} has closed this group"
-                torch_distributed.publish_failure(torch_distributed.failure_key(next_era), text)
+                self._publish(torch_distributed.failure_key(next_era), text)
                 return
             if self._device_group is not None:
                 self._earlier = self._mark()  # what is queued is still wanted
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
+            self._store = torch_distributed.own_store()  # not connected
 
     def lost(self, text: str, era: int | None = None) -> GroupError:
         """Leave the group after a collective failed on this rank, so that nobody waits for it, and
@@ -474,7 +506,7 @@ class ProcessGroup:
             # The first failure counts
             if era not in self._errors:
                 if self._watch is not None:  # for ranks whose hosts wait for their device
-                    torch_distributed.publish_failure(alarm_key(self._failure_key), text)
+                    self._publish(alarm_key(self._failure_key), text)
                 # Before all else, so that the other ranks see it at once
                 self._leave_host()
                 self._error = self._cause(text)
@@ -483,12 +515,27 @@ class ProcessGroup:
 
     def _cause(self, text: str) -> GroupError:
         """The error for a failure that this rank has seen as `text`."""
-        published = torch_distributed.read_failure(self._failure_key)
-        if published:
-            return PeerError(published)
-        if self._watch is not None:
-            text = words_for_all(text, self._failure_key, self.rank, self.ranks, self._num_started)
-        return LostPeerError(text)
+        seconds = _SECONDS_FOR_ROLL_CALL if self._watch is None else _SECONDS_OVER_NCCL
+        failure = self._failure_key
+        if not self._token:  # the ranks have not met yet
+            ended = torch_distributed.world_failure(self._store)
+            return LostPeerError(text) if ended is None else PeerError(ended)
+        try:
+            started, published = torch_distributed.roll_call(
+                self._store,
+                f"{failure}/here",
+                (self.rank, self.size),
+                seconds,
+                word=self._num_started,
+                failure=failure,
+            )
+        except StoreError as problem:
+            who = without_store(self._members, self.rank, str(problem))
+        else:
+            if published is not None:
+                return PeerError(published)
+            who = culprits(self._members, started)
+        return LostPeerError(f"{text}. {who}")
 
     def news(self, waits: bool) -> str | None:
         """The failure of another rank, in words, as far as this rank can know. While its device
@@ -496,10 +543,10 @@ class ProcessGroup:
         host = self._torch_group
         if host is None:
             return None
-        # The store may have died with its host, or been given back: then gloo alone tells
-        with suppress(RuntimeError, ValueError):
-            text = torch_distributed.failure_in_store(self._failure_key)
-            text = text or torch_distributed.text_in_store(alarm_key(self._failure_key))
+        # The store may have died with its host: then gloo alone tells
+        with suppress(StoreError):
+            text = torch_distributed.failure_in_store(self._store, self._failure_key)
+            text = text or self._store.read(alarm_key(self._failure_key))
             if text is not None:
                 return text
         # Each rank looks at one other, and gives the alarm to all
@@ -551,6 +598,7 @@ class ProcessGroup:
                 self._failure_key,
                 (self.rank, self.size),
                 _SECONDS_IN_VAIN if in_vain else min(SECONDS_TO_FINISH, self._limit),
+                self._store,
             )
             self._earlier = None
 

@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ..devices import on_this_device
+from .deadline import within
+from .store import SECONDS_TO_ANSWER, Store, StoreError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,8 +35,8 @@ WORLD_FAILURE_KEY = "functorch_zero/failed"
 
 # torch waits for collectives under way, perhaps for their whole time limit; nobody waits so long
 _SECONDS_TO_DESTROY = 1.0
-_SECONDS_TO_READ = 1.0  # for a failing rank to publish its reason
 _MAX_TEXT = 4000  # characters of an error that are passed on
+_MAX_PAUSE = 0.1  # seconds, between two looks at the store
 _SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on by itself
 
 # torch reads it when it makes a group over NCCL
@@ -42,6 +44,7 @@ _ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SETTING = threading.Lock()  # for that variable, and for this number:
 _num_making = 0  # threads that make a group and need it
 
+_DEFAULT_LIMIT = timedelta(minutes=5)  # as `ProcessGroup`'s
 _TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
 
 
@@ -102,7 +105,9 @@ def rows_of_mesh(group: Any) -> list[list[int]] | None:
     return rows
 
 
-def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+def part_of(
+    parent: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta = _DEFAULT_LIMIT
+) -> dist.ProcessGroup:
     """The torch group of these ranks (numbers of the world), of the parent's backend; each of them
     calls it.
 
@@ -112,13 +117,14 @@ def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
     if list(ranks) == dist.get_process_group_ranks(parent):
         return parent
     # True: only these ranks call it, not the whole world, as torch wants otherwise
-    options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
+    options: dict[str, Any] = {
+        "use_local_synchronization": len(ranks) < dist.get_world_size(),
+        "timeout": timeout,
+    }
     # Without the option torch would take the world's backends
     if backends_of(parent) != backends_of(_world_group()):
         options["backend"] = str(dist.get_backend_config(parent))
-    made = dist.new_group(list(ranks), **options)
-    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
-    return made
+    return _made(timeout, lambda: dist.new_group(list(ranks), **options))
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -180,9 +186,7 @@ def own_group(
     if backends != backends_of(_world_group()):
         options["backend"] = _config_of(backends)
     with _process_outlives_errors():
-        made = dist.new_group(ranks, **options)
-    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
-    return made
+        return _made(timeout, lambda: dist.new_group(ranks, **options))
 
 
 def named_group(
@@ -198,19 +202,32 @@ def named_group(
     ranks = dist.get_process_group_ranks(parent)
     # By torch's internals: no public function takes a name; see Note [eras] in `process`
     backend = c10d.Backend(_config_of(backends))
-    with _process_outlives_errors():
+
+    def make() -> dist.ProcessGroup:
+        made: dist.ProcessGroup
         made, _ = c10d._new_process_group_helper(
             len(ranks),
             dist.get_rank(parent),
             ranks,
             backend,
-            _store(),
+            c10d._get_default_store(),
             name,
             timeout=timeout,
             group_desc="functorch_zero",
         )
+        return made
+
+    with _process_outlives_errors():
+        made = _made(timeout, make)
     # dist.get_rank and the like look here, and so does destroying the group
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
+
+
+def _made(timeout: timedelta, make: Callable[[], Any]) -> dist.ProcessGroup:
+    """The group that `make` returns. Its ranks meet at torch's store, which may never answer."""
+    # torch waits up to three times, and raises by itself where the store answers
+    made = within(3 * timeout.total_seconds() + SECONDS_TO_ANSWER, "make group", make)
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
 
@@ -294,16 +311,32 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def roll_call(
-    key: str, rank: int, num_ranks: int, seconds: float, word: str = "here"
-) -> list[str | None]:
-    """Say this rank's word, and wait for those of all ranks. None stands for a rank that says
-    nothing within that time. Raises RuntimeError when the store is gone."""
-    store, keys = _store(), [f"{key}/{other}" for other in range(num_ranks)]
-    give_up = time.monotonic() + seconds
-    store.set(keys[rank], word)
-    while not store.check(keys) and time.monotonic() < give_up:
-        time.sleep(0.02)  # seconds, between two looks
-    return [text_in_store(key) for key in keys]
+    store: Store,
+    key: str,
+    place: tuple[int, int],
+    seconds: float,
+    *,
+    word: int = 0,
+    failure: str | None = None,
+) -> tuple[dict[int, int], str | None]:
+    """Say this rank's word, and wait for those of all ranks: rank -> word, of those that say one
+    within that time. It ends early with the text of a failure, if there is one under that key.
+
+    Args:
+        place: this rank, and the number of ranks.
+    """
+    rank, num_ranks = place
+    give_up, pause = time.monotonic() + seconds, 0.01
+    # All words under one key: a key for each rank would be as many questions
+    store.append(key, f"{rank}:{word} ")
+    while True:
+        pairs = [said.split(":") for said in (store.read(key) or "").split()]
+        words = {int(other): int(its_word) for other, its_word in pairs}
+        text = None if failure is None else failure_in_store(store, failure)
+        if text is not None or len(words) == num_ranks or time.monotonic() > give_up:
+            return words, text
+        time.sleep(pause)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 def failure_key(token: str) -> str:
@@ -312,68 +345,58 @@ def failure_key(token: str) -> str:
     return f"{WORLD_FAILURE_KEY}/{token}"
 
 
-def publish_failure(key: str, text: str) -> None:
-    """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
+def publish_failure(key: str, text: str, store: Store | None = None) -> None:
+    """Leave `text` in the store for the other ranks, unless another rank has been quicker. None:
+    over a connection for this text alone."""
     # The store may have died with its host: then nobody can be told
-    with contextlib.suppress(Exception):
-        # The key is set only where it has no value: the first failure stays
-        _store().compare_set(key, "", text[:_MAX_TEXT])
+    with contextlib.suppress(StoreError):
+        (store or own_store()).write_once(key, text[:_MAX_TEXT])
 
 
-def read_failure(key: str) -> str | None:
-    """The first failure's text. A rank publishes it just before its connections close; look a while
-    all the same."""
-    give_up = time.monotonic() + _SECONDS_TO_READ
-    with contextlib.suppress(Exception):
-        while True:
-            text = failure_in_store(key)
-            if text is not None or time.monotonic() > give_up:
-                return text
-            time.sleep(0.02)  # seconds, between two looks
-    return None
-
-
-def failure_in_store(key: str) -> str | None:
+def failure_in_store(store: Store, key: str, seconds: float | None = None) -> str | None:
     """The text of this group's own failure, or of the end of a rank under `launch`, if either is
     there now."""
-    return text_in_store(key, WORLD_FAILURE_KEY)
+    return store.read(key, WORLD_FAILURE_KEY, seconds=seconds)
 
 
-def text_in_store(*keys: str) -> str | None:
-    """The text under the first of these keys that there is."""
-    store = _store()
-    for key in keys:
-        if store.check([key]):
-            return str(store.get(key), errors="replace")
-    return None
-
-
-def all_say(key: str, words: str, num_ranks: int, seconds: float, failure: str) -> bool:
+def all_say(
+    store: Store,
+    key: str,
+    words: str,
+    num_ranks: int,
+    seconds: float,
+    failure: str,
+    patience: float,
+) -> bool:
     """Whether all ranks say the same words under this key, of one question, within that time; no,
-    where a failure is published before."""
-    store, give_up = _store(), time.monotonic() + seconds
+    where a failure is published before. `patience`: seconds, for each call of the store."""
+    give_up = time.monotonic() + seconds
     own_key = f"{key}/{hashlib.sha256(words.encode()).hexdigest()}"
     # In this order: when all ranks have said something, all counts by words are complete
-    store.add(own_key, 1)
-    store.add(key, 1)
+    store.add(own_key, 1, patience)
+    store.add(key, 1, patience)
     pause = 0.005  # seconds, between two looks
     while True:
-        num_asked, num_alike = store.add(key, 0), store.add(own_key, 0)
+        num_asked = store.add(key, 0, patience)
+        num_alike = store.add(own_key, 0, patience)
         if num_alike == num_ranks:
             return True
-        if num_asked == num_ranks or time.monotonic() > give_up or failure_in_store(failure):
+        if num_asked == num_ranks or time.monotonic() > give_up:
+            return False
+        if failure_in_store(store, failure, patience):
             return False
         time.sleep(pause)
-        pause = min(2 * pause, 0.1)  # many ranks ask one store
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
-def world_failure() -> str | None:
+def world_failure(store: Store) -> str | None:
     """The error with which some rank's function has ended under `launch`, published by that rank.
     None of ranks that were killed, nor under torchrun."""
-    with contextlib.suppress(Exception):
-        return text_in_store(WORLD_FAILURE_KEY)
+    with contextlib.suppress(StoreError):
+        return store.read(WORLD_FAILURE_KEY)
     return None
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+def own_store() -> Store:
+    """torch's store, over a connection of its own."""
+    return Store(lambda: dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ from tests.tiers import tiers
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
 SOON = 6.0  # seconds in which every rank must hear of a failure, whatever its host waits for
+HOST = socket.gethostname()
 AHEAD = 0.3  # seconds after which a host goes on, without the device's values
 
 
@@ -209,7 +211,8 @@ def test_threads_use_the_device_of_their_rank() -> None:
             group.all_gather(torch.zeros(2), torch.ones(1)).wait()
         return set(device.chosen)
 
-    names = ("MainThread", "let go of device", "abort group", "watch device")
+    own = ("let go of device", "abort group", "watch device", "make group", "ask store")
+    names = ("MainThread", *own)
     for chosen in on_ranks(fn, 2):
         assert chosen == {(name, 3) for name in names}
 
@@ -715,7 +718,7 @@ def test_a_rank_is_lost_in_a_step(fault: str, hosts: str, monkeypatch: pytest.Mo
         for rank in (0, 2, 3):
             step, again = json.loads(Path(folder, str(rank)).read_text())
             assert step[0] == again[0] == "LostPeerError"
-            named = "No word came from rank 1" if fault == "killed" else "Rank 1 is behind"
-            assert named in again[1] and again[1] in step[1]
+            named = f"{'No word came from' if fault == 'killed' else 'Behind:'} rank 1 on {HOST}"
+            assert named in again[1] and again[1] in step[1], (again, step)
             assert step[2] < (limit if fault == "late" else 0.0) + SOON
             assert again[2] < 0.1  # nobody comes back, so that nobody is waited for

@@ -1,0 +1,42 @@
+"""Calls of torch that may wait for good, and are waited for so long and no longer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..devices import on_this_device
+
+T = TypeVar("T")
+
+
+class Overdue(RuntimeError):
+    """A call has not returned in time. Its thread goes on."""
+
+    def __init__(self, text: str, thread: threading.Thread) -> None:
+        super().__init__(text)
+        self.thread = thread
+
+
+def within(seconds: float, name: str, call: Callable[[], T]) -> T:
+    """What `call()` returns or raises within so many seconds, in a thread of that name; else
+    `Overdue`."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    # A daemon: it must not keep the process alive
+    thread = threading.Thread(target=on_this_device(run), name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise Overdue(f"{name}: no answer within {seconds:g} s", thread)
+    return results[0]
