@@ -36,6 +36,7 @@ settings.register_profile(  # numbers of examples are in tests/tiers.py
 )
 settings.load_profile("tests")
 
+NOT_TESTED = "NOT TESTED HERE"  # in the reasons of skips to be told at the end
 GRACE = 5.0  # seconds that a test's threads and processes have to end
 # The interpreter's own helpers
 KEPT = (
@@ -88,6 +89,15 @@ def pytest_collection_finish() -> None:
     and in a forked rank copy its pages."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say aloud what this machine can't test, where a skip would be one of many."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = {report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)}
+    for reason in sorted(reasons):
+        if NOT_TESTED in reason:
+            terminalreporter.write_line(reason.removeprefix("Skipped: "), red=True, bold=True)
 
 
 def uses_jax(item: pytest.Item) -> bool:

@@ -53,7 +53,7 @@ TORCH_DISTRIBUTED = ("groups", "checkpoint/dcp.py")
 # Where private names of torch may be used, and how those names begin.
 TORCH_PRIVATE = {"_torch_private.py": "torch.", "groups/torch_distributed.py": "torch.distributed."}
 
-# What leads to torch's store, whose calls may wait for good, and who uses it, by function: the calls
+# What leads to torch's store, whose calls may wait for good, and the functions that use it: calls
 # with a deadline (`own_store`); torch's making of groups, within a deadline as well; and `launch`,
 # which serves a store and meets at it.
 TORCHS_STORE = {

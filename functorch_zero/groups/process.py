@@ -104,7 +104,8 @@ class ProcessGroup:
     - one rank: copies, no communication.
 
     A call, or `Work.wait`, raises `PeerError` with the other rank's error when one has called
-    `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over.
+    `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over; it
+    names the ranks that don't answer, and their hosts.
     Afterwards the group can't be used until all ranks have called `rejoin`, as a sharded step does
     by itself when it is tried again. Over NCCL `wait` puts streams in order and raises nothing.
     There a thread of the group hears of failures while this rank's host waits for its device; see
@@ -305,12 +306,13 @@ class ProcessGroup:
         self._num_asked += 1
         key = f"functorch_zero/asked/{self._token}/{self._times_rejoined}/{self._num_asked}"
         try:
-            # A store that is slow must not look lost while training goes on
-            store, failure, patience = self._store, self._failure_key, self._limit
+            # The deadlines are long: a slow store must not look lost while training goes on
             same = torch_distributed.all_say(
-                store, key, words, self.size, seconds, failure, patience
+                self._store, key, words, self.size, seconds, self._failure_key, self._limit
             )
-            failed = not same and torch_distributed.failure_in_store(store, failure, patience)
+            failed = not same and torch_distributed.failure_in_store(
+                self._store, self._failure_key, self._limit
+            )
         except StoreError as error:
             raise self.lost(f"rank {self.rank} could not ask the others: {error}") from None
         if failed:
@@ -369,7 +371,7 @@ class ProcessGroup:
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
             # A rank that has waited in vain is not there to connect to
-            if gave_up := self._store.read(self._failure_key):
+            if gave_up := self._store.read(self._failure_key, seconds=self._limit):
                 raise RuntimeError(gave_up)
             self._torch_group = self._named(name, self._of_host)
             if self._of_device:
@@ -378,7 +380,7 @@ class ProcessGroup:
                 backends = torch_distributed.accelerated(self._backends)
                 self._reducing_group = self._named(f"{name}/reduce", backends)
             # Each rank has said so before it connected, and so all of them raise
-            lost = self._store.read(spoilt) if self._of_device else None
+            lost = self._store.read(spoilt, seconds=self._limit) if self._of_device else None
         except RuntimeError as error:
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "

@@ -66,7 +66,10 @@ def without_store(members: Sequence[Member], place: int, problem: str) -> str:
     beside = [member for member in others if member.beside_store]
     text = problem[0].upper() + problem[1:]
     if beside and not own.beside_store:
-        text += f": lost is the machine of {named(beside)}, or {named([own])} is cut off"
+        text += (
+            f". It is served on the machine of {named(beside)}, which has ended or can't be "
+            f"reached from {named([own])}"
+        )
     elif len(others) == 1:
         text += f". The other rank is {named(others)}"
     return text

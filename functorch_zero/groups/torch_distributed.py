@@ -329,10 +329,17 @@ def roll_call(
     give_up, pause = time.monotonic() + seconds, 0.01
     # All words under one key: a key for each rank would be as many questions
     store.append(key, f"{rank}:{word} ")
+    words: dict[int, int] = {}
     while True:
-        pairs = [said.split(":") for said in (store.read(key) or "").split()]
-        words = {int(other): int(its_word) for other, its_word in pairs}
-        text = None if failure is None else failure_in_store(store, failure)
+        try:
+            pairs = [said.split(":") for said in (store.read(key) or "").split()]
+            words = {int(other): int(its_word) for other, its_word in pairs}
+            text = None if failure is None else failure_in_store(store, failure)
+        except StoreError:
+            # It has ended with the rank that serves it, which had heard enough
+            if not words:
+                raise
+            return words, None
         if text is not None or len(words) == num_ranks or time.monotonic() > give_up:
             return words, text
         time.sleep(pause)

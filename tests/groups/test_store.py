@@ -339,6 +339,27 @@ def test_a_failure_is_heard_of_after_a_store_was_slow() -> None:
     assert written == [("key", "", "why")]
 
 
+def test_a_store_that_ends_in_the_middle_of_a_roll_call() -> None:
+    """With the rank that serves it, which has heard enough."""
+
+    class Ending(Silent):
+        num_left = 3
+
+        def _next(self, keys: Any) -> bytes:
+            self.num_left -= 1
+            if not self.num_left:
+                raise RuntimeError("Connection reset by peer")
+            return b"0:7 2:6 "
+
+        check = get = _next
+
+        def append(self, *arguments: Any) -> None:
+            """Answers."""
+
+    found = torch_distributed.roll_call(Store(Ending), "key", (2, 3), 20.0, failure="why")
+    assert found == ({0: 7, 2: 6}, None)
+
+
 def test_who_is_lost() -> None:
     members = [Member(0, "m0", True), Member(2, "m0", True), Member(4, "m1", False)]
     assert [Member.unpacked(member.packed()) for member in members] == members
@@ -349,8 +370,8 @@ def test_who_is_lost() -> None:
         "Behind: rank 4 on m1, with 6 collectives of this group started; the others: up to 7"
     )
     assert without_store(members, 2, "torch's store is silent") == (
-        "Torch's store is silent: lost is the machine of ranks 0, 2 on m0, or rank 4 on m1 is cut "
-        "off"
+        "Torch's store is silent. It is served on the machine of ranks 0, 2 on m0, which has ended "
+        "or can't be reached from rank 4 on m1"
     )
     assert without_store(members, 0, "torch's store is silent") == "Torch's store is silent"
     unmet = [Member(rank, "", False) for rank in (0, 3)]
