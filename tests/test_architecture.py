@@ -54,14 +54,16 @@ TORCH_DISTRIBUTED = ("groups", "checkpoint/dcp.py")
 TORCH_PRIVATE = {"_torch_private.py": "torch.", "groups/torch_distributed.py": "torch.distributed."}
 
 # What leads to torch's store, whose calls may wait for good, and the functions that use it: calls
-# with a deadline (`own_store`); torch's making of groups, within a deadline as well; and `launch`,
+# with a deadline (a `Store`); torch's making of groups, within a deadline as well; and `launch`,
 # which serves a store and meets at it.
 TORCHS_STORE = {
-    "_get_default_store", "_new_process_group_helper", "new_group", "init_process_group",
-    "TCPStore", "PrefixStore", "HashStore", "FileStore",
+    "_get_default_store", "_default_store", "TCPStore", "PrefixStore", "HashStore", "FileStore",
+    "_new_process_group_helper", "new_group", "init_process_group",
 }  # fmt: skip
 USERS_OF_THE_STORE = {
+    ("groups/torch_distributed.py", "_default_store"),
     ("groups/torch_distributed.py", "own_store"),
+    ("groups/torch_distributed.py", "torchs_store"),
     ("groups/torch_distributed.py", "own_group"),
     ("groups/torch_distributed.py", "named_group"),
     ("groups/torch_distributed.py", "part_of"),

@@ -174,7 +174,7 @@ class ProcessGroup:
         """Agree upon the group's name, and learn where the other ranks are."""
         # Without it this rank hears of no reason; training goes on
         with suppress(StoreError):
-            self._store.connect()
+            self._store.connect(self._limit)
         own = Member(self.ranks[self.rank], socket.gethostname(), self._store.is_here)
         # Random, by rank 0: a count of groups could meet a key that an earlier run has left
         met = self.exchange(os.urandom(16) + own.packed())
@@ -493,7 +493,7 @@ class ProcessGroup:
                 self._earlier = self._mark()  # what is queued is still wanted
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
-            self._store = torch_distributed.own_store()  # not connected
+            self._store = torch_distributed.torchs_store()  # without its own connection
 
     def lost(self, text: str, era: int | None = None) -> GroupError:
         """Leave the group after a collective failed on this rank, so that nobody waits for it, and

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import os
 import re
 import socket
@@ -37,10 +38,7 @@ class StoreError(RuntimeError):
 
 
 class Store:
-    """torch's store, over a connection of its own.
-
-    On the connection that torch uses itself, a call would wait while another thread of this process
-    makes a torch group, say.
+    """torch's store, over one connection.
 
     Args:
         connect: makes the connection, a torch Store.
@@ -56,10 +54,10 @@ class Store:
         self.is_here = False  # whether that is an address of this machine
         _OPEN.add(self)
 
-    def connect(self) -> None:
-        """Connect now, and not at the first call: torch would look for a process that has ended
-        meanwhile again and again."""
-        self._ask(lambda connection: None)
+    def connect(self, seconds: float | None = None) -> None:
+        """Connect now, and not at the first call: torch looks up names as it connects, which may
+        take seconds, and it would look for a process that has ended meanwhile again and again."""
+        self._ask(lambda connection: None, seconds)
 
     def read(self, *keys: str, seconds: float | None = None) -> str | None:
         """The text under the first of these keys that there is."""
@@ -79,9 +77,11 @@ class Store:
         """Put the text behind the one that is there."""
         self._ask(lambda connection: connection.append(key, text))
 
-    def add(self, key: str, number: int, seconds: float | None = None) -> int:
-        """Add to the count under the key, and return the sum."""
-        return int(self._ask(lambda connection: connection.add(key, number), seconds))
+    def add(self, number: int, *keys: str, seconds: float | None = None) -> list[int]:
+        """Add to the count under each key, in their order, and return the sums."""
+        return self._ask(
+            lambda connection: [int(connection.add(key, number)) for key in keys], seconds
+        )
 
     def _ask(self, call: Callable[[Any], T], seconds: float | None = None) -> T:
         seconds = self._seconds if seconds is None else seconds
@@ -150,5 +150,7 @@ def _is_of_this_machine(host: str, port: int) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing, and tells from which address one would send
-            return bool(probe.getsockname()[0] == probe.getpeername()[0])
+            own = probe.getsockname()[0]
+            # Some systems give their own name a second loopback address, 127.0.1.1
+            return own == probe.getpeername()[0] or ipaddress.ip_address(own).is_loopback
     return False

@@ -210,7 +210,7 @@ def named_group(
             dist.get_rank(parent),
             ranks,
             backend,
-            c10d._get_default_store(),
+            _default_store(),
             name,
             timeout=timeout,
             group_desc="functorch_zero",
@@ -354,10 +354,10 @@ def failure_key(token: str) -> str:
 
 def publish_failure(key: str, text: str, store: Store | None = None) -> None:
     """Leave `text` in the store for the other ranks, unless another rank has been quicker. None:
-    over a connection for this text alone."""
+    over torch's own connection."""
     # The store may have died with its host: then nobody can be told
     with contextlib.suppress(StoreError):
-        (store or own_store()).write_once(key, text[:_MAX_TEXT])
+        (store or torchs_store()).write_once(key, text[:_MAX_TEXT])
 
 
 def failure_in_store(store: Store, key: str, seconds: float | None = None) -> str | None:
@@ -380,12 +380,10 @@ def all_say(
     give_up = time.monotonic() + seconds
     own_key = f"{key}/{hashlib.sha256(words.encode()).hexdigest()}"
     # In this order: when all ranks have said something, all counts by words are complete
-    store.add(own_key, 1, patience)
-    store.add(key, 1, patience)
+    store.add(1, own_key, key, seconds=patience)
     pause = 0.005  # seconds, between two looks
     while True:
-        num_asked = store.add(key, 0, patience)
-        num_alike = store.add(own_key, 0, patience)
+        num_asked, num_alike = store.add(0, key, own_key, seconds=patience)
         if num_alike == num_ranks:
             return True
         if num_asked == num_ranks or time.monotonic() > give_up:
@@ -405,5 +403,15 @@ def world_failure(store: Store) -> str | None:
 
 
 def own_store() -> Store:
-    """torch's store, over a connection of its own."""
-    return Store(lambda: dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    """torch's store, over a connection of its own: on torch's, a call would wait while another
+    thread of this process makes a torch group, say."""
+    return Store(lambda: _default_store().clone())
+
+
+def torchs_store() -> Store:
+    """torch's store, over torch's own connection: for a last word."""
+    return Store(_default_store)
+
+
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()

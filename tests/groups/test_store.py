@@ -21,7 +21,7 @@ import torch.distributed as dist
 from functorch_zero.groups import ProcessGroup, launch, torch_distributed
 from functorch_zero.groups import process as process_module
 from functorch_zero.groups.roll_call import Member, culprits, without_store
-from functorch_zero.groups.store import Store, StoreError
+from functorch_zero.groups.store import Store, StoreError, _is_of_this_machine
 from tests.groups.hanging import on_device
 from tests.tiers import THOROUGH
 
@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "read": lambda store: store.read("a", "b"),
     "write_once": lambda store: store.write_once("a", "text"),
     "append": lambda store: store.append("a", "text"),
-    "add": lambda store: store.add("a", 1),
+    "add": lambda store: store.add(1, "a"),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_call_ends_at_its_deadline(name: str) -> None:
     connection.wakes.set()
     while threading.active_count() == threads:
         time.sleep(0.001)
-    assert store.add("a", 1) == 3  # it answers again
+    assert store.add(1, "a") == [3]  # it answers again
 
 
 def test_a_thread_does_not_wait_for_another_ones_deadline() -> None:
@@ -93,7 +93,7 @@ def test_a_thread_does_not_wait_for_another_ones_deadline() -> None:
     store = Store(lambda: connection, DEADLINE)
 
     def patient() -> None:
-        assert store.add("a", 1, seconds=20.0) == 3
+        assert store.add(1, "a", seconds=20.0) == [3]
 
     thread = threading.Thread(target=patient)
     thread.start()
@@ -132,7 +132,8 @@ def test_words_in_torchs_store() -> None:
         store.write_once("a", "second")
         store.append("b", "1")
         store.append("b", "2")
-        assert (store.read("none", "b"), store.read("a"), store.add("n", 2)) == ("12", "first", 2)
+        assert (store.read("none", "b"), store.read("a")) == ("12", "first")
+        assert (store.add(2, "n", "m"), store.add(1, "n")) == ([2, 2], [3])
         assert store.is_here and store.address.startswith("127.0.0.1:")
 
         def wait() -> None:
@@ -145,17 +146,23 @@ def test_words_in_torchs_store() -> None:
             assert store.read("a") == "first"
 
 
-def test_a_machine_that_is_not_this_one() -> None:
-    from functorch_zero.groups.store import _is_of_this_machine
-
-    assert not _is_of_this_machine("192.0.2.1", 80)  # for documentation: nobody has it
-    assert not _is_of_this_machine("no.such.name.invalid", 80)
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        ("localhost", True),
+        ("127.0.1.1", True),  # as Debian calls a machine
+        ("192.0.2.1", False),  # for documentation: nobody has it
+        ("no.such.name.invalid", False),
+    ],
+)
+def test_whether_the_store_is_served_on_this_machine(host: str, is_here: bool) -> None:
+    assert _is_of_this_machine(host, 80) == is_here
 
 
 LAST = """
 import os, signal, sys, time
 import torch.distributed as dist
-from functorch_zero.groups.store import Store, StoreError
+from functorch_zero.groups.store import Store, StoreError, _is_of_this_machine
 
 pid, port = map(int, sys.argv[1:])
 torchs = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
