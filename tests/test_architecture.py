@@ -54,8 +54,8 @@ TORCH_DISTRIBUTED = ("groups", "checkpoint/dcp.py")
 TORCH_PRIVATE = {"_torch_private.py": "torch.", "groups/torch_distributed.py": "torch.distributed."}
 
 # What leads to torch's store, whose calls may wait for good, and the functions that use it: calls
-# with a deadline (a `Store`); torch's making of groups, within a deadline as well; and `launch`,
-# which serves a store and meets at it.
+# with a deadline (a `Store`); torch's making of groups, within a deadline as well; and those that
+# launch ranks, which serve a store and meet at it, within a deadline of their own.
 TORCHS_STORE = {
     "_get_default_store", "_default_store", "TCPStore", "PrefixStore", "HashStore", "FileStore",
     "_new_process_group_helper", "new_group", "init_process_group",
@@ -69,6 +69,9 @@ USERS_OF_THE_STORE = {
     ("groups/torch_distributed.py", "part_of"),
     ("groups/store.py", "Store"),  # these two ask for a type
     ("groups/store.py", "_behind_prefixes"),
+    ("groups/rendezvous.py", "init"),
+    ("groups/rendezvous.py", "_store_of"),
+    ("groups/rendezvous.py", "_part_of_this_attempt"),
 }
 SERVES_THE_STORE = "groups/launch.py"
 

@@ -14,19 +14,15 @@ import os
 import socket
 import struct
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import GroupError
+from .deadline import Overdue, within
 from .launchers import BY_NAME, LOOPBACK, Task, this_task
-
-T = TypeVar("T")
 
 # For all ranks to come. Kubernetes and scripts start them one by one, the others all at once.
 _SECONDS_TO_MEET, _SECONDS_BY_NAME = 300.0, 1800.0
@@ -52,10 +48,20 @@ def join_world(task: Task, backend: str | None) -> None:
     seconds = _SECONDS_BY_NAME if task.launcher == BY_NAME else _SECONDS_TO_MEET
     store = _store_of(task, seconds)
     meeting = _Meeting(store, task, seconds)
-    meeting.say_where_gloo_listens()
-    meeting.come()
-    init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
-    wait_for_all(store, "connected", task.rank, task.size)
+    # Each call may wait for good, if the machine that serves the store is lost
+    try:
+        within(seconds + 2 * _SECONDS_TO_HEAR, "meet ranks", meeting.come)
+        init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
+        within(
+            seconds,
+            "wait for connections",
+            lambda: wait_for_all(store, "connected", task.rank, task.size),
+        )
+    except Overdue as error:
+        raise GroupError(
+            f"rank {task.rank} of {task.size} has lost the store at {task.host}:{task.port}, where "
+            f"the ranks meet: {error}. Remedy: look for rank 0's process, or torchrun's agent"
+        ) from None
     atexit.register(_leave_world, os.getpid())
 
 
@@ -122,7 +128,7 @@ def _store_of(task: Task, seconds: float) -> Any:
                 host, port, is_master=serves, wait_for_workers=False, **options
             )
 
-        return _part_of_this_attempt(task, _within(seconds, store))
+        return _part_of_this_attempt(task, within(seconds, "connect to store", store))
     except (OSError, RuntimeError) as error:
         does = "serve" if serves else "reach"
         raise GroupError(
@@ -135,22 +141,6 @@ def _store_of(task: Task, seconds: float) -> Any:
 
 def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call()`, or TimeoutError. torch waits for good for the first answer of a
-    server that isn't a store."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    # A daemon: it may wait for good
-    threading.Thread(target=run, name="connect to store", daemon=True).start()
-    return result.result(seconds)
 
 
 def _part_of_this_attempt(task: Task, store: Any) -> Any:
@@ -180,7 +170,7 @@ class _Meeting:
         self._outcome = f"{name}/outcome"
         self._num_heard, self._all_heard = f"{name}/heard", f"{name}/all heard"
 
-    def say_where_gloo_listens(self) -> None:
+    def _say_where_gloo_listens(self) -> None:
         """Tell the others if this host's ranks can't be reached from other hosts, and whether there
         are several hosts."""
         if sys.platform != "linux":
@@ -200,6 +190,7 @@ class _Meeting:
 
     def come(self) -> None:
         """Return when all ranks have come here. Raise on all of them if they can't connect."""
+        self._say_where_gloo_listens()
         store, size = self._store, self._task.size
         num_came = store.add(self._count, 1)
         # An agent's store has the ranks of an earlier attempt, too
