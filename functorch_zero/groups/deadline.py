@@ -36,7 +36,7 @@ def within(seconds: float, name: str, call: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # kept here, its frames would keep themselves, and half-made groups
     if not results:
         raise Overdue(f"{name}: no answer within {seconds:g} s", thread)
     return results[0]
