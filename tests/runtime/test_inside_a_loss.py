@@ -199,6 +199,13 @@ def in_place_on_activations(apply: Apply, params: Any, buffers: Any, x: Tensor) 
     return mean_square(out(apply, params, x).mul_(2).add_(1))
 
 
+def questions(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    leaf = params["second.bias"]
+    made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    answers = [leaf.requires_grad, leaf.is_leaf, leaf.grad_fn is None]
+    return mean_square(out(apply, params, x) + made) * sum(answers)
+
+
 def random_numbers(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(out(apply, params, x)) * torch.rand((), dtype=x.dtype)
 
@@ -227,6 +234,7 @@ EQUAL: dict[str, Given] = {
     "`torch.autograd.grad` by whole leaves": whole_leaves,
     "`torch.utils.checkpoint` with `use_reentrant=False`": checkpointed,
     "in-place operators on activations": in_place_on_activations,
+    "`shape`, `dtype`, `device`, `requires_grad`, `is_leaf` of a param": questions,
     "random numbers": random_numbers,
     "a param under `torch.no_grad()`": without_gradients,
 }
@@ -392,6 +400,11 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
         buffer_in_backward,
         None,
         EVERYWHERE,
+    ),
+    "`torch.overrides.has_torch_function` of a param, outside of its unit": (
+        doing(lambda weight, x: torch.overrides.has_torch_function((weight,))),
+        None,
+        "sharded",
     ),
     "a loss that depends on no trained leaf": (independent, None, EVERYWHERE),
     "a loss that is no scalar": (no_scalar, None, EVERYWHERE),
