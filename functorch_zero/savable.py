@@ -51,29 +51,29 @@ class Fault(NamedTuple):
 
 def fault_of(leaf: Any) -> Fault | None:
     """Why no checkpoint can hold a leaf; None: it can."""
+    if isinstance(leaf, Tensor):
+        return _fault_of_tensor(leaf)
     kind = type(leaf)
-    if kind in _TENSORS:
-        is_dense = leaf.layout is torch.strided and not leaf.is_nested
-        return None if is_dense and leaf.dtype in _DTYPES else _fault_of_tensor(leaf)
     if kind in _NUMBERS or (kind is int and leaf.bit_length() <= MAX_BITS):
         return None
-    if isinstance(leaf, Tensor):
-        return None if is_fake(leaf) else _fault_of_tensor(leaf)
     return _fault_of_object(leaf)
 
 
-def _fault_of_tensor(leaf: Tensor) -> Fault:
+def _fault_of_tensor(leaf: Tensor) -> Fault | None:
     expected = "a dense tensor, of a dtype that files have"
-    if type(leaf) not in _TENSORS:
-        remedy = "keep a plain tensor, and make the subclass of it where it is used"
-        return Fault("torch.Tensor", f"a {type(leaf).__name__}", remedy)
     if leaf.is_nested:
         return Fault(expected, "a nested tensor", "keep one tensor for each part")
     if leaf.layout != torch.strided:
         remedy = "keep leaf.to_dense(), or its indices and values, and make it sparse where used"
-        return Fault(expected, str(leaf.layout), remedy)
-    remedy = "keep leaf.dequantize()" if leaf.is_quantized else "keep leaf.view(torch.uint8)"
-    return Fault(expected, str(leaf.dtype), remedy)
+        return Fault(str(torch.strided), str(leaf.layout), remedy)
+    if leaf.is_quantized:
+        return Fault(expected, "a quantized tensor", "keep leaf.dequantize()")
+    if type(leaf) not in _TENSORS and not is_fake(leaf):
+        remedy = "keep a plain tensor, and make the subclass of it where it is used"
+        return Fault("torch.Tensor", f"a {type(leaf).__name__}", remedy)
+    if leaf.dtype in _DTYPES:
+        return None
+    return Fault(expected, str(leaf.dtype), "keep leaf.view(torch.uint8)")
 
 
 def _fault_of_object(leaf: Any) -> Fault:

@@ -156,26 +156,6 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
                     remedy="name leaves of fz.Params by dotted paths",
                 )
             )
-        if dense and (leaf.is_quantized or leaf.is_nested):
-            raise StructureError(
-                explain(
-                    f"{what} must be plain tensors",
-                    path=path,
-                    got="a nested tensor" if leaf.is_nested else "a quantized tensor",
-                    remedy="pass one tensor for each part, or leaf.dequantize(), and make the "
-                    "other kind inside the loss",
-                )
-            )
-        if dense and leaf.layout != torch.strided:
-            raise StructureError(
-                explain(
-                    f"{what} must be dense",
-                    path=path,
-                    expected=torch.strided,
-                    got=leaf.layout,
-                    remedy="pass leaf.to_dense(), and make it sparse in the loss",
-                )
-            )
         if type(leaf) not in (Tensor, nn.Parameter) and not is_fake(leaf):
             raise StructureError(
                 explain(
@@ -190,9 +170,10 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
         if dense and (fault := fault_of(leaf)) is not None:
             raise StructureError(
                 explain(
-                    f"{what} are of a dtype that no checkpoint can hold",
+                    f"{what} must be tensors that checkpoints can hold",
                     path=path,
-                    got=leaf.dtype,
+                    expected=fault.expected,
+                    got=fault.got,
                     remedy=fault.remedy,
                 )
             )
