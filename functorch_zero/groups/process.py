@@ -53,7 +53,7 @@ from .device_watch import (
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .rendezvous import join_launched_world
-from .roll_call import Member, culprits, without_store
+from .members import Member, culprits, without_store
 from .store import Store, StoreError
 from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
 

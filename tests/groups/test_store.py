@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from functorch_zero.groups import ProcessGroup, launch, torch_distributed
 from functorch_zero.groups import process as process_module
-from functorch_zero.groups.roll_call import Member, culprits, without_store
+from functorch_zero.groups.members import Member, culprits, without_store
 from functorch_zero.groups.store import Store, StoreError, _is_of_this_machine
 from tests.groups.hanging import on_device
 from tests.tiers import THOROUGH
