@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
-import ipaddress
 import os
 import socket
-import struct
 import sys
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GroupError
+from .addresses import address_of, interface_of, is_loopback, way_to
 from .deadline import Overdue, within
 from .launchers import BY_NAME, LOOPBACK, Task, this_task
 
 # For all ranks to come. Kubernetes and scripts start them one by one, the others all at once.
 _SECONDS_TO_MEET, _SECONDS_BY_NAME = 300.0, 1800.0
 _SECONDS_TO_HEAR = 10.0  # for the others to hear of a failure, before rank 0 and its store go
-_SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
 _ALL_HERE = "all here"
 
 
@@ -119,9 +116,8 @@ def _store_of(task: Task, seconds: float) -> Any:
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()
         elif serves:
-            options["multi_tenant"] = (
-                True  # as torch does: other stores of this process may be there
-            )
+            # As torch does: other stores of this process may be there
+            options["multi_tenant"] = True
 
         def store() -> Any:
             return dist.TCPStore(  # type: ignore[attr-defined]
@@ -175,17 +171,17 @@ class _Meeting:
         are several hosts."""
         if sys.platform != "linux":
             return
-        own, apart = _way_to(self._task)
-        trouble = _trouble_of_gloo()
-        if apart or trouble.everywhere:
+        way, trouble = way_to(self._task.host), _trouble_of_gloo()
+        if trouble.everywhere or (way is not None and not way.is_here):
             self._store.set(self._apart, "")
         if trouble.why:
+            own = LOOPBACK if way is None else way.own
             self._store.compare_set(
                 self._local_only,
                 "",
                 f"rank {self._task.rank} on host {socket.gethostname()} can't be reached by ranks "
                 f"of other hosts: {trouble.why}. Remedy: on that host, set "
-                f"GLOO_SOCKET_IFNAME={_interface_of(own)}",
+                f"GLOO_SOCKET_IFNAME={interface_of(own)}",
             )
 
     def come(self) -> None:
@@ -243,49 +239,7 @@ def _trouble_of_gloo() -> _Trouble:
             return _Trouble(f"GLOO_SOCKET_IFNAME={told}, and its interfaces are {there}", True)
         return _Trouble(f"GLOO_SOCKET_IFNAME={told}") if "lo" in told.split(",") else _Trouble()
     host = socket.gethostname()
-    address = _address_of(host)
-    if address is not None and not _is_loopback(address):
+    address = address_of(host)
+    if address is not None and not is_loopback(address):
         return _Trouble()
     return _Trouble(f"the host's name resolves to {address or 'nothing'}")
-
-
-def _address_of(host: str) -> str | None:
-    """As gloo finds it: the first address of that name that a socket of this host can have."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, None, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return str(address[0])
-    return None
-
-
-def _way_to(task: Task) -> tuple[str, bool]:
-    """This host's address on the way to rank 0's, and whether rank 0 is on another host."""
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(task.host, task.port or 1, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
-        return own, own != address[0] and not _is_loopback(str(address[0]))
-    return LOOPBACK, False
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _interface_of(own: str) -> str:
-    """The name of the interface with this address, or words for it."""
-    others = [name for _, name in socket.if_nameindex() if name != "lo"]
-    if _is_loopback(own):
-        return f"the one of {others} that other hosts reach"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in others:
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return f"the one of {others} that has the address {own}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .addresses import way_to
 from .deadline import Overdue, within
 
 T = TypeVar("T")
@@ -110,7 +110,8 @@ class Store:
             server = _behind_prefixes(self._connection)
             if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
                 self.address = f"{server.host}:{server.port}"
-                self.is_here = _is_of_this_machine(server.host, server.port)
+                way = way_to(server.host)
+                self.is_here = way is not None and way.is_here
         return self._connection
 
     def cut_off(self) -> None:
@@ -142,15 +143,3 @@ def _behind_prefixes(connection: Any) -> Any:
     while isinstance(connection, dist.PrefixStore):  # type: ignore[attr-defined]
         connection = connection.underlying_store
     return connection
-
-
-def _is_of_this_machine(host: str, port: int) -> bool:
-    """Whether the host is this machine, under whatever name or address."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing, and tells from which address one would send
-            own = probe.getsockname()[0]
-            # Some systems give their own name a second loopback address, 127.0.1.1
-            return own == probe.getpeername()[0] or ipaddress.ip_address(own).is_loopback
-    return False

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from functorch_zero.groups import ProcessGroup, launch, rendezvous
+from functorch_zero.groups.addresses import Way, interface_of, way_to
 from functorch_zero.groups.launchers import Task, this_task
 from tests.tiers import THOROUGH, tiers
 
@@ -284,9 +285,9 @@ def test_a_host_that_others_cannot_reach(
 ) -> None:
     def fn() -> Any:
         rank = int(os.environ["RANK"])
-        rendezvous._way_to = lambda task: ("10.77.0.2", rank == 1)
-        rendezvous._address_of = lambda host: found if rank == bad else "10.77.0.9"
-        rendezvous._interface_of = lambda own: f"the interface of {own}"
+        rendezvous.way_to = lambda host: Way("10.77.0.2", is_here=rank == 0)
+        rendezvous.address_of = lambda host: found if rank == bad else "10.77.0.9"
+        rendezvous.interface_of = lambda own: f"the interface of {own}"
         if told is not None and rank == bad:
             os.environ["GLOO_SOCKET_IFNAME"] = told
         return total()
@@ -304,7 +305,7 @@ def test_a_host_that_others_cannot_reach(
 
 def test_one_host_may_be_named_loopback() -> None:
     def fn() -> Any:
-        rendezvous._address_of = lambda host: "127.0.1.1"
+        rendezvous.address_of = lambda host: "127.0.1.1"
         return total()
 
     port = free_port()
@@ -313,14 +314,14 @@ def test_one_host_may_be_named_loopback() -> None:
 
 def test_the_way_to_another_host_names_the_interface() -> None:
     """A UDP socket tells the address, and sends nothing."""
-    task = read(by_name(0, MASTER_ADDR="192.0.2.77"))  # for documentation: nobody has it
-    own, apart = rendezvous._way_to(task)
-    if own == "127.0.0.1":
+    way = way_to("192.0.2.77")  # for documentation: nobody has it
+    if way is None:
         pytest.skip("this host has no way to other hosts")
-    assert apart and rendezvous._interface_of(own) in [name for _, name in socket.if_nameindex()]
-    assert rendezvous._way_to(read(by_name(0, MASTER_ADDR=own))) == (own, False)
-    assert rendezvous._way_to(read(by_name(0)))[1] is False
-    assert "that other hosts reach" in rendezvous._interface_of("127.0.0.1")
+    assert not way.is_here
+    assert interface_of(way.own) in [name for _, name in socket.if_nameindex()]
+    assert way_to(way.own) == Way(way.own, is_here=True)
+    assert way_to("127.0.0.1") == Way("127.0.0.1", is_here=True)
+    assert "that other hosts reach" in interface_of("127.0.0.1")
 
 
 HOSTS = "fzhost0", "fzhost1"  # network namespaces

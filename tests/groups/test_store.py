@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from functorch_zero.groups import ProcessGroup, launch, torch_distributed
 from functorch_zero.groups import process as process_module
+from functorch_zero.groups.addresses import way_to
 from functorch_zero.groups.members import Member, culprits, without_store
-from functorch_zero.groups.store import Store, StoreError, _is_of_this_machine
+from functorch_zero.groups.store import Store, StoreError
 from tests.groups.hanging import on_device
 from tests.tiers import THOROUGH
 
@@ -156,13 +157,14 @@ def test_words_in_torchs_store() -> None:
     ],
 )
 def test_whether_the_store_is_served_on_this_machine(host: str, is_here: bool) -> None:
-    assert _is_of_this_machine(host, 80) == is_here
+    way = way_to(host)
+    assert (way is not None and way.is_here) == is_here
 
 
 LAST = """
 import os, signal, sys, time
 import torch.distributed as dist
-from functorch_zero.groups.store import Store, StoreError, _is_of_this_machine
+from functorch_zero.groups.store import Store, StoreError
 
 pid, port = map(int, sys.argv[1:])
 torchs = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
