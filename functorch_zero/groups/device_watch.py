@@ -212,10 +212,10 @@ class LettingGo:
     def _run(self) -> None:
         if self._earlier is not None and not is_reached(self._earlier, self._seconds):
             torch_distributed.publish_failure(
+                self._store,
                 spoilt_key(self._key),
                 f"the device of rank {self._ranks[0]} could not finish the call before the one "
                 "that failed, whose results are lost",
-                self._store,
             )
         # The store may have died with its host
         with suppress(StoreError):

@@ -32,17 +32,17 @@ import torch.multiprocessing
 
 from ..errors import GroupError, PeerError
 from .checks import failure_text, ranks_text
-from .launchers import TORCHRUN, Task, this_task
+from .launchers import LOOPBACK, TORCHRUN, Task, this_task
 from .rendezvous import init, join_world, wait_for_all
 from .thread_settings import ThreadSettings
-from .torch_distributed import WORLD_FAILURE_KEY, publish_failure
+from .torch_distributed import WORLD_FAILURE_KEY, publish_failure, torchs_store
 
 T = TypeVar("T")
 
 _SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to report, once one has failed
 _SECONDS_AFTER_INTERRUPT = 30.0  # for the ranks to save and end
 _SECONDS_TO_EXIT = 2.0  # for a process to end after it has reported
-_LOOPBACK = "lo"  # of Linux
+_INTERFACE = "lo"  # of Linux, for LOOPBACK
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -107,7 +107,7 @@ def launch(
     if start_method == "spawn":
         _check_importable(fn)
     _check_loopback(backend)
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # 0: any free port
+    with socket.create_server((LOOPBACK, 0)) as listener:  # 0: any free port
         port = listener.getsockname()[1]
         meet = partial(_meet, ranks, port, backend, threads_per_rank)
         starter = _Starter(ranks, meet, partial(fn, *args), start_method)
@@ -153,9 +153,9 @@ def _check_loopback(backend: str | None) -> None:
     if sys.platform != "linux" or backend == "nccl" or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     names = [name for _, name in socket.if_nameindex()]
-    if _LOOPBACK not in names:
+    if _INTERFACE not in names:
         raise GroupError(
-            f"this host has no network interface for gloo: expected {_LOOPBACK}, got {names}. "
+            f"this host has no network interface for gloo: expected {_INTERFACE}, got {names}. "
             "Remedy: set GLOO_SOCKET_IFNAME to the one that ranks of this host can meet on"
         )
 
@@ -438,7 +438,7 @@ def _run_rank(
             raise
         # A GroupError only tells of another rank's failure: the first word in the store stays
         if dist.is_initialized() and not isinstance(error, GroupError):
-            publish_failure(WORLD_FAILURE_KEY, failure_text(rank, error))
+            publish_failure(torchs_store(), WORLD_FAILURE_KEY, failure_text(rank, error))
         report = _Report(rank, error=error, trace=traceback.format_exc())
     if os.getpid() != own_pid:  # such a child, that has returned
         os._exit(0)
@@ -481,8 +481,8 @@ def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         # Without it gloo takes an address of the host by its name, which may be out of reach
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)  # type: ignore[attr-defined]
     init(backend, rank, ranks, store, rank, ranks)
     # gloo connects rank by rank: no rank may end while another still connects.
     wait_for_all(store, "connected", rank, ranks)

@@ -51,9 +51,9 @@ from .device_watch import (
     spoilt_key,
 )
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
+from .members import Member, culprits, without_store
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .rendezvous import join_launched_world
-from .members import Member, culprits, without_store
 from .store import Store, StoreError
 from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
 
@@ -407,7 +407,7 @@ class ProcessGroup:
 
     def _publish(self, key: str, text: str) -> None:
         """Leave a text for the other ranks, unless one has been quicker, or the store is lost."""
-        torch_distributed.publish_failure(key, text, self._store)
+        torch_distributed.publish_failure(self._store, key, text)
 
     def settle(self) -> None:
         """Return when the results of all collectives so far are there on this rank, and right; else

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..devices import on_this_device
-from .deadline import within
+from .deadline import Overdue, within
 from .store import SECONDS_TO_ANSWER, Store, StoreError
 
 if TYPE_CHECKING:
@@ -264,13 +264,9 @@ def destroy(holder: list[dist.ProcessGroup]) -> None:
     own collectives under way, which may take until the other ranks call them. So it is a thread
     that waits.
     """
-    # A daemon: it must not keep the process alive
-    thread = threading.Thread(
-        target=_destroy_now, args=(holder,), name="destroy group", daemon=True
-    )
-    thread.start()
     # Time enough when nothing is under way; else the thread goes on by itself
-    thread.join(_SECONDS_TO_DESTROY)
+    with contextlib.suppress(Overdue):
+        within(_SECONDS_TO_DESTROY, "destroy group", lambda: _destroy_now(holder))
 
 
 def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
@@ -352,12 +348,11 @@ def failure_key(token: str) -> str:
     return f"{WORLD_FAILURE_KEY}/{token}"
 
 
-def publish_failure(key: str, text: str, store: Store | None = None) -> None:
-    """Leave `text` in the store for the other ranks, unless another rank has been quicker. None:
-    over torch's own connection."""
+def publish_failure(store: Store, key: str, text: str) -> None:
+    """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
     # The store may have died with its host: then nobody can be told
     with contextlib.suppress(StoreError):
-        (store or torchs_store()).write_once(key, text[:_MAX_TEXT])
+        store.write_once(key, text[:_MAX_TEXT])
 
 
 def failure_in_store(store: Store, key: str, seconds: float | None = None) -> str | None:

@@ -211,8 +211,8 @@ def test_threads_use_the_device_of_their_rank() -> None:
             group.all_gather(torch.zeros(2), torch.ones(1)).wait()
         return set(device.chosen)
 
-    own = ("let go of device", "abort group", "watch device", "make group", "ask store")
-    names = ("MainThread", *own)
+    own = ("let go of device", "abort group", "destroy group", "watch device")
+    names = ("MainThread", *own, "make group", "ask store")
     for chosen in on_ranks(fn, 2):
         assert chosen == {(name, 3) for name in names}
 

@@ -340,7 +340,7 @@ def test_a_failure_is_heard_of_after_a_store_was_slow() -> None:
             written.append(arguments)
 
     store = Store(Slow, DEADLINE)
-    torch_distributed.publish_failure("key", "why", store)
+    torch_distributed.publish_failure(store, "key", "why")
     assert not written
     connection.wakes.set()
     while store._late is None or store._late.is_alive():
