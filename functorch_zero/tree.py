@@ -99,7 +99,7 @@ def check_savable(tree: PyTree[Any], what: str, rank: int | None = None) -> None
             )
 
 
-def check_names(tree: PyTree[Any], what: str) -> None:
+def check_keys(tree: PyTree[Any], what: str) -> None:
     """Raise, naming the path, if a key of the tree is named by its place in memory, as objects and
     functions are: no other run would find such a leaf in a checkpoint."""
     for accessor in optree.tree_accessors(tree):

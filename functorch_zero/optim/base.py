@@ -22,14 +22,7 @@ from torch import Tensor
 from ..errors import TransformError, explain
 from ..in_a_loss import refuse_update
 from ..params import engine_of
-from ..tree import (
-    PyTree,
-    check_savable,
-    copied_if_in,
-    named_leaves,
-    same_structure,
-    storages,
-)
+from ..tree import PyTree, check_savable, copied_if_in, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_updates
 from .arguments import check_is_transform, check_number, check_takes

@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_in_words, levels_of
 from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
-from ..step.rows import first_with_rows, leading_sizes, opened, opened_by_path
+from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
 from ..step.state import State, check_state
 from .options import Options, StatePlace
 
@@ -55,7 +55,7 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
         raise StructureError(
             explain(
                 "the batch is empty, and its loss NaN",
-                path=first_with_rows(batch),
+                path=next(path for path, size in sizes_by_path(batch) if size == 0),
                 rank=rank,
                 remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
                 "for nothing",

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..devices import number_on
 from ..errors import StructureError, explain
 from .loss import Outcome, as_tensor
-from .rows import first_with_rows, num_rows, split_rows
+from .rows import num_rows, sizes_by_path, split_rows
 from .weights import as_weight, is_on_device, or_nan, unless_weightless
 
 
@@ -42,7 +42,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
         raise StructureError(
             explain(
                 "the batch is too small",
-                path=first_with_rows(batch),
+                path=sizes_by_path(batch)[0][0],
                 expected=f"{count} rows or more, one per micro-batch",
                 got=rows,
                 remedy="pass larger batches, or accumulate over fewer",

@@ -20,7 +20,7 @@ from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..shared_elements import check_apart
 from ..tree import (
-    check_names,
+    check_keys,
     check_savable,
     named_leaves,
     own_copy,
@@ -224,7 +224,7 @@ def check_value(value: Any, rank: int | None = None) -> None:
     with a tensor in it, and each leaf has a path of its own."""
     check_savable(value, "a program's value", rank)
     named_leaves(value)  # which names a path that two leaves have
-    check_names(value, "a program's value")
+    check_keys(value, "a program's value")
     if not any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(value)):
         raise StructureError(
             explain(

@@ -33,10 +33,9 @@ def total_size(batch: Any) -> int:
     return sum(leading_sizes(batch))
 
 
-def first_with_rows(batch: Any) -> str:
-    """The path of the first leaf whose rows count; "" where no leaf has any."""
-    found = [path for path, leaf in opened_by_path(batch) if _has_rows(leaf)]
-    return found[0] if found else ""
+def sizes_by_path(batch: Any) -> list[tuple[str, int]]:
+    """The leading sizes with their paths, which take long."""
+    return [(path, len(leaf)) for path, leaf in opened_by_path(batch) if _has_rows(leaf)]
 
 
 def num_rows(batch: Any) -> int | None:
@@ -48,7 +47,7 @@ def num_rows(batch: Any) -> int | None:
     sizes = leading_sizes(batch)
     if len({*sizes}) < 2:
         return sizes[0] if sizes else None
-    named = [(path, len(leaf)) for path, leaf in opened_by_path(batch) if _has_rows(leaf)]
+    named = sizes_by_path(batch)
     path, num = next((path, num) for path, num in named if num != sizes[0])
     raise StructureError(
         explain(
@@ -69,19 +68,20 @@ def split_rows(batch: Any, count: int) -> list[Any]:
     Raises:
         StructureError: leaves have unequal rows, or one can't be cut.
     """
-    size, rest = divmod(num_rows(batch) or 0, count)
+    rows = num_rows(batch)
+    size, rest = divmod(rows or 0, count)
     stops = [(n + 1) * size + min(n + 1, rest) for n in range(count)]
-    return _cut(batch, [slice(*at) for at in zip([0, *stops], stops, strict=False)])
+    return _cut(batch, rows, [slice(*at) for at in zip([0, *stops], stops, strict=False)])
 
 
 def without_rows(batch: Any) -> Any:
     """A batch of the same structure with 0 rows."""
-    return _cut(batch, [slice(0)])[0]
+    return _cut(batch, num_rows(batch), [slice(0)])[0]
 
 
-def _cut(batch: Any, parts: Sequence[slice]) -> list[Any]:
-    """These parts of a batch's rows."""
-    rows, by_leaf = num_rows(batch), []
+def _cut(batch: Any, rows: int | None, parts: Sequence[slice]) -> list[Any]:
+    """These parts of a batch's rows, of which there are so many."""
+    by_leaf = []
     for n, leaf in enumerate(opened(batch)):
         cut = _parts_of(leaf, rows, parts)
         if cut is None:
@@ -94,12 +94,10 @@ def _parts_of(leaf: Any, rows: int | None, parts: Sequence[slice]) -> list[Any] 
     """The parts of one leaf; None: it can't be cut, or could in two ways."""
     if _has_rows(leaf):
         return [leaf[part] for part in parts]
-    if _is_single(leaf):
+    if _is_single(leaf) or (_is_list(leaf) and not leaf):
         return [leaf] * len(parts)
     if not _is_list(leaf):
         return None
-    if not leaf:
-        return [leaf] * len(parts)
     # One entry per row; or several lists of these, as default collating makes them
     is_per_row = len(leaf) == rows
     if all(isinstance(x, Tensor) for x in leaf):  # 0-d: a tree of numbers, or one per row
