@@ -29,7 +29,7 @@ _ALL_HERE = "all here"
 
 
 def join_launched_world() -> None:
-    """Initialise torch.distributed, where a launcher has started this process and nobody has."""
+    """Initialise torch.distributed if a launcher has started this process, and it isn't yet."""
     if not dist.is_initialized() and (task := this_task()) is not None:
         join_world(task, None)
 
