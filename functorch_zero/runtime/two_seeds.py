@@ -14,8 +14,9 @@ not run the same nodes aside, so that no collective may follow: a run that comes
 or brings gradients to a unit, ends there, and its function isn't tried.
 
 Note [tensor hooks]: no node tells of the hooks on its outputs. They run between the node that sends
-a gradient and the one that is given it. So where hooks were registered, sent gradients are compared
-with given ones, and where they differ the way between the nodes is run once more, by itself.
+a gradient and the one that is given it. So where hooks were registered, copies of sent gradients
+are compared with given ones, and where they differ the way between the nodes is run once more, by
+itself. A hook that only writes to what it is given returns no other tensor, and shows there, too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class TwoSeeds:
                     node.apply = partial(self._backward, node, function)
                     undo.callback(delattr, node, "apply")
                 if hooked:
-                    self._wrap_hooks(node, node.register_prehook(partial(ways.given, node)), undo)
+                    given = node.register_prehook(partial(ways.given, node))
+                    self._wrap_hooks(node, given, undo)
+                    _put_first(given)  # the node's own are tried by themselves
                     self._wrap_hooks(node, node.register_hook(partial(ways.sent, node)), undo)
             yield
 
@@ -118,11 +121,13 @@ class TwoSeeds:
                 setattr(of_module, name, wrapped)
 
     def _hook(self, hook: Callable[..., Any], what: str, *given: Any) -> Any:
-        """A hook, and aside once more where it has changed a gradient."""
+        """A hook, and aside once more where it has changed a gradient, also in place."""
+        twice_given = [*map(_doubled, given)]  # before it may write to them
         once = hook(*given)
-        if once is not None:
-            twice = self.aside(lambda: hook(*map(_doubled, given)))
-            self.compare(once, twice, f"{what}, {_told(hook, hook)},")
+        if once is not None or not _are_twice(given, twice_given):
+            # The second time, too, it may have written to what it was given
+            twice = self.aside(lambda: (hook(*twice_given), twice_given))
+            self.compare((once, given), twice, f"{what}, {_told(hook, hook)},")
         return once
 
     def aside(self, run: Callable[[], Any]) -> Any:
@@ -141,22 +146,20 @@ class TwoSeeds:
 
     def compare(self, once: Any, twice: Any, what: str) -> None:
         """Raise unless the second results, if there are some, are twice the first."""
-        if twice is None:
+        if twice is None or _are_twice(once, twice):
             return
-        for a, b in zip_longest(_as_tuple(once), _as_tuple(twice)):
-            if not _is_twice(a, b):
-                raise StructureError(
-                    explain(
-                        f"{what} is not linear in the gradient that it is given. On ranks that is "
-                        "the gradient of a share of the batch, and the sum over ranks would not "
-                        "be the whole batch's",
-                        expected="twice as much out of it for twice the gradient",
-                        rank=self._rank,
-                        remedy="what is added to a gradient in backward, a balancing loss say: "
-                        "add it to the loss. Clip and normalise in the optimizer: "
-                        "optim.chain(optim.clip_by_global_norm(1.0), ...)",
-                    )
-                )
+        raise StructureError(
+            explain(
+                f"{what} is not linear in the gradient that it is given. On ranks that is the "
+                "gradient of a share of the batch, and the sum over ranks would not be the whole "
+                "batch's",
+                expected="twice as much out of it for twice the gradient",
+                rank=self._rank,
+                remedy="what is added to a gradient in backward, a balancing loss say: add it to "
+                "the loss. Clip and normalise in the optimizer: "
+                "optim.chain(optim.clip_by_global_norm(1.0), ...)",
+            )
+        )
 
 
 _IT_RAN_ASIDE = (
@@ -215,7 +218,9 @@ class _Copies(_Context):
         return _copied(super().saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
-        return _copied(super().__getattr__(name))
+        # One copy, in which it finds again what it has written
+        copied = vars(self)[name] = _copied(super().__getattr__(name))
+        return copied
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)[name] = value
@@ -233,21 +238,22 @@ class _Ways:
 
     def __init__(self, trial: TwoSeeds, root: Tensor, seed: Tensor):
         self._trial = trial
-        # By node and the number of its output, in the order of their coming
+        # By node and the number of its output, in the order of their coming. Copies: a hook may
+        # write to what it is given
         self._sent: dict[tuple[Any, int], list[Tensor]] = {}
-        self._sent[root.grad_fn, root.output_nr] = [seed]
+        self._sent[root.grad_fn, root.output_nr] = [seed.clone()]
 
     def sent(self, node: Any, grads: Grads, _: Grads) -> None:
         """A node has sent these gradients."""
         for way, grad in zip(node.next_functions, grads, strict=True):
             if grad is not None:
-                self._sent.setdefault(way, []).append(grad)
+                self._sent.setdefault(way, []).append(grad.clone())
 
     def given(self, node: Any, grads: Grads) -> None:
         """A node is given these gradients."""
         for number, grad in enumerate(grads):
             sent = self._sent.pop((node, number), [])
-            if grad is None or not sent or (len(sent) == 1 and sent[0] is grad):
+            if grad is None or not sent:
                 continue
             total = sum(sent[1:], sent[0])
             if not _is_same(total, grad):
@@ -265,14 +271,33 @@ class _Ways:
         )
 
 
+def _put_first(own: Any) -> None:
+    """Let a hook run before the others in its dict."""
+    hooks = own.hooks_dict_ref()
+    # Torch goes by the order in which they were put in, not by an OrderedDict's own
+    for number in [*hooks]:
+        if number != own.id:
+            hooks[number] = hooks.pop(number)
+
+
 def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
     # Unless it has removed itself
     if number in hooks:
         hooks[number] = hook
 
 
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
+def _flat(result: Any) -> Iterator[Any]:
+    """What is in tuples and lists, in these too."""
+    if not isinstance(result, tuple | list):
+        yield result
+        return
+    for one in result:
+        yield from _flat(one)
+
+
+def _are_twice(once: Any, twice: Any) -> bool:
+    """Whether all of the second results are twice the first."""
+    return all(_is_twice(a, b) for a, b in zip_longest(_flat(once), _flat(twice)))
 
 
 def _doubled(given: Any) -> Any:
@@ -286,6 +311,8 @@ def _copied(value: Any) -> Any:
     """A value with copies of its tensors; a sharded param is only read."""
     if type(value) in (tuple, list):
         return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {name: _copied(x) for name, x in value.items()}
     if isinstance(value, Tensor) and not isinstance(value, LazyParam):
         return value.detach().clone()
     return value

@@ -119,7 +119,9 @@ def test_tasks_are_the_ranks_of_one_job(launcher: str) -> None:
     assert started(lambda: launch(total, 2, timeout=30.0), *environments) == [[b] for b in BOTH]
 
 
-@pytest.mark.parametrize("launcher", tiers(["mpich"], [name for name in LAUNCHERS if name != "mpich"]))
+@pytest.mark.parametrize(
+    "launcher", tiers(["mpich"], [name for name in LAUNCHERS if name != "mpich"])
+)
 def test_a_group_initialises_the_world(launcher: str) -> None:
     more = {"MASTER_PORT": free_port()} if launcher == "by name" else {}
     environments = [LAUNCHERS[launcher](rank, **more) for rank in range(2)]

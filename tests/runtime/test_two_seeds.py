@@ -119,6 +119,32 @@ def used_twice(x: Tensor) -> Tensor:
     return x + x.square()
 
 
+def in_place(change: Callable[[Tensor], Any]) -> Callable[..., None]:
+    """A hook that writes to the gradient, or the first of those, that it is given."""
+
+    def hook(given: Any, *_: Any) -> None:
+        change(given if isinstance(given, Tensor) else given[0])
+
+    return hook
+
+
+def clip_(x: Tensor) -> Tensor:
+    return x.clamp_(-LIMIT, LIMIT)
+
+
+def halve_(x: Tensor) -> Tensor:
+    return x.mul_(0.5)
+
+
+def around_a_node(method: str, hook: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        x = x * 1.5
+        getattr(x.grad_fn, method)(hook)
+        return x
+
+    return change
+
+
 def hooked_node(x: Tensor) -> Tensor:
     x = x * 1.5
     assert x.grad_fn is not None
@@ -171,6 +197,16 @@ WRONG: dict[str, tuple[Model, str]] = {
     "in a loss of custom operators": (of(by_operator), "backward of GeneratedBackwardFor"),
     "a node's hook": (of(hooked_node), "hook on MulBackward0, hooked_node"),
     "a node's hook before it": (of(hooked_before_node), "hook on MulBackward0, hooked_before"),
+    "in place, by a tensor's hook": (of(hooked(clip_)), "hook on an output of MulBackward0"),
+    "in place, and no result": (of(hooked(in_place(clip_))), "hook on an output of MulBackward0"),
+    "in place, by a node's hook": (
+        of(around_a_node("register_hook", in_place(clip_))),
+        "hook on MulBackward0",
+    ),
+    "in place, before a node": (
+        of(around_a_node("register_prehook", in_place(clip_))),
+        "hook on MulBackward0",
+    ),
     "a module's hook": (of(torch.sin, "full"), "backward hook of Tanh"),
     "a module's hook before it": (of(torch.sin, "full, before"), "backward hook of Tanh"),
 }
@@ -182,6 +218,12 @@ RIGHT: dict[str, Model] = {
     "straight through": of(lambda x: x + (x.round() - x).detach()),
     "doubled by a hook": of(hooked(lambda grad: 2 * grad)),
     "masked by a hook": of(hooked(lambda grad: grad * (torch.arange(5) < 3))),
+    "halved before a node": of(around_a_node("register_prehook", lambda given: (given[0] / 2,))),
+    "halved in place": of(hooked(halve_)),
+    "halved in place, and no result": of(hooked(in_place(halve_))),
+    "halved in place by a node's hook": of(around_a_node("register_hook", in_place(halve_))),
+    "halved in place before a node": of(around_a_node("register_prehook", in_place(halve_))),
+    "noted in lists and dicts": of(lambda x: Noting.apply(x)),
     "logged by a hook": of(hooked(lambda grad: None)),
     "clipped far off": of(hooked(lambda grad: grad.clamp(-100, 100))),
     "written over": of(lambda x: Product.apply(x, torch.arange(5.0, dtype=x.dtype))),
@@ -210,6 +252,22 @@ class Both(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.factor * grad, None
+
+
+class Noting(torch.autograd.Function):
+    """x -> x exp(1). Its backward notes that it ran, and writes over a tensor that lies in a dict
+    of `ctx`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.ran, ctx.by_name = [], {"factor": torch.ones_like(x).exp()}
+        return x * ctx.by_name["factor"]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.ran.append(1)
+        assert ctx.ran == [1]
+        return ctx.by_name["factor"].mul_(grad)
 
 
 class TwoResults(torch.autograd.Function):
