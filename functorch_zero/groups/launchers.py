@@ -92,7 +92,8 @@ def _by_name(environ: Mapping[str, str]) -> Task | None:
 def _by_slurm(environ: Mapping[str, str]) -> Task | None:
     """By srun."""
     # The shell of salloc and the script of sbatch have the job's variables, and no step
-    if not (environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEP_NODELIST")):
+    of_steps = "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
+    if not any(environ.get(name) for name in of_steps):
         return None
     # SLURM_NTASKS may be the whole job's, of which the step is a part
     of_step = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
@@ -109,7 +110,9 @@ def _by_slurm(environ: Mapping[str, str]) -> Task | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     # Not SLURM_LAUNCH_NODE_IPADDR: srun may run on a login node
     host = LOOPBACK if num_nodes == "1" else _first_host(nodes)
-    job = f"{SLURM} {environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    numbers = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+    # Without both, other steps would meet there, too
+    job = f"{SLURM} {numbers[0]}.{numbers[1]}" if all(numbers) else ""
     return _task(environ, SLURM, said, (rank, size), local, host, job)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import sys
+import warnings
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from ..errors import GroupError
 from .addresses import address_of, interface_of, is_loopback, way_to
 from .deadline import Overdue, within
-from .launchers import BY_NAME, LOOPBACK, Task, this_task
+from .launchers import BY_NAME, LOOPBACK, SLURM, Task, this_task
 
 # For all ranks to come. Kubernetes and scripts start them one by one, the others all at once.
 _SECONDS_TO_MEET, _SECONDS_BY_NAME = 300.0, 1800.0
 _SECONDS_TO_HEAR = 10.0  # for the others to hear of a failure, before rank 0 and its store go
 _ALL_HERE = "all here"
+_IN_A_STEP = "pass SLURM_JOB_ID, SLURM_STEP_ID and SLURM_STEP_NODELIST on to the ranks, or "
 
 
 def join_launched_world() -> None:
@@ -102,9 +104,11 @@ def _store_of(task: Task, seconds: float) -> Any:
     if task.host is None or task.port is None:
         raise GroupError(
             f"{task.launcher} has started {task.size} ranks ({task.said}), and they don't know "
-            f"where to meet. Remedy: set MASTER_ADDR to the host of rank 0 ({LOOPBACK} on one "
-            "machine) and MASTER_PORT to a free port there, the same for all ranks"
+            f"where to meet. Remedy: {_IN_A_STEP if task.launcher == SLURM else ''}set MASTER_ADDR "
+            f"to the host of rank 0 ({LOOPBACK} on one machine) and MASTER_PORT to a free port "
+            "there, the same for all ranks"
         )
+    _check_resolves(task)
     serves = task.rank == 0 and not _agent_serves()
     options: dict[str, Any] = {"timeout": timedelta(seconds=seconds)}
     host, port = task.host, task.port
@@ -133,6 +137,22 @@ def _store_of(task: Task, seconds: float) -> Any:
             "Remedy: if another program has that port, set MASTER_PORT to a free one, the same for "
             "all ranks; if rank 0 is on another host, set MASTER_ADDR to that"
         ) from error
+
+
+def _check_resolves(task: Task) -> None:
+    """torch would try again until the time limit, and say nothing meanwhile."""
+    try:
+        socket.getaddrinfo(task.host, task.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter of a name that is no host's
+        text = (
+            f"rank {task.rank} of {task.size} can't resolve {task.host!r}, the host where the "
+            f"ranks that {task.launcher} has started meet: {error}"
+        )
+        remedy = "set MASTER_ADDR to an address or a name of rank 0's host that resolves here"
+        # A pod has a name once it runs, perhaps after this one
+        if task.launcher != BY_NAME:
+            raise GroupError(f"{text}. Remedy: {remedy}") from None
+        warnings.warn(f"{text}. It may get that name yet. Else {remedy}", stacklevel=2)
 
 
 def _agent_serves() -> bool:

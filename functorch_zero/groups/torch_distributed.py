@@ -55,8 +55,7 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
-            "fz.launch(fn, ranks), or call torch.distributed.init_process_group() in a script "
-            "that torchrun starts. fz.groups.SingleRank() is a group of one rank, and "
+            "fz.launch(fn, ranks), or start the script by torchrun, srun or mpirun. fz.groups.SingleRank() is a group of one rank, and "
             "fz.testing.run_ranks(fn, ranks) starts ranks that are threads"
         )
     if group is None:

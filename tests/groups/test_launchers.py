@@ -155,6 +155,12 @@ def test_two_launches_in_one_job() -> None:
         (by_name(0, 2, MASTER_ADDR=""), 2, "GroupError.*Remedy: set MASTER_ADDR.*MASTER_PORT"),
         (open_mpi(1, 4, OMPI_COMM_WORLD_LOCAL_SIZE="2"), None, "Open MPI.*set MASTER_ADDR"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, None, "PMI_SIZE=2.*set MASTER_ADDR"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"},
+            None,
+            "STEP_NUM_TASKS=2.*where to meet.*SLURM_STEP_ID.*set MASTER_ADDR",
+        ),
+        (slurm(1, MASTER_ADDR="no.invalid"), None, "can't resolve 'no.invalid'.*set MASTER_ADDR"),
         # Each of several would train by itself
         (slurm(1) | by_name(0, 1), None, "one rank, and Slurm has started 2.*unset RANK"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE=2 .*RANK is not set"),
@@ -220,6 +226,17 @@ def test_the_innermost_launcher_counts() -> None:
     assert read(slurm(0), torchrun).launcher == "torchrun"
     # srun may start several torchruns of one rank
     assert read(slurm(1), by_name(0, 1), {"TORCHELASTIC_RUN_ID": "a"}).size == 1
+
+
+def test_tasks_of_a_step_without_its_number_are_ranks() -> None:
+    """A port tells them apart from another step of the job."""
+    unnamed = {"SLURM_STEP_ID": "", "SLURM_STEP_NODELIST": "", "MASTER_PORT": free_port()}
+    assert started(total, *(slurm(rank) | unnamed for rank in range(2))) == BOTH
+
+
+def test_a_pod_that_has_no_name_yet_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="can't resolve 'no.invalid'.*Else set MASTER_ADDR"):
+        rendezvous._check_resolves(read(by_name(0, MASTER_ADDR="no.invalid", MASTER_PORT="1")))
 
 
 @pytest.fixture
