@@ -7,7 +7,6 @@ world size and for every choice of units, so files speak of them.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from math import prod
 from typing import Any, NamedTuple
@@ -390,11 +389,3 @@ def _first_element(tensor: Tensor, byte: int) -> int:
     """The number of the first element that begins at or after a byte; `numel` if none does."""
     number = -(-byte // tensor.element_size())
     return min(max(number, 0), tensor.numel())
-
-
-def digest_of(contents: Contents, *more: Any) -> str:
-    """For ranks to compare before they save: a digest of the leaves' paths, shapes and dtypes, and
-    of all else that they must share."""
-    # Not the elements, of which each rank has its own
-    rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
-    return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

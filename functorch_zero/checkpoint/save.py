@@ -41,8 +41,9 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
         root: a folder that all ranks see; made if need be.
         step: the step function that the state belongs to.
         state: one that `step.init` or `step` returned.
-        user: plain JSON data of your own, the same on every rank: the data loader's position, say.
-            With all else in the manifest, it may have 64 MiB.
+        user: data of your own, the same on every rank: the data loader's position, say. Plain JSON
+            (dicts by strings, lists), and infinities and NaNs besides. With all else in the
+            manifest, it may have 64 MiB.
 
     Raises:
         CheckpointError: on every rank, with the same words: the step is saved already, the disk is
@@ -50,7 +51,8 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
             one failed.
         StructureError: the state is not one of this step, or has leaves that can't be saved.
         DonatedError: the state was used up by a step.
-        MismatchError: ranks have different states or `user`.
+        MismatchError: ranks have different states or `user`; the first difference is named.
+        TypeError: `user` holds something else, which is named.
     """
     # The `async_save` under way ends first, and its error is raised rather than lost
     wait_for_saves(step)

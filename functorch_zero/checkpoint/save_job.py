@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from ..groups.protocol import Group
+from ..sharded.agreement import first_difference, first_unlike
+from ..sharded.readable import told_apart
 from .agreement import together
 from .block_io import BLOCK, CHECKSUM, write_rank_file
-from .contents import digest_of
 from .errors import CheckpointError
 from .files import Temporary, step_folder, write_file
 from .manifest import (
@@ -59,8 +61,11 @@ class SaveJob:
         started = time.monotonic()
         try:
             # Snapshots, and rank 0's folder: rank 0 alone makes and names it
-            begun = together(self._group, f"save to {self._root}", self._begin)
+            what = f"save to {self._root}"
+            begun = together(self._group, what, self._begin)
             _check_agreement(begun)
+            if any(row["digest"] != begun[0]["digest"] for row in begun):
+                raise _difference(together(self._group, what, self._facts), self._group.rank)
             what = f"save step {begun[0]['step']} to {self._root}"
             # Every rank's file is on disk before any rank goes on
             told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
@@ -85,12 +90,22 @@ class SaveJob:
             # Absolute, since other ranks may run in another folder
             self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
             folder = str(self._temporary.path)
-        digest = digest_of(snapshot.contents, snapshot.level, json.dumps(snapshot.user))
         return {
             "step": snapshot.step,
             "root": str(self._root),
             "folder": folder,
-            "digest": digest,
+            "digest": hashlib.sha256(json.dumps(self._facts()).encode()).hexdigest(),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks have alike: not the elements, of which each has its own."""
+        assert self._snapshot is not None
+        held, values = self._snapshot.contents
+        return {
+            "the level": str(self._snapshot.level),
+            "leaves": [f"{h.path}: {h.tensor.dtype} of shape {tuple(h.shape)}" for h in held],
+            "numbers": [f"{path}: {value!r}" for path, value in values.items()],
+            "user": _in_texts(self._snapshot.user),
         }
 
     def _write(self, folder: Path) -> dict[str, Any]:
@@ -136,10 +151,12 @@ def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
     data = encode_manifest(_manifest(snapshot, files, orders))
     if len(data) > MAX_BYTES:
         user = len(json.dumps(snapshot.user, separators=(",", ":")))
+        is_user = user > len(data) // 2
+        by_user = "write large data of your own into a file, and give `user` its name"
         raise CheckpointError(
             f"the manifest would have {len(data)} bytes, {user} of them for `user`, and `load` "
-            f"reads no more than {MAX_BYTES}. Remedy: write large data of your own into a file, "
-            "and give `user` its name; stack leaves of one shape"
+            f"reads no more than {MAX_BYTES}. Remedy: "
+            f"{by_user if is_user else 'stack leaves of one shape'}"
         )
     parse_manifest(data, NAME)
 
@@ -160,11 +177,27 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
                 f"{row['root']}. Remedy: pass the same root on every rank, with no rank's number "
                 "or time in its name"
             )
-        if row["digest"] != begun[0]["digest"]:
-            raise MismatchError(
-                f"ranks 0 and {rank} save states with different leaves, numbers or `user`. Remedy: "
-                "gather what differs by rank into one value that all ranks pass"
-            )
+
+
+def _in_texts(data: Any) -> Any:
+    """Plain data whose numbers are texts, since Python takes 1 and 1.0 for equal."""
+    if isinstance(data, list):
+        return [_in_texts(x) for x in data]
+    if isinstance(data, dict):
+        return {key: _in_texts(data[key]) for key in sorted(data)}
+    return json.dumps(data)
+
+
+def _difference(everyone: Sequence[dict[str, Any]], own_rank: int) -> MismatchError:
+    """The error that tells in what the ranks differ first, by the rows of `_facts`."""
+    rank = first_unlike(everyone)
+    field, *values = first_difference(everyone[0], everyone[rank])
+    ours, theirs = told_apart(*values)
+    return MismatchError(
+        f"the ranks save different things: {field} is {ours} on rank 0 and {theirs} on rank {rank} "
+        f"(this is rank {own_rank}). Remedy: gather what differs by rank into one value that all "
+        "ranks pass"
+    )
 
 
 Orders = dict[int, tuple[int, ...]]  # of dims, by the leaf's number

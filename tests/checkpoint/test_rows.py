@@ -115,6 +115,7 @@ def test_user_data_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert first == second and len(made) == 1
     assert first.startswith(f"could not save to {tmp_path}: rank 0: the manifest would have ")
     assert "8011 of them for `user`, and `load` reads no more than 8000. Remedy: write" in first
+    assert "stack leaves" not in first
     assert checkpoint.latest(tmp_path) == 0 and checkpoint.verify(tmp_path) == {0: []}
 
 

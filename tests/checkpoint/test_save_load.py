@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -369,14 +371,38 @@ def test_a_mistake_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
     assert len(set(texts)) == 1 and "rank 1: " in texts[0] and "seed" in texts[0]
 
 
-@pytest.mark.parametrize("what", ["user", "step"])
-def test_ranks_that_save_different_things(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("users", "words"),
+    [
+        ((0, 1), "user is 0 on rank 0 and 1 on rank 1"),
+        ((1, 1.0), "user is 1 on rank 0 and 1.0 on rank 1"),  # equal to Python
+        (({"a": [1, "x"]}, {"a": [1, "y"]}), r'user\.a\[1\] is "x" on rank 0 and "y" on rank 1'),
+        (({}, {"a": math.inf}), "user.a.* is absent on rank 0 and Infinity on"),
+        (([1], [1, 2]), "the length of user is 1 on rank 0 and 2"),
+        (({"a": 1, "b": 2}, {"b": 2, "a": 1}), None),
+    ],
+)
+def test_ranks_that_save_other_user_data(tmp_path: Path, users: Any, words: str | None) -> None:
+    def save(step: Any, state: Any) -> None:
+        raised = pytest.raises(MismatchError, match=words) if words else contextlib.nullcontext()
+        with raised:
+            checkpoint.save(tmp_path, step, state, user=users[step.group.rank])
+
+    on_ranks(2, 3, save)
+    assert words is None or (checkpoint.latest(tmp_path) is None and not leftovers(tmp_path))
+
+
+def test_ranks_that_save_other_numbers_or_steps(tmp_path: Path) -> None:
     def save(step: Any, state: Any) -> None:
         rank = step.group.rank
-        if what == "step":
-            state = state.replace(step=state.step + rank)
-        with pytest.raises(MismatchError, match="different steps" if what == "step" else "`user`"):
-            checkpoint.save(tmp_path, step, state, user=rank if what == "user" else None)
+        with pytest.raises(MismatchError, match="different steps"):
+            checkpoint.save(tmp_path, step, state.replace(step=state.step + rank))
+        for buffers, words in (
+            ({"n": rank}, r"numbers\[0\] is buffers\.n: 0 on rank 0 and buffers\.n: 1 on rank 1"),
+            ({"x": torch.ones(1 + rank)}, r"leaves\[\d\] is buffers\.x: .*\(1,\).*x: .*\(2,\)"),
+        ):
+            with pytest.raises(MismatchError, match=f"{words}.*Remedy"):
+                checkpoint.save(tmp_path, step, state.replace(buffers=buffers))
 
     on_ranks(2, 3, save)
     assert checkpoint.latest(tmp_path) is None and not leftovers(tmp_path)
