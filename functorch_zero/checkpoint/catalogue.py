@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import warn
+from ..errors import explain, warn
 from .block_io import check_size, entry_of, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened, read_file, remove_folder, step_folder
@@ -20,6 +20,15 @@ PathLike = str | os.PathLike[str]
 def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
     """The manifest and the folder of one step, None being the newest complete one, its files' sizes
     checked."""
+    if not isinstance(root, str | os.PathLike):
+        raise TypeError(
+            explain(
+                "a checkpoint is read from a folder",
+                expected="the root that it was saved to",
+                got=f"a {type(root).__name__}",
+                remedy="checkpoint.save(root, step, state), and pass that root",
+            )
+        )
     found = latest(root) if count is None else count
     if found is None:
         raise CheckpointError(f"{root} has no complete checkpoint")
