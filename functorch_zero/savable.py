@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -90,6 +91,8 @@ def _remedy_for(leaf: Any, name: str) -> str:
     for plain in (bool, int, float, str):
         if isinstance(leaf, plain):  # a file has no place for the subclass
             return f"keep {plain.__name__}(leaf), and make the {name} of it where it is used"
+    if isinstance(leaf, enum.Enum):
+        return "keep leaf.name, a string, and make the enum of it where it is used"
     if isinstance(leaf, complex):
         return "keep torch.tensor(leaf, dtype=torch.complex128)"
     if dataclasses.is_dataclass(leaf):

@@ -97,6 +97,7 @@ def export_weights(
         CheckpointError: there is no such checkpoint, `out` exists, no leaf lies under `trees`, or
             one is of a dtype that safetensors lacks.
         CorruptError: the checkpoint is damaged; the file is named.
+        TypeError: `root` is no path: a `State`, say.
     """
     manifest, folder = chosen(root, count)
     named = named_leaves_in(manifest, trees, names_of(aliases))
@@ -390,8 +391,8 @@ class Import:
             if not _are_equal(leaves[leaf], sources[leaf], found[name]):
                 problems.append(
                     f"{read[leaf]} and {name} are names of one leaf here, and have different "
-                    "values (rename= may give None for one of them, which leaves it out, as a "
-                    "pattern of allow_extra= does)"
+                    "values. Remedy: "
+                    f'rename={{"{name}": None}} lets {read[leaf]} count, or allow_extra="{name}"'
                 )
         if problems:
             raise StructureError(

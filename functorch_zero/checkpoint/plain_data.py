@@ -39,8 +39,8 @@ def encoded(data: Any, path: str) -> Any:
             path=path,
             expected="None, a bool, int, float or str, or lists and dicts of them by strings",
             got=f"a {kind.__name__}" + (f" with keys {list(data)[:5]}" if kind is dict else ""),
-            remedy="pass lists instead of tuples, strings as keys, x.item() of a tensor's or "
-            "numpy's number",
+            remedy="pass lists instead of tuples, strings as keys, x.tolist() of a tensor or "
+            "an array, x.item() of a number of numpy",
         )
     )
 

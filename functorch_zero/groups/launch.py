@@ -168,7 +168,7 @@ def _takes_part(task: Task, ranks: int | None) -> bool:
     if task.size == 1:  # nobody beside it would start ranks, too
         return False
     raise ValueError(
-        f"launch was given ranks={ranks}, and {task.launcher} says that there are {task.size}: "
+        f"launch was given ranks={ranks}, and by {task.launcher} there are {task.size}: "
         f"{task.said}. Remedy: launch(fn) or launch(fn, {task.size}) to be one of those; unset the "
         "variables if they are left over"
     )

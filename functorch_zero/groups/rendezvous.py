@@ -103,7 +103,7 @@ def _store_of(task: Task, seconds: float) -> Any:
     """The store where the ranks of this job meet. Rank 0 serves it, or torchrun's agent."""
     if task.host is None or task.port is None:
         raise GroupError(
-            f"{task.launcher} has started {task.size} ranks ({task.said}), and they don't know "
+            f"by {task.launcher} there are {task.size} ranks ({task.said}), and they don't know "
             f"where to meet. Remedy: {_IN_A_STEP if task.launcher == SLURM else ''}set MASTER_ADDR "
             f"to the host of rank 0 ({LOOPBACK} on one machine) and MASTER_PORT to a free port "
             "there, the same for all ranks"
@@ -133,7 +133,7 @@ def _store_of(task: Task, seconds: float) -> Any:
         does = "serve" if serves else "reach"
         raise GroupError(
             f"rank {task.rank} of {task.size} could not {does} the store at {host}:{port}, "
-            f"where the ranks that {task.launcher} has started meet: {str(error) or 'no answer'}. "
+            f"where the ranks of {task.launcher} meet: {str(error) or 'no answer'}. "
             "Remedy: if another program has that port, set MASTER_PORT to a free one, the same for "
             "all ranks; if rank 0 is on another host, set MASTER_ADDR to that"
         ) from error
@@ -146,7 +146,7 @@ def _check_resolves(task: Task) -> None:
     except (OSError, UnicodeError) as error:  # the latter of a name that is no host's
         text = (
             f"rank {task.rank} of {task.size} can't resolve {task.host!r}, the host where the "
-            f"ranks that {task.launcher} has started meet: {error}"
+            f"ranks of {task.launcher} meet: {error}"
         )
         remedy = "set MASTER_ADDR to an address or a name of rank 0's host that resolves here"
         # A pod has a name once it runs, perhaps after this one

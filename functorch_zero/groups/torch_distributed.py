@@ -55,8 +55,9 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
-            "fz.launch(fn, ranks), or start the script by torchrun, srun or mpirun. fz.groups.SingleRank() is a group of one rank, and "
-            "fz.testing.run_ranks(fn, ranks) starts ranks that are threads"
+            "fz.launch(fn, ranks), or start the script by torchrun, srun or mpirun. "
+            "fz.groups.SingleRank() is a group of one rank, and fz.testing.run_ranks(fn, ranks) "
+            "starts ranks that are threads"
         )
     if group is None:
         return _world_group()

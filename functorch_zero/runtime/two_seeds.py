@@ -155,9 +155,9 @@ class TwoSeeds:
                 "batch's",
                 expected="twice as much out of it for twice the gradient",
                 rank=self._rank,
-                remedy="what is added to a gradient in backward, a balancing loss say: add it to "
-                "the loss. Clip and normalise in the optimizer: "
-                "optim.chain(optim.clip_by_global_norm(1.0), ...)",
+                remedy="if backward adds a gradient, a balancing loss's say, take that loss out "
+                "of backward and add it to the loss; if it clips or normalises, do so in the "
+                "optimizer: optim.chain(optim.clip_by_global_norm(1.0), ...)",
             )
         )
 

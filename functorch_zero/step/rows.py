@@ -114,16 +114,18 @@ def _uncut(path: str, leaf: Any, rows: int | None) -> StructureError:
     got = f"a {type(leaf).__name__}"
     if _is_list(leaf):
         got += f" of {len(leaf)}, the first of them a {type(leaf[0]).__name__}"
-    known = "" if rows is None else f", which are {rows}"
+    each, here = ("a row per example", "") if rows is None else (f"{rows} rows", f", {rows} here,")
+    entries = "an entry per row" if rows is None else f"{rows} entries"
     return StructureError(
         explain(
-            "a batch is cut along its rows, and it can't be told what belongs to each here",
+            f"a batch is cut along its rows{here} and it can't be told which part of this belongs "
+            "to each",
             path=path,
-            expected=f"a tensor or numpy array with a row per example, which tells the rows{known};"
-            " or a list as long of what are no tensors",
+            expected=f"a tensor or array with {each}, a list with {entries} that are no tensors, "
+            "a dict of such, or a number or text that all rows share",
             got=got,
-            remedy="make a tensor of it, or pass a number or a text; close over what is the same "
-            "for all rows",
+            remedy="pass its fields as a dict, or a list with one object per row; close over what "
+            "is the same for all rows",
         )
     )
 

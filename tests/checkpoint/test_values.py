@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "array": (np.zeros(3), r"got a numpy\.ndarray\. Remedy: keep torch\.as_tensor"),
     "int enum": (Mode.FAST, r"got a .*\.Mode\. Remedy: keep int\(leaf\)"),
     "str enum": (Name.FAST, r"got a .*\.Name\. Remedy: keep str\(leaf\)"),
-    "enum": (Plain.FAST, r"got a .*\.Plain\. Remedy"),
+    "enum": (Plain.FAST, r"got a .*\.Plain\. Remedy: keep leaf\.name, a string"),
     "complex": (1j, r"got a complex\. Remedy: .*complex128"),
     "bytes": (b"x", r"got a bytes\. Remedy: keep what stays"),
     "long int": (2**MAX_BITS, rf"expected at most {MAX_BITS} bits, got {MAX_BITS + 1} bits"),

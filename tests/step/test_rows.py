@@ -101,7 +101,7 @@ def test_a_batch_that_is_a_tuple_has_several_parts() -> None:
 
 TWICE = [[1, 2, 3, 4, 5]] * 5  # rows are either lists' entries or the lists
 REFUSED: dict[str, tuple[Any, str]] = {
-    "an object": (object(), "path value, .*which are 5.*got a object"),
+    "an object": (object(), "path value, .*with 5 rows.*got a object"),
     "an object inside": ({"deep": [X, {1, 2}]}, r"path value\.deep\.1, .*got a set"),
     "in a mapping": (UserDict(a={"b": object()}), r"path value\.a\.b, "),
     "a list of others": (NAMES[:4], "path value, .*got a list of 4, the first of them a str"),
