@@ -66,6 +66,10 @@ class ShardedEvalStep:
         # Of this rank's own: the step for one process may have been called before
         self._choices = itertools.count()
 
+    def __repr__(self) -> str:
+        name = getattr(self.unsharded.fn, "__qualname__", type(self.unsharded.fn).__name__)
+        return f"ShardedEvalStep({self.options.in_words}, {name})"
+
     @property
     def group(self) -> Group:
         """The ranks."""

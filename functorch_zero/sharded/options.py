@@ -12,7 +12,7 @@ from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
-from ..layout.levels import Levels, level_of
+from ..layout.levels import Levels, level_in_words, level_of
 from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
@@ -97,6 +97,12 @@ class Options:
             gather=check_gather(gather),
             state_storage=check_state_storage(state_storage),
         )
+
+    @property
+    def in_words(self) -> str:
+        """For the repr of a step: "level 3, rank 0 of 2"."""
+        group = self.group
+        return f"{level_in_words(self.levels.number, [])}, rank {group.rank} of {group.size}"
 
     def describe(self) -> dict[str, Any]:
         """The options as plain data, for comparing ranks. The levels are not among them:

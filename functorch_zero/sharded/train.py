@@ -71,6 +71,10 @@ class ShardedTrainStep:
         self.gather_order = PrefetchOrder(options.group)  # in which the last step gathered units
         self._prepared: PreparedUpdate | None = None  # for the last layout
 
+    def __repr__(self) -> str:
+        name = self.unsharded.optimizer.name.rpartition(".")[2] or "a transform"
+        return f"ShardedTrainStep({self.options.in_words}, {name})"
+
     @property
     def group(self) -> Group:
         """The ranks, `group.rank` and `group.size`."""

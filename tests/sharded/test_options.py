@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import functorch_zero as fz
+from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.mesh import HybridGroup, axes_of
 from functorch_zero.layout.levels import Levels
@@ -41,3 +43,22 @@ def test_ranks_see_every_option() -> None:
     assert {field.name for field in fields(Options)} == {*OTHERS} | compared_apart
     for name, other in OTHERS.items():
         assert replace(OPTIONS, **{name: other}).describe() != OPTIONS.describe(), name
+
+
+def test_a_step_shows_its_level_and_rank() -> None:
+    group = CountingGroup(2)
+    loss = lambda params, buffers, x: x
+    shown = [
+        repr(fz.shard(step, level=level, group=group))
+        for step, level in (
+            (fz.train_step(loss, optim.adamw(0.1)), 3),
+            (fz.eval_step(loss), 1),
+            (fz.program_step(loss, init=loss), {"": 0}),
+        )
+    ]
+    name = loss.__qualname__
+    assert shown == [
+        "ShardedTrainStep(level 3, rank 0 of 2, adamw)",
+        f"ShardedEvalStep(level 1, rank 0 of 2, {name})",
+        f"ShardedProgramStep(levels by leaf, rank 0 of 2, program_step({name}))",
+    ]

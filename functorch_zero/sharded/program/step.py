@@ -112,6 +112,9 @@ class ShardedProgramStep:
         self._calls = EraCounter(self.group)
         self._earlier = EarlierCalls()  # where the step donates
 
+    def __repr__(self) -> str:
+        return f"ShardedProgramStep({self.options.in_words}, {self.unsharded})"
+
     @property
     def group(self) -> Group:
         """The ranks, `group.rank` and `group.size`."""
