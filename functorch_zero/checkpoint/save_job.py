@@ -65,7 +65,8 @@ class SaveJob:
             begun = together(self._group, what, self._begin)
             _check_agreement(begun)
             if any(row["digest"] != begun[0]["digest"] for row in begun):
-                raise _difference(together(self._group, what, self._facts), self._group.rank)
+                facts = together(self._group, what, lambda: self._facts(_in_texts))
+                raise _difference(facts, self._group.rank)
             what = f"save step {begun[0]['step']} to {self._root}"
             # Every rank's file is on disk before any rank goes on
             told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
@@ -90,22 +91,25 @@ class SaveJob:
             # Absolute, since other ranks may run in another folder
             self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
             folder = str(self._temporary.path)
+        # `user` in one text, since a million numbers in texts of their own take a second
+        facts = self._facts(lambda user: json.dumps(user, sort_keys=True))
         return {
             "step": snapshot.step,
             "root": str(self._root),
             "folder": folder,
-            "digest": hashlib.sha256(json.dumps(self._facts()).encode()).hexdigest(),
+            "digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         }
 
-    def _facts(self) -> dict[str, Any]:
-        """What all ranks have alike: not the elements, of which each has its own."""
+    def _facts(self, told: Callable[[Any], Any]) -> dict[str, Any]:
+        """What all ranks have alike, `user` as `told` has it: not the elements, of which each has
+        its own."""
         assert self._snapshot is not None
         held, values = self._snapshot.contents
         return {
             "the level": str(self._snapshot.level),
             "leaves": [f"{h.path}: {h.tensor.dtype} of shape {tuple(h.shape)}" for h in held],
             "numbers": [f"{path}: {value!r}" for path, value in values.items()],
-            "user": _in_texts(self._snapshot.user),
+            "user": told(self._snapshot.user),
         }
 
     def _write(self, folder: Path) -> dict[str, Any]:
