@@ -87,7 +87,8 @@ def test_the_readme_under_torchrun(tmp_path: Path) -> None:
     script = script_of(ROOT / "README.md", tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = run_command(sys.executable, *torchrun, str(script), folder=tmp_path).check()
-    assert len(re.findall(r"^loss \d\.\d\d$", out, re.MULTILINE)) == 2
+    # Two ranks print at once, and their lines may run into each other
+    assert len(re.findall(r"loss \d\.\d\d", out)) == 2
 
 
 @pytest.mark.parametrize("run", [run_in_fork, run_script])

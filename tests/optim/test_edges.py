@@ -27,7 +27,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "bias": (3,),
     "gain": (),
 }
-ROWS = 8  # a power of two: gradients have the same bits on every number of ranks
+ROWS = 8
+# By ranks. Powers of two, so that gradients have the same bits on every number of ranks
+PARTS = {2: [4, 4], 3: [4, 2, 2], 4: [2, 2, 2, 2], 5: [2, 2, 2, 1, 1]}
 Edge = tuple[tuple[float | None, ...], int]  # kinds of batches, and the number of ranks
 ROW_NAMES = [*STATISTICS, *WHOLE, *WRAPPERS, "adamw", "adabelief", "schedule_free_adamw"]
 
@@ -74,9 +76,8 @@ def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> Non
         sharded = fz.shard(fz.train_step(loss_fn, TABLE[name].make()), level=level, group=group)
         part = sharded.init(params())
         for batch in data:
-            part, _ = sharded(
-                part, {k: x.tensor_split(group.size)[group.rank] for k, x in batch.items()}
-            )
+            own = {k: x.split(PARTS[ranks])[group.rank] for k, x in batch.items()}
+            part, _ = sharded(part, own)
         return sharded.unshard(part)
 
     for rank, got in enumerate(run_ranks(one, ranks)):
