@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -88,6 +89,11 @@ def is_fake(x: Tensor) -> bool:
 # (class, shape, None, None, None, dtype, layout, device, pin_memory, requires_grad) -> a tensor of
 # that class without storage. Torch's guide to subclasses says to use it; it has no public name.
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+# For a tensor subclass that sees operators and no functions of torch's: the guide to subclasses
+# names it, and it has no public name.
+disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -236,12 +242,7 @@ def in_custom_function() -> bool:
     Torch has no question for it. The forward of one of them is then among the callers.
     """
     forwards = _codes_of_forwards()
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in forwards:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(frame.f_code in forwards for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def _codes_of_forwards() -> set[CodeType]:
@@ -382,6 +383,18 @@ def is_compiled(module: nn.Module) -> bool:
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return dynamo_imported() and isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def run_untraced(function: Callable[..., Any]) -> None:
+    """Have torch.compile run a function of Python, and all that it calls, instead of tracing them.
+
+    The public `torch.compiler.disable` imports torch._dynamo.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    # The first is for the function's own frame, the second for those that it calls
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:

@@ -3,10 +3,14 @@ the rank, and the remedy."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import traceback
 import warnings
+from types import FrameType
 
+import optree
 import torch
 
 __all__ = [
@@ -63,16 +67,33 @@ def explain(
     return text
 
 
-# Folders of this package and of torch, whose decorators stand between a user and a step
-_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+# Where functions are that stand between a user and a step: folders, and files
+_INSIDE = (
+    *(os.path.dirname(file or "") + os.sep for file in (__file__, torch.__file__, optree.__file__)),
+    contextlib.__file__,
+    "<frozen",
+)
+
+
+def users_frames() -> list[tuple[FrameType, int]]:
+    """The frames that led here and are the user's, from the innermost one outwards, each with its
+    number among all, the caller's being 1."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    rows = [(frame, number) for number, frame in enumerate(frames, 1)]
+    return [row for row in rows if not row[0].f_code.co_filename.startswith(_INSIDE)]
+
+
+def users_line() -> str:
+    """The user's line that led here, for errors: " (train.py:12)"."""
+    for frame, _ in users_frames():
+        return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    return ""
 
 
 def warn(text: str, category: type[Warning]) -> None:
     """Warn, at the user's line that led here: the innermost one outside of this package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    levels = [number for _, number in users_frames()]
+    warnings.warn(text, category, stacklevel=levels[0] if levels else 1)
 
 
 class FunctorchZeroError(Exception):

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from types import CellType
 from typing import Any
 
-import optree
-import torch
+from .errors import users_frames
 
-# Folders whose frames are nobody's
-_INSIDE = tuple(
-    os.path.dirname(file or "") + os.sep for file in (__file__, torch.__file__, optree.__file__)
-)
 _MOST = 1000  # objects of a frame that are looked at
 
 
 def name_in_callers(thing: Any) -> str | None:
     """The name by which the user's code knows an object: "teacher", "value.teacher". The innermost
     function's comes first. None: no variable leads to it. For errors, since it takes long."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_INSIDE, "<frozen")):
-            used = {n: frame.f_globals[n] for n in frame.f_code.co_names if n in frame.f_globals}
-            for name, value in _named({**frame.f_locals, **used}):
-                if value is thing:
-                    return name
-        frame = frame.f_back
+    for frame, _ in users_frames():
+        used = {n: frame.f_globals[n] for n in frame.f_code.co_names if n in frame.f_globals}
+        for name, value in _named({**frame.f_locals, **used}):
+            if value is thing:
+                return name
     return None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import optree
 from torch import Tensor
@@ -73,7 +73,13 @@ class Engine(Protocol):
 
 
 class OnEngine:
-    """A tree that an engine works on: the base class of sharded ones, which `layout` defines."""
+    """A tree that an engine works on: the base class of sharded ones, which `layout` defines.
+
+    Attributes:
+        num_uses: how often it was read so far, or given to a function of the library.
+    """
+
+    num_uses: int
 
     @property
     def engine(self) -> Engine:
@@ -85,21 +91,44 @@ class OnEngine:
         """The rank whose part this is, for errors."""
         raise NotImplementedError
 
-    def extents(self) -> list[Any]:
-        """Of each leaf that is here, in order, the part of the whole leaf that it is: an
-        `Extent`."""
-        raise NotImplementedError
-
     @property
     def told(self) -> str:
         """How it is cut, in words for errors."""
         raise NotImplementedError
 
+    def named_from(self, origin: str, *, is_given: bool = False) -> None:
+        """Note where the tree comes from, in words that are the same on all ranks; and whether a
+        program was given it."""
+        raise NotImplementedError
+
+    @property
+    def story(self) -> Story:
+        """How its leaves were made."""
+        raise NotImplementedError
+
+    @property
+    def leaf_paths(self) -> Sequence[str]:
+        """Of all leaves, as it is cut, for errors."""
+        raise NotImplementedError
+
     @property
     def as_it_lies(self) -> Any:
-        """This rank's part of the tree, wherever it lies: what a storage has moved isn't
-        fetched."""
+        """This rank's part of the tree in plain tensors, wherever it lies: what a storage has moved
+        isn't fetched."""
         raise NotImplementedError
+
+    def with_local(self, tree: Any) -> Any:
+        """The same of other plain tensors, which lie where these do."""
+        raise NotImplementedError
+
+
+class Story(NamedTuple):
+    """How the leaves of a tree were made, for ranks to compare. See Note [words] in
+    `layout.piece`."""
+
+    word: int  # the same on all ranks that have made the tree alike
+    texts: Sequence[str]  # the same in words, leaf by leaf, for errors
+    numbers: Sequence[Any]  # 0-d tensors on a device, which nobody has read
 
 
 def engine_of(*trees: Any) -> Engine | None:
@@ -129,6 +158,28 @@ def check_one_group(*trees: Any) -> None:
 def is_on_engine(node: Any) -> bool:
     """Whether a node of a tree has an engine."""
     return isinstance(node, OnEngine)
+
+
+def as_local(tree: Any) -> Any:
+    """A tree with this rank's plain tensors in the places of its sharded trees and states. Users
+    see these tensors as pieces; this library's own looks at them are no reads."""
+    return optree.tree_map(_as_local, tree, is_leaf=is_on_engine)
+
+
+def _as_local(node: Any) -> Any:
+    return node.as_it_lies if is_on_engine(node) else node
+
+
+def map_local(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The function of each leaf as this rank holds it, in flatten order. Sharded trees and states
+    stay such."""
+
+    def of_node(node: Any) -> Any:
+        if is_on_engine(node):
+            return node.with_local(optree.tree_map(function, node.as_it_lies))
+        return function(node)
+
+    return optree.tree_map(of_node, tree, is_leaf=is_on_engine)
 
 
 @dataclass(frozen=True)

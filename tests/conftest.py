@@ -135,7 +135,9 @@ def children() -> dict[int, str]:
 
 def leftovers(threads: set[threading.Thread], processes: set[int]) -> list[str]:
     """What runs now and is not among these."""
-    new = [f"thread {t.name}" for t in threading.enumerate() if t not in threads]
+    running = [t.name for t in threading.enumerate() if t not in threads]
+    # One that torch.fx starts for its bars of progress
+    new = [f"thread {name}" for name in running if name != "tqdm_monitor"]
     return new + [
         f"process {pid}: {command}" for pid, command in children().items() if pid not in processes
     ]

@@ -555,6 +555,27 @@ def test_dynamo_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.dynamo_imported()
 
 
+def test_run_untraced() -> None:
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: Tensor) -> Tensor:
+        return x * 2
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) + 1
+
+    private.run_untraced(outer)
+    assert torch.compile(outer, backend=backend)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert graphs == []
+    assert torch.compile(inner, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(("marked", "num_graphs"), [(True, 1), (False, 2)])
 def test_mark_dynamic(marked: bool, num_graphs: int) -> None:
     torch.compiler.reset()  # what dynamo has learned of the lambda's sizes

@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
-from ..params import Names, Params, is_on_engine
+from ..params import Names, Params, as_local, is_on_engine
 from ..sharded.checks import sharding_of
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
@@ -115,9 +115,10 @@ def contents_of(step: Step, state: State) -> Contents:
     held: list[Held] = []
     values: dict[str, Value] = {}
     # Leaves that are no tensors, such as an optimizer's plain numbers, go to `values`
-    check_savable(state, "the state")
-    leaves = optree.tree_leaves(state)
-    for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
+    local = as_local(state)
+    check_savable(local, "the state")
+    leaves = optree.tree_leaves(local)
+    for path, leaf, spot in zip(_paths(local), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
             held.append(_held(path, leaf, spot))
         else:
@@ -211,7 +212,7 @@ def _spots(step: Step, state: State) -> list[_Spot]:
     """The spot of every leaf, in flatten order. Buffers, counters and seeds are the same on every
     rank."""
     # State is a pytree: the same tree, with a spot in place of each leaf
-    spots = tree_map(lambda leaf: _EVERYWHERE, state)
+    spots = tree_map(lambda leaf: _EVERYWHERE, as_local(state))
     # Of an unsharded step every leaf stays everywhere, on its one rank
     if isinstance(step, ShardedTrainStep):
         assert state.sharding is not None
@@ -234,7 +235,7 @@ def _spots(step: Step, state: State) -> list[_Spot]:
 
 def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
     """The spots of a tree's leaves, in the tree's structure."""
-    return optree.tree_structure(tree).unflatten(spots)
+    return optree.tree_structure(as_local(tree)).unflatten(spots)
 
 
 def _node_spots(node: Any, axes: Axes) -> Any:
@@ -245,7 +246,7 @@ def _node_spots(node: Any, axes: Axes) -> Any:
         return _in_tree(node, _param_spots(node.sharding.layout, axes))
     if isinstance(node, ShardedOptState):
         layout, plan = node.holding.sharding.layout, node.holding.plan
-        return _in_tree(node, _state_spots(node, plan, layout, axes))
+        return _in_tree(node, _state_spots(node.as_it_lies, plan, layout, axes))
     return _EVERYWHERE
 
 
@@ -274,7 +275,7 @@ def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
 def _piece_spots(tree: ShardedTree, axes: Axes) -> list[_Spot]:
     """The spots of a tree in pieces, as gradients and a momentum like them are."""
     layout, saved = tree.sharding.layout, _saves_pieces(axes)
-    leaves = layout.treedef.flatten_up_to(tree.tree)
+    leaves = layout.treedef.flatten_up_to(tree.local_tree)
     spots = []
     for number, leaf in enumerate(leaves):
         # Frozen leaves have neither gradients nor updates, and a tree that is read only has none

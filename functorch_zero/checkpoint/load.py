@@ -19,7 +19,7 @@ from torch import Tensor
 from .._torch_private import base_of, storage_id
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
-from ..params import is_on_engine
+from ..params import as_local, is_on_engine, map_local
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
@@ -183,7 +183,7 @@ class _Load:
         manifest = self._manifest
         assert manifest is not None and self._old is not None and self._places is not None
         state = self._state_to_fill()
-        tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in optree.tree_leaves(as_local(state)) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):
             # The same elements, in the new tensors
@@ -351,9 +351,8 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
         # Only where the leaf is whole here; a piece lies flat in any case
         if leaf.order is not None and tensor is not None and tensor.shape == leaf.shape:
             new[leaf.path] = in_order(tensor, leaf.order)
-    old, treedef = optree.tree_flatten(state)
-    leaves = [new.get(path, leaf) for path, leaf in zip(paths(state), old, strict=True)]
-    finished: State = treedef.unflatten(leaves)
+    names = iter(paths(as_local(state)))
+    finished: State = map_local(lambda leaf: new.get(next(names), leaf), state)
     # The tensors were made for this state, so that its first step need not copy them
     for node in optree.tree_leaves(finished, is_leaf=is_on_engine):
         if isinstance(node, ShardedTree):
@@ -368,19 +367,18 @@ def blank_state(like: State, *, reuse: bool) -> State:
     they are `like`'s own tensors, with three exceptions: scalars, since the step counter tells
     states apart; leaves whose values don't lie row by row; a second use of the same storage.
     """
-    leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, list[_BlankFlat]] = {}  # by the id of the one that like's leaves are views of
     used = _Ranges()  # addresses of the tensors taken over
-    made = []
-    for leaf in leaves:
+
+    def blank(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            made.append(leaf)
-        elif reuse and _can_be_read_into(leaf) and used.take(leaf.data_ptr(), leaf.nbytes):
-            # Donated storage is taken over once: a second leaf in it gets storage of its own
-            made.append(leaf)
-        else:
-            made.append(_blank(leaf, flats))
-    state: State = treedef.unflatten(made)
+            return leaf
+        # Donated storage is taken over once: a second leaf in it gets storage of its own
+        if reuse and _can_be_read_into(leaf) and used.take(leaf.data_ptr(), leaf.nbytes):
+            return leaf
+        return _blank(leaf, flats)
+
+    state: State = map_local(blank, like)
     return state
 
 
@@ -390,7 +388,7 @@ def _handed_on(like: State) -> State:
     Other tensors are new, since a program's step doesn't write over them either."""
     holders: Counter[int] = Counter()
     for node in optree.tree_leaves(like.value, is_leaf=is_on_engine):
-        holders.update(storages(node))
+        holders.update(storages(as_local(node)))
     flats: dict[int, list[_BlankFlat]] = {}  # as of `_blank`
 
     def is_alone(x: Tensor) -> bool:
@@ -403,10 +401,14 @@ def _handed_on(like: State) -> State:
             if any(map(is_alone, own)):
                 return node.handed_on([x if is_alone(x) else torch.zeros_like(x) for x in own])
         if isinstance(node, ShardedOptState) and _lie_apart(node):
-            leaves = [leaf for leaf in optree.tree_leaves(node) if isinstance(leaf, Tensor)]
+            leaves = [
+                leaf for leaf in optree.tree_leaves(node.as_it_lies) if isinstance(leaf, Tensor)
+            ]
             if all(map(is_alone, leaves)):
-                return node.handed_on(node.tree)
-        return tree_map(blank, node)
+                return node.handed_on(node.as_it_lies)
+        made = map_local(blank, node)
+        # An empty leaf may lie in another tree's flat
+        return made.apart() if isinstance(made, ShardedTree) else made
 
     def blank(leaf: Any) -> Any:
         return _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf
@@ -418,7 +420,7 @@ def _handed_on(like: State) -> State:
 def _lie_apart(state: ShardedOptState) -> bool:
     """Whether each leaf of an optimizer's state can be read into, in a place of its own."""
     used = _Ranges()
-    for leaf in optree.tree_leaves(state):
+    for leaf in optree.tree_leaves(state.as_it_lies):
         if not isinstance(leaf, Tensor):
             continue
         in_rows = leaf.dim() == 0 or _can_be_read_into(leaf)

@@ -208,6 +208,11 @@ class Layout:
     treedef: Any  # optree's PyTreeSpec of the tree
 
     @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Of the leaves, in tree order."""
+        return tuple(leaf.path for leaf in self.leaves)
+
+    @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each leaf in tree order: (number of its bucket, its position there)."""
         # (-1, -1): not placed yet; `make_layout` has seen that each leaf is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from .._torch_private import base_of, register_in_torch, storage_id, transforms_
 from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
-from ..params import Engine, OnEngine
+from ..params import Engine, OnEngine, Story
 from ..tree import PyTree, own_copy
 from .extent import Extent
 from .flat_buffers import (
@@ -36,6 +36,7 @@ from .flat_buffers import (
 )
 from .layout import Bucket, Layout
 from .levels import level_of
+from .piece import History, Piece, story_from, story_of, text_from
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
@@ -59,66 +60,6 @@ def in_a_loss() -> Iterator[None]:
 def is_in_a_loss() -> bool:
     """Whether a sharded loss runs in this thread."""
     return _IN_A_LOSS.get()
-
-
-# Told of the sharded trees and optimizers' states that somebody reads in this thread, and of their
-# leaves
-Reader = Callable[[Any, Sequence[Any]], None]
-_READER: ContextVar[Reader | None] = ContextVar("_READER", default=None)
-
-
-@contextmanager
-def reading_leaves(reader: Reader | None) -> Iterator[None]:
-    """Tell the reader of the trees whose leaves are read inside, and of these leaves; those around
-    it, too. None: tell nobody."""
-    outer = _READER.get()
-
-    def both(node: Any, leaves: Sequence[Any]) -> None:
-        assert outer is not None and reader is not None
-        outer(node, leaves)
-        reader(node, leaves)
-
-    token = _READER.set(reader if reader is None or outer is None else both)
-    try:
-        yield
-    finally:
-        _READER.reset(token)
-
-
-# Told of the sharded trees and optimizers' states that are used in this thread: whose leaves are
-# read, or that are given to a function
-_USER: ContextVar[Callable[[Any], None] | None] = ContextVar("_USER", default=None)
-
-
-@contextmanager
-def telling_uses(user: Callable[[Any], None] | None) -> Iterator[None]:
-    """Tell the user of each use of a tree or state inside: one for which a tree that is used up
-    would raise `DonatedError`. None: nobody is told."""
-    token = _USER.set(user)
-    try:
-        yield
-    finally:
-        _USER.reset(token)
-
-
-def tell_use(node: Any) -> None:
-    """Tell of a use of a tree or state, if somebody asks."""
-    user = _USER.get()
-    if user is not None:
-        user(node)
-
-
-def is_somebody_reading() -> bool:
-    """Whether leaves that are read in this thread are for somebody to compute with. This library's
-    own looks at trees and states are for nobody."""
-    return _READER.get() is not None
-
-
-def tell_reader(node: Any, leaves: Callable[[], Sequence[Any]]) -> None:
-    """Tell the reader, if there is one, that the leaves of a tree or state are read."""
-    reader = _READER.get()
-    if reader is not None:
-        reader(node, leaves())
 
 
 @dataclass(frozen=True)
@@ -224,6 +165,14 @@ class Holding:
             found.append(bucket.extent(k, number))
         return found
 
+    def are_whole(self) -> list[bool]:
+        """Per leaf in tree order, whether every rank holds all of it, by its level."""
+        found = []
+        for b, _ in self.sharding.layout.places:
+            level = level_of(self.sharding.layout.buckets[b])
+            found.append(not (level.cuts_params if self.form == "held" else level.cuts_state))
+        return found
+
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
         copied to."""
@@ -245,17 +194,41 @@ class ShardedTree(OnEngine):
     """This rank's part of a tree, and how the tree is cut: a pytree node around the part.
 
     `tree_map` goes into it and gives a ShardedTree again. A leaf is reached as in the tree itself,
-    `params["head.weight"]`; `tree` is the tree without the node.
+    `params["head.weight"]`; `tree` is the tree without the node. Its leaves are `Piece`s.
+    `local_tree` has plain tensors, for this library.
 
-    The leaves are views of flat buffers, one per bucket, which the node remembers: collectives and
-    kernels move whole buckets. A node made of other leaves finds their flats, or packs them.
+    The local tensors are views of flat buffers, one per bucket, which the node remembers:
+    collectives and kernels move whole buckets. A node made of other leaves finds their flats, or
+    packs them.
+
+    Args:
+        tree: of pieces, or of plain tensors where every rank holds the whole leaf.
+        holding: how it is cut.
+
+    Attributes:
+        holding: as given.
+        origin: the call of the library that has made the tree, or the place in a program's value,
+            in words that are the same on all ranks. See Note [words] in `piece`.
+        is_given: whether the tree is of the value that a program was given.
+        is_used_up: whether a step has taken its storage.
+        num_uses: how often it was read so far, or given to a function of the library.
     """
 
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
-        self._tree: Any = tree  # None: made of the flats when it is asked for
+        # Pieces, for users. None: they are made of the local tensors when somebody asks for them
+        self._tree: Any = tree
+        self._local: Any = None  # the local tensors, where the library has made the tree of them
         self.holding = holding
         self._known: _Known | None = None  # flats that the leaves are known to be views of
-        self.is_used_up = False
+        self.origin, self.is_given = "", False
+        self.is_used_up, self.num_uses = False, 0
+
+    @classmethod
+    def of_local(cls, tree: PyTree[Tensor | None], holding: Holding) -> ShardedTree:
+        """The tree of these local tensors."""
+        made = cls(None, holding)
+        made._local = tree
+        return made
 
     @classmethod
     def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
@@ -321,20 +294,61 @@ class ShardedTree(OnEngine):
                     f"{OF_THIS_RANK}",
                 )
             )
+        self.num_uses += 1
         self._check_not_used_up()
-        # Made from flats: the leaves are cut when somebody first reads them
-        if self._known is not None and self._known.leaves is None:
+        # The pieces are made when somebody first reads them
+        if self._tree is None:
+            self._tree = self._as_pieces(self.local_tree)
+            if self._known is not None:
+                self._known.remember(self._shown(), self._leaves())
+        return self._tree
+
+    def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
+        """Of local tensors the pieces, which require grad where leaves are trained."""
+        layout, holding = self.sharding.layout, self.holding
+        is_trained = holding.form == "held" and not holding.read_only
+        leaves = layout.treedef.flatten_up_to(local)
+        rows = zip(leaves, layout.leaves, holding.extents(), holding.are_whole(), strict=True)
+        made: list[Piece | None] = []
+        for leaf, spec, extent, is_whole in rows:
+            if leaf is None:
+                made.append(None)
+                continue
+            local = leaf.view(extent.shape) if is_whole else leaf
+            text = text_from(self.origin, spec.path)
+            history = History(text, is_given=self.is_given)
+            piece = Piece(
+                local,
+                extent,
+                is_whole=is_whole,
+                history=history,
+                requires_grad=is_trained and spec.trainable,
+            )
+            made.append(piece)
+        return layout.treedef.unflatten(made)
+
+    @property
+    def local_tree(self) -> PyTree[Tensor | None]:
+        """This rank's part in plain tensors, without gradients: whole leaves, or 1-D pieces (n,).
+
+        Raises:
+            StructureError: a leaf is not what the layout says.
+            DonatedError: a step has taken its storage.
+        """
+        self._check_not_used_up()
+        if self._tree is not None:
+            return self.sharding.layout.treedef.unflatten(self._leaves())
+        if self._local is None:
+            assert self._known is not None
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | None]] = []
             for flat, bucket in zip(self._known.flats, layout.buckets, strict=True):
                 if flat is None:
                     parts.append([None] * len(bucket.leaves))
                 else:
-                    parts.append(self._views(flat, bucket))
-            self._tree = to_tree(parts, layout)
-            self._known.remember(self._leaves())
-        tell_reader(self, self._leaves)
-        return self._tree
+                    parts.append(self.holding.views(flat, bucket))
+            self._local = to_tree(parts, layout)
+        return self._local
 
     @property
     def told(self) -> str:
@@ -343,17 +357,12 @@ class ShardedTree(OnEngine):
 
     @property
     def as_it_lies(self) -> PyTree[Tensor]:
-        """The same: no storage moves it."""
-        return self.tree
+        """The local tensors: no storage moves them."""
+        return self.local_tree
 
-    @torch.no_grad()
-    def _views(self, flat: Tensor, bucket: Bucket) -> Sequence[Tensor]:
-        """The bucket's leaves as views of its flat. As whole leaves, held ones require grad where
-        they are trained."""
-        views = self.holding.views(flat, bucket)
-        if self.holding.form != "held" or self.holding.read_only or not bucket.trainable:
-            return views
-        return [view.requires_grad_() for view in views]
+    def with_local(self, tree: PyTree[Tensor | None]) -> ShardedTree:
+        """The same of other local tensors."""
+        return ShardedTree.of_local(tree, self.holding)
 
     @torch.no_grad()
     def flats(self, *, to_write: bool = False) -> list[Any]:
@@ -369,11 +378,11 @@ class ShardedTree(OnEngine):
         self._check_not_used_up()
         known, buckets = self._known, self.sharding.layout.buckets
         # Nobody has seen the leaves, so nobody has changed them
-        if known is not None and known.leaves is None:
+        if known is not None and self._tree is None:
             return known.flats
         leaves = self._leaves()
         # The usual case: one step's result is the next one's argument
-        if known is not None and known.still(leaves) and (known.own or not to_write):
+        if known is not None and known.still(self._shown(), leaves) and (known.own or not to_write):
             return known.flats
         # The updates of a tree that is read only
         if self._is_of_no_updates(leaves):
@@ -393,7 +402,8 @@ class ShardedTree(OnEngine):
         bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
         if all(flat is None or id(flat) in bases for flat in flats):
             self._known = _Known(flats, own=False)
-            self._known.remember(leaves)
+            if self._tree is not None:
+                self._known.remember(self._shown(), leaves)
         return flats
 
     def _is_of_no_updates(self, leaves: Sequence[Tensor | None]) -> bool:
@@ -411,31 +421,39 @@ class ShardedTree(OnEngine):
         """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
         assignments, may have made others. With `some`, any leaf may be None."""
         # Leaves not cut yet come from flats of our own
-        if self._known is not None and self._known.leaves is None:
+        if self._known is not None and self._tree is None:
             return
-        leaves, layout = self._leaves(), self.sharding.layout
-        for bucket in layout.buckets:
-            for n, shape in zip(bucket.leaves, self.holding.shapes(bucket), strict=True):
-                if some and leaves[n] is None:
-                    continue
-                if fault := _fault_of(leaves[n], shape, bucket, self.holding.form):
-                    raise StructureError(
-                        explain(
-                            f"a leaf of a sharded tree, {self.holding.form}, {fault.what}",
-                            path=layout.leaves[n].path,
-                            expected=fault.expected,
-                            got=fault.got,
-                            rank=self.sharding.rank,
-                            remedy=fault.remedy,
-                        )
+        layout, holding = self.sharding.layout, self.holding
+        are_shown = self._tree is not None
+        leaves = self._shown() if are_shown else self._leaves()
+        rows = zip(leaves, layout.places, holding.extents(), holding.are_whole(), strict=True)
+        for n, (leaf, (b, _), extent, is_whole) in enumerate(rows):
+            if some and leaf is None:
+                continue
+            fault = _fault_of(leaf, layout.buckets[b], holding.form)
+            if fault is None and leaf is not None:
+                if are_shown:
+                    fault = _misfit(leaf, extent, is_whole)
+                else:
+                    fault = _local_misfit(leaf, extent, is_whole, holding.form)
+            if fault:
+                raise StructureError(
+                    explain(
+                        f"a leaf of a sharded tree, {holding.form}, {fault.what}",
+                        path=layout.leaves[n].path,
+                        expected=fault.expected,
+                        got=fault.got,
+                        rank=self.sharding.rank,
+                        remedy=fault.remedy,
                     )
+                )
 
     def check_frozen(self) -> None:
         """Raise if a frozen leaf requires grad: in a whole tree it would be trained."""
         self._check_not_used_up()
-        if self._known is not None and self._known.leaves is None:
+        if self._tree is None:
             return
-        for leaf, spec in zip(self._leaves(), self.sharding.layout.leaves, strict=True):
+        for leaf, spec in zip(self._shown(), self.sharding.layout.leaves, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not spec.trainable:
                 raise StructureError(
                     explain(
@@ -445,13 +463,6 @@ class ShardedTree(OnEngine):
                         remedy="set requires_grad before the tree is cut: it stays as it was then",
                     )
                 )
-
-    def extents(self) -> list[Extent]:
-        """Of each leaf that is here, in order, the part of the whole leaf that it is."""
-        self.check_leaves(some=True)
-        leaves = self.sharding.layout.treedef.flatten_up_to(self.tree)  # cut, if nobody has
-        rows = zip(leaves, self.holding.extents(), strict=True)
-        return [extent for leaf, extent in rows if leaf is not None]
 
     @property
     def is_read_only(self) -> bool:
@@ -489,10 +500,10 @@ class ShardedTree(OnEngine):
         """Per leaf of a held tree, whether it requires grad."""
         self._check_not_used_up()
         # Nobody has seen the leaves, so they are as the library makes them
-        if not self.are_leaves_cut:
+        if not self.are_leaves_shown:
             read_only = self.holding.read_only
             return [spec.trainable and not read_only for spec in self.sharding.layout.leaves]
-        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._leaves()]
+        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._shown()]
 
     @property
     def is_made_of_flats(self) -> bool:
@@ -501,14 +512,14 @@ class ShardedTree(OnEngine):
         return self._known is not None and self._known.own
 
     @property
-    def are_leaves_cut(self) -> bool:
-        """Whether somebody has read the leaves, which are cut from flats when that happens."""
-        return self._known is None or self._known.leaves is not None
+    def are_leaves_shown(self) -> bool:
+        """Whether somebody has read the leaves, which become pieces when that happens."""
+        return self._tree is not None
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
         """The same in a tree that is read only, or isn't, whatever its leaves say. Leaves that
         somebody has read are cut anew, without the gradients that theirs may have by now."""
-        if read_only == self.holding.read_only and not self.are_leaves_cut:
+        if read_only == self.holding.read_only and not self.are_leaves_shown:
             return self
         made = ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
         assert made._known is not None
@@ -525,11 +536,11 @@ class ShardedTree(OnEngine):
         """The same under this name."""
         if name == self.holding.name or self.is_used_up:
             return self
-        made, known = ShardedTree(self._tree, replace(self.holding, name=name)), self._known
-        if known is not None and known.leaves is None:
-            # Each node cuts leaves of its own
-            known = _Known(known.flats, own=known.own)
-        made._known = known
+        made = ShardedTree(self._tree, replace(self.holding, name=name))
+        made._local, made._known = self._local, self._known
+        if self._tree is None and self._known is not None:
+            # Each node has leaves of its own
+            made._known = _Known(self._known.flats, own=self._known.own)
         return made
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
@@ -550,18 +561,29 @@ class ShardedTree(OnEngine):
             # Nobody writes to a frozen one, which other trees may have
             if bucket.trainable:
                 self.holding.donated[flat.untyped_storage()] = None
-        self._tree, self._known, self.is_used_up = None, None, True
+        self._tree = self._local = self._known = None
+        self.is_used_up = True
+        return made
+
+    def apart(self) -> ShardedTree:
+        """The same, of whose storage no step has taken anything, nor will from another tree."""
+        made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
+        made._local, made._known = self._local, self._known
         return made
 
     def _check_not_used_up(self) -> None:
-        tell_use(self)
         # A step has taken flats of a tree that this one was made of: few trees come here
         if self.is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
             raise _donated()
 
     def _lies_in_donated_flats(self) -> bool:
         known = self._known
-        leaves = known.flats if known is not None and known.leaves is None else self._leaves()
+        if self._tree is not None:
+            leaves = [_local_of(leaf, self.holding.form) for leaf in self._shown()]
+        elif known is not None:
+            leaves = known.flats
+        else:
+            leaves = optree.tree_leaves(self._local)
         donated = self.holding.donated
         # Leaves need not be tensors: `tree_map` makes trees of numbers, too
         return any(isinstance(x, Tensor) and x.untyped_storage() in donated for x in leaves)
@@ -569,21 +591,47 @@ class ShardedTree(OnEngine):
     def cut_by(self, sharding: Sharding) -> ShardedTree:
         """The same leaves under another sharding, which is equal."""
         made = ShardedTree(self._tree, replace(self.holding, sharding=sharding))
-        made._known = self._known
+        made._local, made._known = self._local, self._known
         return made
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
 
-    def _leaves(self) -> list[Tensor | None]:
-        """In tree order, None where masked."""
-        leaves: list[Tensor | None] = self.sharding.layout.treedef.flatten_up_to(self._tree)
+    def named_from(self, origin: str, *, is_given: bool = False) -> None:
+        """Note where the tree comes from: ranks have made it alike. Leaves that nobody has read
+        remember it."""
+        if self._tree is None:
+            self.origin, self.is_given = origin, is_given
+
+    @property
+    def story(self) -> Story:
+        """How the leaves were made: see Note [words] in `piece`."""
+        if self._tree is None:
+            return story_from(self.origin, self.sharding.layout.paths)
+        return story_of(self._shown())
+
+    @property
+    def leaf_paths(self) -> Sequence[str]:
+        """Of all leaves, in tree order."""
+        return self.sharding.layout.paths
+
+    def _shown(self) -> list[Any]:
+        """The leaves that users see, in tree order; None where masked."""
+        leaves: list[Any] = self.sharding.layout.treedef.flatten_up_to(self._tree)
         return leaves
+
+    def _leaves(self) -> list[Any]:
+        """The local tensors, in tree order; None where masked."""
+        treedef = self.sharding.layout.treedef
+        if self._tree is None:
+            leaves: list[Any] = treedef.flatten_up_to(self.local_tree)
+            return leaves
+        return [_local_of(leaf, self.holding.form) for leaf in self._shown()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Engine and memory of flats stay behind; see `Holding.__reduce__`
-        return ShardedTree, (self.tree, self.holding)
+        return ShardedTree.of_local, (self.local_tree, self.holding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTree:
         """A tree of its own on the same ranks, trained where this one is."""
@@ -653,8 +701,19 @@ class _Fault(NamedTuple):
     remedy: str
 
 
-def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> _Fault | None:
-    """The fault of a leaf that lies in this bucket, in this shape; None: it has none."""
+def _local_of(leaf: Any, form: Form) -> Any:
+    """A leaf that users see as this rank holds it; what isn't one stays as it is."""
+    is_piece = isinstance(leaf, Piece)
+    local = leaf.local if is_piece else leaf
+    if not isinstance(local, Tensor):
+        return local
+    # Plain tensors are whole leaves; in the form of pieces these are 1-D, too
+    is_whole = leaf.is_whole if is_piece else True
+    return local.detach().reshape(-1) if is_whole and form == "pieces" else local
+
+
+def _fault_of(leaf: Any, bucket: Bucket, form: Form) -> _Fault | None:
+    """The fault of a leaf that lies in this bucket; None: it has none."""
     # In pieces, frozen leaves have neither gradients nor updates
     if form == "pieces" and not bucket.trainable:
         if leaf is None:
@@ -665,9 +724,6 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
         return _Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
     if leaf.layout != torch.strided:
         return _Fault("is sparse", torch.strided, leaf.layout, "pass leaf.to_dense()")
-    if leaf.shape != shape:
-        remedy = "combine leaves elementwise; a piece is 1-D, and a part of its leaf"
-        return _Fault("has another shape", shape, tuple(leaf.shape), remedy)
     # Gradients and updates may be of another dtype than params: only held leaves are compared
     if form == "held" and leaf.dtype != bucket.dtype:
         remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
@@ -675,22 +731,49 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
     return None
 
 
+def _misfit(leaf: Tensor, extent: Extent, is_whole: bool) -> _Fault | None:
+    """The fault of a leaf that users see, in a place of this extent."""
+    if isinstance(leaf, Piece):
+        if (leaf.extent, leaf.is_whole) == (extent, is_whole):
+            return None
+        remedy = "combine leaves of trees that are cut alike, by tree_map"
+        return _Fault("is a part of another one", extent, leaf.extent, remedy)
+    if not is_whole:
+        remedy = "make it by tree_map of a tree that is cut alike, torch.zeros_like say"
+        return _Fault("is a plain tensor", "a piece", f"shape {(*leaf.shape,)}", remedy)
+    if leaf.shape != extent.shape:
+        return _Fault("has another shape", extent.shape, (*leaf.shape,), _ELEMENTWISE)
+    return None
+
+
+def _local_misfit(leaf: Tensor, extent: Extent, is_whole: bool, form: Form) -> _Fault | None:
+    """The fault of a plain tensor of this library's own, in a place of this extent."""
+    # In the form of pieces all are 1-D
+    shape = extent.shape if is_whole and form == "held" else (extent.num_here,)
+    if leaf.shape != shape:
+        return _Fault("has another shape", shape, (*leaf.shape,), _ELEMENTWISE)
+    return None
+
+
+_ELEMENTWISE = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
+
+
 class _Known:
-    """Flats, and the leaves that were cut from them (None: not yet). `own`: no other tree's leaves
-    are known to lie in them."""
+    """Flats, and the leaves that lie in them, once users have seen these. `own`: no other tree's
+    leaves are known to lie there."""
 
     def __init__(self, flats: list[Any], *, own: bool = True):
         self.flats, self.own = flats, own
-        self.leaves: list[Any] | None = None
+        self._shown: list[Any] = []
         self._as_they_were: list[list[Any]] = []
 
-    def remember(self, leaves: list[Tensor | None]) -> None:
-        self.leaves, self._as_they_were = leaves, _where_they_lie(leaves)
+    def remember(self, shown: list[Any], leaves: list[Any]) -> None:
+        """Note the leaves, as users see them and as they are here."""
+        self._shown, self._as_they_were = shown, _where_they_lie(leaves)
 
-    def still(self, leaves: list[Tensor | None]) -> bool:
+    def still(self, shown: list[Any], leaves: list[Any]) -> bool:
         """Whether the leaves are those, lying where they lay."""
-        assert self.leaves is not None
-        same = all(map(is_, leaves, self.leaves))
+        same = all(map(is_, shown, self._shown))
         return same and _where_they_lie(leaves) == self._as_they_were
 
 

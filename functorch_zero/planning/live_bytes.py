@@ -26,6 +26,8 @@ from .._torch_private import (
     reads_number,
     storage_id,
 )
+from ..layout.piece import Piece
+from ..params import as_local
 from ..sharded_optim.state_plan import is_placeholder
 from ..tree import has_values
 from .report import KINDS
@@ -78,6 +80,9 @@ class LiveBytes(QuickDispatchMode):
         self._written: set[int] = set()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A leaf of a sharded tree runs operators on what is here
+        if Piece in types:
+            return NotImplemented
         kwargs = kwargs or {}
         facts = _facts_of(func)
         # A view has the storage of its base, which is followed already
@@ -203,7 +208,7 @@ class LiveBytes(QuickDispatchMode):
 def bytes_held(tree: Any) -> int:
     """Bytes of the storages that a tree's tensors lie in."""
     sizes = {}  # by storage: several leaves may be views of one
-    for leaf in optree.tree_leaves(tree):
+    for leaf in optree.tree_leaves(as_local(tree)):
         if isinstance(leaf, Tensor):
             sizes[storage_id(leaf)] = leaf.untyped_storage().nbytes()
     return sum(sizes.values())

@@ -8,7 +8,6 @@ how many gradients come before a step that donates may write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
-from ..params import is_on_engine
+from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.program.agreement import ProgramAgreement
-from ..sharded.program.donation import donation_here
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
-from ..sharded.program.piece_watch import PieceWatch, unwatched
+from ..sharded.program.ledger import Ledger
 from ..sharded.program.results import StepResults
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.storage import is_moved
@@ -134,19 +132,22 @@ class _ImaginedAgreement:
     def on_first_value(self, value: Any, fills: Any) -> None:
         return None
 
-    def before_call(self, step: int, calls: Sequence[str]) -> None:
-        return None  # most steps aren't looked at
+    def looks_at(self, call: int) -> bool:
+        return False  # most steps aren't looked at
 
-    def before_writing(self, step: int, calls: Sequence[str]) -> None:
+    def before_call(self, ledger: Ledger) -> None:
+        return None
+
+    def before_writing(self, ledger: Ledger) -> None:
         with self._watch.live.paused():
-            self._agreement.before_writing(step, calls)
+            self._agreement.before_writing(ledger)
 
-    def on_results(self, results: StepResults) -> None:
+    def on_results(self, ledger: Ledger, results: StepResults) -> None:
         self._watch.enter("metrics")
         # The same message about no results: a digest has the same length whatever it is of
-        nothing = results._replace(value=(), metrics={}, watch=PieceWatch(self._rank), look=False)
+        nothing = results._replace(value=(), metrics={}, look=False)
         with self._watch.live.paused():
-            self._agreement.on_results(nothing)
+            self._agreement.on_results(ledger, nothing)
 
 
 class _AnnouncedEngine:
@@ -168,20 +169,19 @@ class _AnnouncedEngine:
 
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss = self._watch.announced(call.loss)
-        with unwatched():
-            run = self._engine.open_gradient(call, tree)
-            local = differentiate(run)
-            self._watch.enter("metrics")
-            with self._watch.live.paused():
-                numbers = with_numbers(local.passed, call.buffers, self._watch.live)
-                report = agree_on(run, local._replace(passed=numbers))
-            # The program's own code may not read the means either
-            metrics = {"loss": local.passed.outcome.loss.detach()}
-            for name, value in local.passed.outcome.metrics.items():
-                metrics[name] = as_metric(value)
-            results, grads = finish(run, local, report._replace(metrics=metrics))
-            if donation := donation_here():
-                donation.num_taken += 1
+        run = self._engine.open_gradient(call, tree)
+        local = differentiate(run)
+        self._watch.enter("metrics")
+        with self._watch.live.paused():
+            numbers = with_numbers(local.passed, call.buffers, self._watch.live)
+            report = agree_on(run, local._replace(passed=numbers))
+        # The program's own code may not read the means either
+        metrics = {"loss": local.passed.outcome.loss.detach()}
+        for name, value in local.passed.outcome.metrics.items():
+            metrics[name] = as_metric(value)
+        results, grads = finish(run, local, report._replace(metrics=metrics))
+        if run.scope is not None and run.scope.donation is not None:
+            run.scope.donation.num_taken += 1
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
         return results, grads
@@ -206,10 +206,8 @@ class _AnnouncedEngine:
         return new, after
 
     def _adopt_state(self, state: ShardedOptState) -> None:
-        # No read of the program's
-        with reading_leaves(None):
-            self._watch.live.adopt(_tensors(state), "state")
-            self._watch.live.adopt(_stored_in(state), None)
+        self._watch.live.adopt(_tensors(state), "state")
+        self._watch.live.adopt(_stored_in(state), None)
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
@@ -236,9 +234,9 @@ def _stored_in(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
         if is_stored(node):
-            found += filter(is_moved, optree.tree_leaves(node))
+            found += filter(is_moved, optree.tree_leaves(node.as_it_lies))
     return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in optree.tree_leaves(as_local(tree)) if isinstance(leaf, Tensor)]

@@ -27,6 +27,7 @@ from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
+from ..params import as_local
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
@@ -99,7 +100,9 @@ class ImaginedStep:
         with whole:
             run = self._open(params, buffers, batch)
             # The step uses up the tree that it is given, as donated; the plan counts leaves alone
-            state: State = tree_map(lambda x: x, run.state.replace(params=run.state.params.tree))
+            state: State = tree_map(
+                lambda x: x, run.state.replace(params=run.state.params.local_tree)
+            )
         with whole, uncompiled():
             last_order = self._order_before(run, order)
             # Tensors made so far have no kind, or that of activations
@@ -166,7 +169,7 @@ class ImaginedStep:
             (None, self.stored_in(state)),
         )
         for kind, tree in kinds:
-            leaves = optree.tree_leaves(tree)
+            leaves = optree.tree_leaves(as_local(tree))
             self.live.adopt([leaf for leaf in leaves if isinstance(leaf, Tensor)], kind)
 
     def _differentiate(self, run: Run, order: PrefetchOrder) -> LocalResults:

@@ -138,7 +138,7 @@ def shard(
     >>> step = fz.train_step(loss_fn, fz.optim.sgd(0.1))
     >>> step = fz.shard(step, level={"": 3, "**.adapter": 1}, group=fz.groups.SingleRank())
     >>> for path, leaf in step.init(params, buffers).params.items():  # whole below level 3
-    ...     print(path, tuple(leaf.shape))
+    ...     print(path, tuple(leaf.local.shape))
     0.base.weight (16,)
     0.adapter.weight (4, 4)
     1.base.weight (16,)

@@ -105,16 +105,33 @@ def report_of(
         size: of this rank's batch, for the ranks to compare.
         batch: a digest of it; 0: this rank says nothing.
     """
-    has_weight = "no weight" if means.weight is None else "a weight"
-    # Names in their order, since sums are matched by position
-    told = tell([*means.values, has_weight, *log], flags, group, size, batch)
+    told = tell([*words_of(means), *log], flags, group, size, batch)
     means.work.wait()
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
-        raise _other_collectives(group, log)
+        raise other_collectives(group, log)
     if copy.num > 1:
         check_copies(copy, _own_numbers(means), group)
+    found = _report(means, copy)
+    return found._replace(flags=told.flags, sizes=told.sizes, same_batch=told.same_batch)
 
+
+def words_of(means: MeansUnderWay) -> list[str]:
+    """The words of a rank's metrics, which all ranks must have equal."""
+    has_weight = "no weight" if means.weight is None else "a weight"
+    # Names in their order, since sums are matched by position
+    return [*means.values, has_weight]
+
+
+def report_later(means: MeansUnderWay) -> Report:
+    """The means alone, of ranks that compare their words later, and undo the step where these
+    differ. No communication, but the wait for the means."""
+    means.work.wait()
+    return _report(means, ONLY_COPY)
+
+
+def _report(means: MeansUnderWay, copy: Copy) -> Report:
+    """The metrics' weighted means over ranks, and the sum of the weights."""
     sent = means.vector[: 2 + len(means.values)]  # zeros come behind
     num_weighty, total, *sums = sent.unbind()
     # Where no batch weighs anything the sums are 0
@@ -127,9 +144,9 @@ def report_of(
         metrics,
         weight=total / copy.num,
         num_weighty=num_weighty / copy.num,
-        flags=told.flags,
-        sizes=told.sizes,
-        same_batch=told.same_batch,
+        flags=[],
+        sizes=None,
+        same_batch=None,
     )
 
 
@@ -170,7 +187,7 @@ def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device
     return F.pad(numbers, (0, -len(numbers) % WIDTH))
 
 
-def _other_collectives(group: Group, log: Sequence[str]) -> GroupError:
+def other_collectives(group: Group, log: Sequence[str]) -> GroupError:
     # A rank knows only its own log: each tells where it was
     at = log[0] if log else "none"
     started = log[1:]

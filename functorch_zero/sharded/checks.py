@@ -161,7 +161,7 @@ def own_params(state: State, rank: int) -> ShardedTree:
         return params.cut_by(sharding)  # type: ignore[no-any-return]
     holding = replace(params.holding, sharding=sharding, donated=WeakIdKeyDictionary())
     if params.holding == holding:
-        return ShardedTree(tree_map(torch.clone, params.tree), holding)
+        return ShardedTree.of_local(tree_map(torch.clone, params.local_tree), holding)
     raise StructureError(
         explain(
             "state.params are of a step that cuts them in another way",
@@ -181,5 +181,5 @@ def _cut_in_words(layout: Layout, level: int | None) -> str:
 
 
 def _fits(params: ShardedTree, layout: Layout) -> bool:
-    fits: bool = optree.tree_structure(params.tree) == layout.treedef
+    fits: bool = optree.tree_structure(params.local_tree) == layout.treedef
     return fits

@@ -16,7 +16,7 @@ from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..layout.sharded_tree import ShardedTree
-from ..params import is_on_engine
+from ..params import as_local, is_on_engine
 from ..precision import short
 from ..runtime.unshard import Gather
 from ..sharded_optim.sharded_state import ShardedOptState
@@ -224,7 +224,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
         if isinstance(node, ShardedTree):
             rows += _rows_of_tree(name or node.holding.name, node, gather)
         elif isinstance(node, ShardedOptState):
-            tensors = [x for x in optree.tree_leaves(node) if isinstance(x, Tensor)]
+            tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
             shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
             rows.append(_plain(name, tensors, shares or "whole"))
     # Sharded nodes and parts are left out: they have rows of their own
@@ -239,7 +239,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
 def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[Row]:
     """A row per bucket of a sharded tree that has leaves here."""
     layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
-    leaves = layout.treedef.flatten_up_to(tree.tree)
+    leaves = layout.treedef.flatten_up_to(tree.local_tree)
     rows = []
     for unit in layout.units:
         for b in unit.buckets:
@@ -306,7 +306,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
 
     `gather` None: nothing travels, since there is one rank.
     """
-    params: list[Tensor] = optree.tree_leaves(state.params)
+    params: list[Tensor] = optree.tree_leaves(as_local(state.params))
     # By the param's number: its leaves of the optimizer's state
     slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
     shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,8 +24,8 @@ from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.program import read_only
-from ..step.rng import replayed
-from ..step.rows import total_size
+from ..step.rng import Streams, replayed
+from ..step.rows import leading_sizes, total_size
 from ..step.state import State, TrainValue
 from ..step.weights import check_weight_value
 from ..tree import PyTree
@@ -37,7 +36,6 @@ from .failures import sharing_failures
 from .options import Options
 from .params import make_unit_flats
 from .program.engine import ShardedEngine
-from .program.piece_watch import PieceWatch
 from .publish import held_flats_of
 from .storage import fetched
 
@@ -63,8 +61,6 @@ class ShardedEvalStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.gather_order = self.engine.orders
-        # Of this rank's own: the step for one process may have been called before
-        self._choices = itertools.count()
 
     def __repr__(self) -> str:
         name = getattr(self.unsharded.fn, "__qualname__", type(self.unsharded.fn).__name__)
@@ -148,7 +144,8 @@ class ShardedEvalStep:
             found.metrics, found.weight, group, log, copy=copy, size=size, device=device
         )
         reminder = self.unsharded.reminder
-        reminder.compare_ranks(batch, found.weight, report.sizes, group.rank)
+        rows = leading_sizes(batch)
+        reminder.compare_ranks(rows, found.weight, report.sizes, group.rank)
         weight = None if found.weight is None else report.weight
         metrics = report.metrics
         return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)
@@ -203,22 +200,23 @@ class ShardedEvalStep:
     def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
         average say; as held between steps. Collectives: those of `publish`.
-
-        Now and then, from the first call on, functions of pieces that whole leaves have another
-        value of are refused.
         """
         pieces = pieces_of(flats, state.params.holding)
         opt_state = fetched(self.options.state_storage, state.opt_state)
         known = _known_as_cut(opt_state, state)
-        if known is not None and is_looked_at(next(self._choices)):
-            watch = PieceWatch(
-                self.group.rank, of="eval_step(params=...)", remedy=_REMEDY, by_library=True
-            )
-            with watch.running():
-                # Read here, so that the watch sees which leaves are pieces
-                chosen = self.unsharded.chosen(known.tree, pieces.tree)
-        else:
-            chosen = self.unsharded.chosen(opt_state, pieces.tree)
+
+        def as_held(tree: Any) -> Any:
+            shown = ShardedTree(tree, pieces.holding)
+            shown.check_leaves(some=True)
+            return shown.local_tree
+
+        # As in a program, of numbers that are the same on every rank
+        with Streams(state.seed, state.step).of_program(flats[0].device):
+            if known is None:
+                chosen = self.unsharded.chosen(opt_state, pieces.local_tree)
+            else:
+                # Leaves are pieces, which refuse functions that whole leaves have another value of
+                chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
         return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)
 
 
@@ -230,12 +228,6 @@ def _known_as_cut(opt_state: Any, state: State) -> ShardedOptState | None:
     if plan is None or optree.tree_structure(opt_state) != plan.treedef:
         return None
     return ShardedOptState(opt_state, StateHolding(state.sharding, plan))
-
-
-_REMEDY = (
-    "combine the trees elementwise there, by tree_map; compute all else in the evaluation, which "
-    "is given whole leaves, or in the optimizer, by optim.with_statistics"
-)
 
 
 def _is_held(node: Any) -> bool:

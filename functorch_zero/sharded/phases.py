@@ -33,7 +33,7 @@ from ..step.loss import Metrics, Outcome
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState
 from ..step.rng import replayed
-from ..step.rows import total_size
+from ..step.rows import leading_sizes, total_size
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep, merged_metrics
 from ..step.weights import check_weight_value
@@ -214,7 +214,8 @@ def agree_on(
     *changed, unfit, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
-    run.step.reminder.compare_ranks(run.batch, outcome.weight, report.sizes, group.rank)
+    rows = leading_sizes(run.batch)
+    run.step.reminder.compare_ranks(rows, outcome.weight, report.sizes, group.rank)
     batches.note(digest, report.same_batch, group.rank)
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and policy.nonfinite == "raise":
@@ -250,8 +251,8 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
 
     # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)
-    measured.see("grad_norm", lambda: grads.tree)
-    measured.see("param_norm", lambda: view.tree)
+    measured.see("grad_norm", lambda: grads.local_tree)
+    measured.see("param_norm", lambda: view.local_tree)
     if agreed.fine:
         with ranged("update"):
             opt_state = run.updater.fetched(opt_state)
@@ -263,7 +264,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             )
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
-        measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
+        measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.local_tree))
 
     metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state))
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))

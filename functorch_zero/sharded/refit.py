@@ -26,7 +26,7 @@ from ..layout.layout import Bucket
 from ..layout.levels import level_of
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
-from ..params import Engine, is_on_engine
+from ..params import Engine, as_local, is_on_engine, map_local
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf
@@ -114,7 +114,8 @@ def first_parts(params: PyTree[Tensor], sharding: Sharding, engine: Engine, numb
         if level_of(bucket).cuts_params:
             leaf = leaf.reshape(-1)[extent.in_leaf]
         made.append(leaf.detach().clone())
-    return ShardedTree(layout.treedef.unflatten(made), Holding(sharding, "held", engine, number))
+    holding = Holding(sharding, "held", engine, number)
+    return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
 
 
 def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTree[Any]:
@@ -142,7 +143,8 @@ def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTr
         pairs = [(theirs[path], ours[path]) for path in moving[dtype]]
         leaves |= zip(moving[dtype], _moved(pairs, group), strict=True)
     check_values(leaves, what, group.rank)
-    return _laid_out(optree.tree_structure(new).unflatten([*leaves.values()]))
+    made = iter(leaves.values())
+    return _laid_out(map_local(lambda _: next(made), new))
 
 
 def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
@@ -219,12 +221,12 @@ def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
             found += _parts_of_state(node, num_ranks)
         else:
             found.append(_everywhere(node, num_ranks))
-    return dict(zip(paths(value), found, strict=True))
+    return dict(zip(paths(as_local(value)), found, strict=True))
 
 
 def _parts_of_tree(node: ShardedTree, num_ranks: int) -> Iterator[Part]:
     layout = node.sharding.layout
-    leaves = layout.treedef.flatten_up_to(node.tree)
+    leaves = layout.treedef.flatten_up_to(node.local_tree)
     for leaf, spec, (b, k) in zip(leaves, layout.leaves, layout.places, strict=True):
         if leaf is None:  # in pieces, of a frozen leaf
             continue
@@ -245,7 +247,7 @@ def _range_in(bucket: Bucket, k: int, piece_number: int) -> Range:
 
 
 def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
-    leaves, layout = optree.tree_leaves(node.tree), node.holding.sharding.layout
+    leaves, layout = optree.tree_leaves(node.as_it_lies), node.holding.sharding.layout
     for leaf, plan in zip(leaves, node.holding.plan.leaves, strict=True):
         if plan.kind == "follows":
             b, k = layout.places[plan.leaf]
@@ -275,7 +277,7 @@ def _laid_out(value: PyTree[Any]) -> PyTree[Any]:
             return ShardedTree.of_flats(node.flats(), node.holding)
         if isinstance(node, ShardedOptState):
             sharding, plan = node.holding.sharding, node.holding.plan
-            made = lay_out_state(node.tree, plan, sharding.layout, sharding.piece_number)
+            made = lay_out_state(node.as_it_lies, plan, sharding.layout, sharding.piece_number)
             return ShardedOptState(made, node.holding)
         return node
 

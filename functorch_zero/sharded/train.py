@@ -304,13 +304,13 @@ class ShardedTrainStep:
             past: the update that the state is of; `prepared` is the new params'.
         """
         # First states of new leaves follow from the params as they are now
-        fresh = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
+        fresh = self.unsharded.optimizer.init(params.pieces().local_tree, prepared.across)
         check_reported(self.unsharded.metrics, fresh)
         new = ShardedOptState(fresh, StateHolding(params.sharding, prepared.plan))
         assert state.sharding is not None
         holding = StateHolding(state.sharding, past.plan)
         old = ShardedOptState(past.fetched(state.opt_state), holding)
-        return carried(new, old, self._refit_group, "the optimizer's state").tree
+        return carried(new, old, self._refit_group, "the optimizer's state").as_it_lies
 
     @property
     def _refit_group(self) -> Group:
@@ -347,7 +347,7 @@ class ShardedTrainStep:
         """The optimizer's state as `init` makes it. Collectives: those that the optimizer asks
         for."""
         prepared = self._prepare(layout)
-        made = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
+        made = self.unsharded.optimizer.init(params.pieces().local_tree, prepared.across)
         return prepared.stored(lay_out_state(made, prepared.plan, layout, self._piece_number))
 
     @property

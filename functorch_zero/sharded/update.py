@@ -91,11 +91,11 @@ class PreparedUpdate:
             flats = _trained_flats(params)
             kernel = partial(self.across.fused, fused, params=flats, donate=donate)
             return None, self._update_fused(head, kernel, grads, state, params)
-        updates, state = self._update(grads.tree, state, params.tree, self.across)
+        updates, state = self._update(grads.local_tree, state, params.local_tree, self.across)
         # `publish` writes over the params, in which leaves of the state may lie; gradients and
         # updates are only read from here on
-        state = self.across.keep(state, params.tree)
-        same_structure(params.tree, updates, what="the optimizer's updates")
+        state = self.across.keep(state, params.local_tree)
+        same_structure(params.local_tree, updates, what="the optimizer's updates")
         return updates, state
 
     def fuses(self, params: ShardedTree) -> bool:
@@ -124,9 +124,11 @@ class PreparedUpdate:
             return kernel(_trained_flats(grads), state)
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
-        updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
+        updates, before = head.update(
+            grads.local_tree, tuple(before), params.local_tree, self.across
+        )
         # The kernel writes to params, and a caller may write to gradients that it has kept
-        before = self.across.keep(before, grads.tree, params.tree)
+        before = self.across.keep(before, grads.local_tree, params.local_tree)
         return (*before, kernel(self.across.flats(updates), last))
 
     def fetched(self, state: Any) -> Any:

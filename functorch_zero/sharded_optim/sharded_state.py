@@ -3,22 +3,59 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
+from torch import Tensor
 
 from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
-from ..layout.sharded_tree import is_in_a_loss, is_somebody_reading, tell_reader, tell_use
+from ..layout.levels import level_of
+from ..layout.piece import History, Piece, refuse, story_from, story_of, text_from
+from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
-from ..params import Engine, OnEngine
+from ..params import Engine, OnEngine, Story
 from ..tree import outline, own_copy
 from .state_plan import EVERYONE, StatePlan
+
+
+class _Place(NamedTuple):
+    """The part of a state's leaf that is here."""
+
+    extent: Extent
+    is_whole: bool  # whether every rank holds all of it, by the layout
+    shape: tuple[int, ...]  # of the tensor that is here
+
+    def piece(self, leaf: Tensor, history: History) -> Piece:
+        """The leaf as users see it."""
+        shape = self.extent.shape if self.is_whole else (self.extent.num_here,)
+        return Piece(leaf.reshape(shape), self.extent, is_whole=self.is_whole, history=history)
+
+    def local(self, leaf: Any) -> Any:
+        """The inverse: the leaf as this rank holds it. What is no tensor stays as it is."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(leaf, Piece):
+            if (leaf.extent, leaf.is_whole) != (self.extent, self.is_whole):
+                refuse("a leaf of an optimizer's state was replaced by another leaf's", leaf)
+            return leaf.local.reshape(self.shape)
+        if not self.is_whole:
+            raise StructureError(
+                explain(
+                    "a leaf of an optimizer's state, of which ranks hold parts, was replaced by a "
+                    "plain tensor",
+                    expected=f"elements {self.extent.start} to {self.extent.stop} of a leaf of "
+                    f"shape {self.extent.shape}, made by tree_map of the state's own",
+                    got=f"shape {(*leaf.shape,)}",
+                    remedy="torch.zeros_like, say, of the leaf that it replaces",
+                )
+            )
+        return leaf.detach().reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -42,17 +79,22 @@ class StateHolding:
         """The same of leaves that lie in another place."""
         return self if fetched is self.fetched else replace(self, fetched=fetched)
 
-    def extents(self) -> list[Extent | None]:
-        """Per leaf of the state, the part of it that is here; None: all ranks have the same."""
+    def places(self) -> list[_Place | None]:
+        """Per leaf of the state, its place; None: all ranks have the same, whole."""
         layout, piece_number = self.sharding.layout, self.sharding.piece_number
-        found: list[Extent | None] = []
+        found: list[_Place | None] = []
         for leaf in self.plan.leaves:
             if leaf.kind == "follows":
                 b, k = layout.places[leaf.leaf]
-                found.append(layout.buckets[b].extent(k, piece_number))
+                bucket = layout.buckets[b]
+                extent = bucket.extent(k, piece_number)
+                is_whole = not level_of(bucket).cuts_state
+                found.append(_Place(extent, is_whole, (extent.num_here,)))
             elif leaf.kind == "owned":
                 is_here = leaf.owner in (piece_number, EVERYONE)
-                found.append(Extent(leaf.shape, 0, prod(leaf.shape) if is_here else 0))
+                extent = Extent(leaf.shape, 0, prod(leaf.shape) if is_here else 0)
+                shape = leaf.shape if is_here else (0,)
+                found.append(_Place(extent, leaf.owner == EVERYONE, shape))
             else:
                 found.append(None)
         return found
@@ -73,25 +115,91 @@ class ShardedOptState(OnEngine):
     """This rank's part of an optimizer's state, and how it is cut: a pytree node around the part.
 
     The state's own fields are reached as in the state itself, `state.mu`, `state[0].count`; `tree`
-    is the state without the node. Leaves that follow a param are 1-D pieces (n,).
+    is the state without the node. There, leaves that follow a param, or that one rank owns, are
+    `Piece`s. For this library, they are 1-D (n,) in `as_it_lies` and `beside`.
+
+    Args:
+        tree: this rank's part of the state, in plain tensors.
+        holding: how it is cut.
+
+    Attributes:
+        holding: as given.
+        origin: the call of the library that has made the state, or the place in a program's value,
+            in words that are the same on all ranks. See Note [words] in `piece`.
+        is_given: whether the state is of the value that a program was given.
+        is_used_up: whether a step has taken its storage.
+        num_uses: how often it was read so far, or given to a function of the library.
+        are_leaves_shown: whether somebody has read its leaves.
     """
 
     def __init__(self, tree: Any, holding: StateHolding):
         self._tree, self.holding = tree, holding
-        self.is_used_up = False
+        self._shown: Any = None  # the tree as users see it, once somebody has read it
+        self.origin, self.is_given = "", False
+        self.is_used_up, self.num_uses = False, 0
+
+    @classmethod
+    def of_shown(cls, tree: Any, holding: StateHolding) -> ShardedOptState:
+        """The state whose leaves users see as these: pieces, numbers and plain tensors."""
+        leaves, treedef = optree.tree_flatten(tree)
+        # Somebody's own tree, which no plan fits, is refused where it is used
+        if len(leaves) == len(holding.plan.leaves):
+            rows = zip(leaves, holding.places(), strict=True)
+            leaves = [leaf if place is None else place.local(leaf) for leaf, place in rows]
+        made = cls(treedef.unflatten(leaves), holding.lying(None))
+        made._shown = tree
+        return made
 
     @property
     def tree(self) -> Any:
-        """This rank's part of the state: beside the params for whoever computes with it, and as it
-        lies for this library's own looks.
+        """This rank's part of the state as users see it, beside the params.
 
         Raises:
             StructureError: it is read inside of a loss.
             DonatedError: a step has taken its storage.
         """
-        tree = self.beside if is_somebody_reading() else self._checked()
-        tell_reader(self, lambda: optree.tree_leaves(tree))
-        return tree
+        self.num_uses += 1
+        self._check()
+        if self._shown is None:
+            self._shown = self._as_pieces(self.beside)
+        return self._shown
+
+    def _as_pieces(self, tree: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(tree)
+        # Somebody's own tree, which no plan fits
+        if len(leaves) != len(self.holding.plan.leaves):
+            return tree
+        shown = []
+        rows = zip(leaves, self.holding.places(), self.leaf_paths, strict=True)
+        for leaf, place, path in rows:
+            if isinstance(leaf, Tensor) and place is not None:
+                history = History(text_from(self.origin, path), is_given=self.is_given)
+                shown.append(place.piece(leaf, history))
+            else:
+                shown.append(leaf)
+        return treedef.unflatten(shown)
+
+    @property
+    def are_leaves_shown(self) -> bool:
+        """Whether somebody has read the leaves."""
+        return self._shown is not None
+
+    def named_from(self, origin: str, *, is_given: bool = False) -> None:
+        """Note where the state comes from: ranks have made it alike. The leaves that somebody has
+        read are forgotten."""
+        self._shown, self.origin, self.is_given = None, origin, is_given
+
+    @property
+    def story(self) -> Story:
+        """How the leaves were made: see Note [words] in `piece`."""
+        if self._shown is None:
+            return story_from(self.origin, self.holding.plan.paths)
+        return story_of(optree.tree_leaves(self._shown))
+
+    @property
+    def leaf_paths(self) -> Sequence[str]:
+        """Of all leaves, in flatten order."""
+        return self.holding.plan.paths
 
     @property
     def told(self) -> str:
@@ -100,18 +208,22 @@ class ShardedOptState(OnEngine):
 
     @property
     def as_it_lies(self) -> Any:
-        tree = self._checked()
-        tell_reader(self, lambda: optree.tree_leaves(tree))
-        return tree
+        """This rank's part of the state in plain tensors, wherever it lies."""
+        self._check()
+        return self._tree
+
+    def with_local(self, tree: Any) -> ShardedOptState:
+        """The same of other plain tensors, which lie where these do."""
+        return ShardedOptState(tree, self.holding)
 
     @property
     def beside(self) -> Any:
-        """This rank's part of the state beside the params, for an update; nobody is told."""
-        tree, fetched = self._checked(), self.holding.fetched
+        """This rank's part of the state in plain tensors beside the params, for an update."""
+        tree, fetched = self.as_it_lies, self.holding.fetched
         return tree if fetched is None else fetched(tree)
 
-    def _checked(self) -> Any:
-        """The state as it lies, if it may be read."""
+    def _check(self) -> None:
+        """Raise unless the state may be read."""
         # As of a sharded tree: a loss of one rank's pieces would silently be another one
         if is_in_a_loss():
             name = name_in_callers(self)
@@ -127,18 +239,12 @@ class ShardedOptState(OnEngine):
                     "needs",
                 )
             )
-        tell_use(self)
         if self.is_used_up:
             raise DonatedError(
                 "an optimizer's state was donated to a step, and its storage holds the next one "
                 "now. Remedy: use the state that the step returned, keep a copy with "
                 "tree_map(torch.clone, state), or shard with donate=False"
             )
-        return self._tree
-
-    def holding_of(self, tree: Any) -> StateHolding:
-        """That of this tree of leaves, which `tree` has given: copies lie beside the params."""
-        return self.holding if tree is self._tree else self.holding.lying(None)
 
     def handed_on(self, tree: Any) -> ShardedOptState:
         """The next state, which has been written over this one's tensors; this node is used up."""
@@ -147,7 +253,8 @@ class ShardedOptState(OnEngine):
 
     def use_up(self) -> None:
         """Forget the tensors, which another state holds from now on."""
-        self._tree, self.is_used_up = None, True
+        self._tree = self._shown = None
+        self.is_used_up = True
 
     @property
     def engine(self) -> Engine:
@@ -163,13 +270,6 @@ class ShardedOptState(OnEngine):
     def of_rank(self) -> int:
         """The rank whose part this is."""
         return self.holding.sharding.rank
-
-    def extents(self) -> list[Any]:
-        """Refused: not every leaf of a state is a part of a param."""
-        raise StructureError(
-            "an optimizer's state doesn't tell the places of its leaves' elements. Remedy: use the "
-            "params or the gradients instead"
-        )
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
@@ -190,8 +290,7 @@ class ShardedOptState(OnEngine):
 
     def _replace(self, **changes: Any) -> ShardedOptState:
         """Of a NamedTuple: the state with other fields."""
-        tree = self.tree
-        return ShardedOptState(tree._replace(**changes), self.holding_of(tree))
+        return ShardedOptState.of_shown(self.tree._replace(**changes), self.holding)
 
     def _asdict(self) -> dict[str, Any]:
         """Of a NamedTuple: its fields by name."""
@@ -199,8 +298,7 @@ class ShardedOptState(OnEngine):
         return fields
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tree = self.tree
-        return ShardedOptState, (tree, self.holding_of(tree))
+        return ShardedOptState, (self.beside, self.holding.lying(None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptState:
         """A state of its own on the same ranks."""
@@ -210,7 +308,7 @@ class ShardedOptState(OnEngine):
     def __repr__(self) -> str:
         if self.is_used_up:
             return "ShardedOptState(donated to a step)"
-        return f"ShardedOptState({outline(self.tree, most=4)})"
+        return f"ShardedOptState({outline(self._tree, most=4)})"
 
 
 def is_stored(node: Any) -> bool:
@@ -220,13 +318,12 @@ def is_stored(node: Any) -> bool:
 
 def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:
     # One child, under no name: paths are those of the state itself
-    tree = node.tree
-    return [tree], node.holding_of(tree), ("",)
+    return [node.tree], node.holding, ("",)
 
 
 def _unflatten(holding: StateHolding, children: Any) -> ShardedOptState:
     (tree,) = children
-    return ShardedOptState(tree, holding)
+    return ShardedOptState.of_shown(tree, holding)
 
 
 # In the global namespace, so that users' `tree_map` works without an argument

@@ -12,6 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
 import optree
@@ -24,7 +25,7 @@ from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..optim.across import Dim, DimOp, Owned, Question, Tree, WholeLeaf, reduced_dtype, without
 from ..optim.local import Local
-from ..tree import PyTree, select
+from ..tree import PyTree, paths, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
 
@@ -58,6 +59,11 @@ class StatePlan:
 
     leaves: tuple[StateLeaf, ...]
     treedef: Any
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Of the leaves, dotted."""
+        return tuple(paths(self.treedef.unflatten(range(len(self.leaves)))))
 
     def slots(self) -> dict[tuple[int, int], int]:
         """(slot, param) -> position in flatten order, for the leaves that follow a param."""

@@ -32,7 +32,7 @@ from .metrics import check_names
 from .program import read_only
 from .program_step import device_of
 from .reminder import Reminder
-from .rng import replayed
+from .rng import Streams, replayed
 from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
@@ -88,8 +88,11 @@ class EvalStep:
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params, trained(state))
+            # The same numbers on every rank, if it draws some
+            with Streams(state.seed, state.step).of_program(device_of(params)):
+                chosen = self.chosen(state.opt_state, trained_params)
             # Frozen leaves stay the state's own
-            params = merge(self.chosen(state.opt_state, trained_params), params)
+            params = merge(chosen, params)
         return read_only(params), (tree_map(torch.clone, state.buffers), *args)
 
     def check_takes_value(self) -> None:
@@ -101,13 +104,20 @@ class EvalStep:
                 "value, and reads the tree that it likes, such as value.average"
             )
 
-    def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
+    def chosen(
+        self,
+        opt_state: Any,
+        params: PyTree[Tensor],
+        as_held: Callable[[PyTree[Tensor]], PyTree[Tensor]] = lambda tree: tree,
+    ) -> PyTree[Tensor]:
         """The trained leaves that `self.params` chooses to evaluate on, in the form of those given:
         whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
         same_structure(params, found, what="the tree that eval_step(params=...) gave")
         _check_fits(params, found)
+        found = as_held(found)
+        check_tensors(found, "the tree that eval_step(params=...) gave")
         return found
 
 
@@ -116,9 +126,10 @@ def _check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor]) -> None:
 
     Ranks hold it in the param's place, and would round it to the param's dtype.
     """
-    check_tensors(chosen, "the tree that eval_step(params=...) gave")
     given = named_leaves(chosen)
     for path, param in named_leaves(params).items():
+        if not isinstance(given[path], Tensor):
+            continue
         expected = tuple(param.shape), param.dtype
         got = tuple(given[path].shape), given[path].dtype
         if got != expected:

@@ -20,7 +20,8 @@ from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentr
 from .loss import LossFn, Outcome, as_metric, call_loss, independent, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
 from .reminder import Reminder
-from .rng import MicroStreams, rank_of_step
+from .rng import MicroStreams
+from .scope import rank_of_step
 from .weights import check_weight_value, unless_weightless
 
 Trees = tuple[PyTree[Tensor], Any]  # one to differentiate, and what the loss reads beside it

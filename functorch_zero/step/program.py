@@ -32,7 +32,7 @@ from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .micro_batches import check_accumulate
 from .reminder import Reminder
-from .rng import next_streams
+from .scope import next_streams
 from .state import State, check_not_on_meta
 
 T = TypeVar("T")

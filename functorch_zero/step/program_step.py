@@ -18,6 +18,7 @@ from .._torch_private import transforms_active, version_of
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
+from ..params import as_local
 from ..shared_elements import check_apart
 from ..tree import (
     check_keys,
@@ -31,7 +32,8 @@ from ..tree import (
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried, check_no_parts
-from .rng import streams
+from .rng import Streams
+from .scope import StepScope, running
 from .state import State, Trained, check_whole_state
 
 Program = Callable[..., tuple[Any, Mapping[str, Any]]]
@@ -103,8 +105,8 @@ class ProgramStep:
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
-        numbers = streams(state.seed, state.step, device_of(value))
-        with numbers, torch.no_grad(), noting_missing_graphs():
+        scope = StepScope(streams=Streams(state.seed, state.step))
+        with running(scope, device_of(value)), torch.no_grad(), noting_missing_graphs():
             result = self.program(value, *args)
         new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
@@ -222,6 +224,7 @@ def device_of(value: Any) -> torch.device:
 def check_value(value: Any, rank: int | None = None) -> None:
     """Raise, naming the first leaf, unless a program's value is made of what checkpoints can hold,
     with a tensor in it, and each leaf has a path of its own."""
+    value = as_local(value)
     check_savable(value, "a program's value", rank)
     named_leaves(value)  # which names a path that two leaves have
     check_keys(value, "a program's value")

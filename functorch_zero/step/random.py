@@ -3,15 +3,13 @@ ranks."""
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 import optree
 
 from ..optim.random_numbers import Kind, Number, draw_leaf, key_of
-from ..params import is_on_engine
 from ..tree import paths
-from .rng import next_key, tell_draw
+from .scope import next_key
 
 __all__ = ["normal", "rademacher", "uniform"]
 
@@ -54,12 +52,15 @@ def rademacher(like: Any, *, seed: Number | None = None, step: Number = 0) -> An
 
 def _draw(kind: Kind, like: Any, seed: Number | None, step: Number) -> Any:
     leaves, treedef = optree.tree_flatten(like)
-    extents: list[Any] = []  # per leaf, an Extent; None: it is whole
-    for node in optree.tree_leaves(like, is_leaf=is_on_engine):
-        extents += node.extents() if is_on_engine(node) else [None]
     key = next_key() if seed is None else key_of(seed, step)
-    # The number of draws without a seed is compared in every step
-    if seed is not None and any(extents):
-        tell_draw(kind, index(seed), index(step))
-    rows = zip(paths(like), leaves, extents, strict=True)
-    return treedef.unflatten([draw_leaf(kind, key, *row) for row in rows])
+    rows = zip(paths(like), leaves, strict=True)
+    return treedef.unflatten([_draw_leaf(kind, key, path, leaf) for path, leaf in rows])
+
+
+def _draw_leaf(kind: Kind, key: int, path: str, like: Any) -> Any:
+    """A leaf like this one; of a piece, the part of the whole leaf's numbers."""
+    extent = getattr(like, "extent", None)  # of a leaf of a sharded tree
+    if extent is None:
+        return draw_leaf(kind, key, path, like, None)
+    drawn = draw_leaf(kind, key, path, like.local, extent)
+    return like.filled_with(drawn, f"{kind} numbers of {path!r} by {key}")

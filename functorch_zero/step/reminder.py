@@ -56,21 +56,24 @@ class Reminder:
             self._warn("micro-batches", f"{', '.join(rows)} rows")
 
     def compare_ranks(
-        self, batch: Any, weight: Tensor | float | None, sizes: tuple[int, int] | None, rank: int
+        self,
+        rows: Sequence[int],
+        weight: Tensor | float | None,
+        sizes: tuple[int, int] | None,
+        rank: int,
     ) -> None:
         """Warn if ranks' batches have unequal sizes.
 
         Args:
-            batch: this rank's part.
+            rows: of this rank's part, as `leading_sizes` gives them.
             weight: that its loss gave.
             sizes: the smallest and the largest `total_size` of all ranks; None: they are equal.
             rank: this one.
         """
         if self._done or rank != 0 or weight is not None or sizes is None:
             return
-        own = leading_sizes(batch)
-        least, most = (size / max(len(own), 1) for size in sizes)
-        got = f"{_mean(own):g} rows on rank 0, from {least:g} to {most:g} on all ranks"
+        least, most = (size / max(len(rows), 1) for size in sizes)
+        got = f"{_mean(rows):g} rows on rank 0, from {least:g} to {most:g} on all ranks"
         self._warn("ranks' batches", got)
 
     def _warn(self, what: str, got: str) -> None:

@@ -2,7 +2,7 @@
 
 Note [streams of a program]: a program's own random numbers follow from the seed and the step alone,
 so that every rank draws the same. Those of its losses follow from the part of the batch, too, and
-from the numbers of the gradient in the step and of the micro-batch. `streams` counts the gradients
+from the numbers of the gradient in the step and of the micro-batch. `Streams` counts the gradients
 of the step that runs; `value_and_grad` asks for the next one's streams. It also counts the draws of
 `random`, and gives each a key.
 """
@@ -10,8 +10,7 @@ of the step that runs; `value_and_grad` asks for the next one's streams. It also
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 
 import torch
@@ -68,11 +67,10 @@ class Streams:
 
     Args:
         seed, step: as of `replayed`.
-        rank: on which the step is sharded; None: it isn't.
     """
 
-    def __init__(self, seed: Tensor | None, step: Tensor, rank: int | None = None):
-        self._seed, self._step, self.rank = seed, step, rank
+    def __init__(self, seed: Tensor | None, step: Tensor):
+        self._seed, self._step = seed, step
         self._gradients = count()
         self._in_a_loss = False
         self.num_draws = 0
@@ -108,80 +106,12 @@ class Streams:
                 )
             )
         if self._seed is None:
-            raise _no_stream("the running step has no seed")
+            raise no_stream("the running step has no seed")
         self.num_draws += 1
         return key_of(self._seed, self._step, _DRAW, self.num_draws)
 
 
-# Of the step that runs. A context variable, so that thread ranks each have their own.
-_STREAMS: ContextVar[Streams | None] = ContextVar("_STREAMS", default=None)
-
-
-@contextmanager
-def streams(
-    seed: Tensor | None, step: Tensor, device: torch.device, rank: int | None = None
-) -> Iterator[Streams]:
-    """Around a program: its random numbers, and those of the gradients that it takes. `rank`: as of
-    `Streams`."""
-    own = Streams(seed, step, rank)
-    token = _STREAMS.set(own)
-    try:
-        with own.of_program(device):
-            yield own
-    finally:
-        _STREAMS.reset(token)
-
-
-def in_a_step() -> bool:
-    """Whether a program's step runs."""
-    return _STREAMS.get() is not None
-
-
-def next_streams(part: int, device: torch.device) -> MicroStreams:
-    """The streams of the next gradient of the step that runs; outside of steps torch's own numbers,
-    as they come."""
-    running = _STREAMS.get()
-    if running is None:
-        return lambda micro: nullcontext()
-    return running.of_next_gradient(part, device)
-
-
-def rank_of_step() -> int | None:
-    """The rank of the sharded program whose step runs; None: none does."""
-    running = _STREAMS.get()
-    return None if running is None else running.rank
-
-
-def next_key() -> int:
-    """The key of the next draw of the step that runs."""
-    running = _STREAMS.get()
-    if running is None:
-        raise _no_stream("no step of fz.program_step runs")
-    return running.next_key()
-
-
-# Told of the draws of `random` by a seed, like sharded trees, in this thread: kind, seed and step
-_TOLD: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("_TOLD", default=None)
-
-
-@contextmanager
-def telling_draws(told: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Tell of the draws inside: ranks that draw by other seeds hold parts of other trees."""
-    token = _TOLD.set(told)
-    try:
-        yield
-    finally:
-        _TOLD.reset(token)
-
-
-def tell_draw(kind: str, seed: int, step: int) -> None:
-    """Tell of a draw, if somebody asks."""
-    told = _TOLD.get()
-    if told is not None:
-        told(kind, seed, step)
-
-
-def _no_stream(why: str) -> StructureError:
+def no_stream(why: str) -> StructureError:
     return StructureError(
         explain(
             f"fz.random was called without a seed, and {why}",

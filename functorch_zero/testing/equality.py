@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import explain
+from ..params import as_local
 from ..tree import PyTree, paths, same_structure
 
 Grade = Literal["bitwise", "reordered", "approximate"]
@@ -192,7 +193,7 @@ def assert_equal_values(
     equality = as_equality(grade)
     # Else leaves would be paired wrongly
     same_structure(expected, got, what=what)
-    wanted, given = _leaves(expected), _leaves(got)
+    wanted, given = _leaves(as_local(expected)), _leaves(as_local(got))
     tolerance = equality.tolerance([*dtypes, *_dtypes(wanted)])
     slacks = slack or [0.0] * len(wanted)
     found = []

@@ -28,6 +28,7 @@ from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
+from tests.local import local_leaves
 from tests.models import ZOO, even, split
 from tests.tiers import THOROUGH, crossed, thinned, tiers
 
@@ -256,18 +257,16 @@ def test_loading_does_not_write_to_like_unless_the_step_donates(tmp_path: Path) 
     save_on(tmp_path, 2, 3)
 
     def pure(step: Any, like: Any) -> None:
-        before = [x.detach().clone() for x in optree.tree_leaves(like)]
+        before = [x.detach().clone() for x in local_leaves(like)]
         checkpoint.load(tmp_path, step, like=like)
-        assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(like), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, local_leaves(like), strict=True))
         checkpoint.load(tmp_path, step, like=like)
 
     def donating(step: Any, like: Any) -> None:
-        pointers = {
-            x.untyped_storage().data_ptr() for x in optree.tree_leaves(like.params) if x.numel()
-        }
+        pointers = {x.untyped_storage().data_ptr() for x in local_leaves(like.params) if x.numel()}
         state = checkpoint.load(tmp_path, step, like=like).state
         assert pointers == {
-            x.untyped_storage().data_ptr() for x in optree.tree_leaves(state.params) if x.numel()
+            x.untyped_storage().data_ptr() for x in local_leaves(state.params) if x.numel()
         }
         with pytest.raises(DonatedError):
             checkpoint.load(tmp_path, step, like=like)

@@ -138,11 +138,11 @@ def whole_params(state: fz.State, group: ThreadGroup, level: int) -> Any:
     with torch.no_grad():
         if level < 3:
             return optree.tree_map(
-                lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params.tree
+                lambda p: p.local.clone().requires_grad_(p.requires_grad), state.params.tree
             )
         assert state.sharding is not None
         layout = state.sharding.layout
-        whole = all_gather_tree(state.params, layout, group)
+        whole = all_gather_tree(state.params.local_tree, layout, group)
         return optree.tree_map(
             lambda p, flag: p.detach().clone().requires_grad_(flag), whole, layout.trainable
         )

@@ -101,15 +101,25 @@ def check_steps(
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
-def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(
+def test_a_leaf_that_was_written_to_is_what_was_written(
     level: int, name: str, metrics: tuple[str, ...]
 ) -> None:
-    def replace(state: fz.State) -> fz.State:
-        for leaf, value in ((state.params[name], 1.0), (state.opt_state[0].mu[name], 0.5)):
-            leaf.data = torch.full_like(leaf, value)
+    def write(state: fz.State) -> fz.State:
+        with torch.no_grad():
+            for leaf, value in ((state.params[name], 1.0), (state.opt_state[0].mu[name], 0.5)):
+                leaf.copy_(torch.full_like(leaf, value))
         return state
 
-    check_steps(level, 2, replace, metrics)
+    check_steps(level, 2, write, metrics)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_data_of_a_leaf_is_not_replaced(level: int) -> None:
+    step = fz.train_step(loss_of, optim.adamw(0.1))
+    params = {"a": torch.ones(4, 4, requires_grad=True), "b": torch.ones(3)}
+    state = fz.shard(step, level=level, group=fz.groups.SingleRank()).init(params)
+    with pytest.raises(fz.errors.StructureError, match=r"data is assigned to.*Remedy"):
+        state.params["a"].data = torch.zeros(4, 4)
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -22,6 +22,7 @@ from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.planning.program import held_and_others
+from tests.local import local_leaves
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
 from tests.sharded.test_seams import OnDisk
@@ -152,7 +153,7 @@ def measured_peak(level: int, donate: bool, storage: Any) -> int:
         state, _ = step(state, batch)
     before, peaks = held(state.value), []
     if storage is not None:
-        before -= held([x for x in optree.tree_leaves(state.value[2:]) if x.dim()])
+        before -= held([x for x in local_leaves(state.value[2:]) if x.dim()])
     for _ in range(6):  # gloo's threads may hold tensors a little longer than the step does
         gc.collect()
         events: list[int] = []

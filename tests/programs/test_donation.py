@@ -17,6 +17,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
+from tests.local import local_leaves
 from tests.runtime.test_memory import LiveBytes
 
 torch.manual_seed(0)
@@ -74,7 +75,7 @@ def test_a_first_state_lies_in_flats(level: int) -> None:
     """The first step would copy moments that it doesn't know to lie in a flat."""
     step = fz.shard(fz.program_step(simple, init=init), level=level, group=CountingGroup(2))
     _, state = step.init(FIRST).value
-    of_adam = state[0]
+    of_adam = state.as_it_lies[0]
     for moments in (of_adam.mu, of_adam.nu):
         flats = {id(moments[name]._base) for name in ("w", "b")}
         assert len(flats) == 1 and id(None) not in flats
@@ -456,7 +457,7 @@ def test_loading_takes_the_storage_of_like(level: int, tmp_path: Any) -> None:
         return params, adamw.init(params), params, table
 
     def storages_of(*nodes: Any) -> set[int]:
-        return {x.untyped_storage().data_ptr() for x in optree.tree_leaves(nodes) if x.numel()}
+        return {x.untyped_storage().data_ptr() for x in local_leaves(nodes) if x.numel()}
 
     def run(group: Any) -> None:
         step = fz.shard(fz.program_step(program, init=first), level=level, group=group, donate=True)
@@ -510,7 +511,7 @@ def test_the_peak_is_that_of_one_state() -> None:
         x = torch.randn(2, width)
         state, _ = sharded(sharded.init(params), x)
         with LiveBytes() as live:
-            before = sum(leaf.nbytes for leaf in optree.tree_leaves(state.value))
+            before = sum(leaf.nbytes for leaf in local_leaves(state.value))
             state, _ = sharded(state, x)
         peaks[donate] = live.peak / unit
         assert before / unit == pytest.approx(3 * depth / ranks, rel=0.01)

@@ -175,5 +175,5 @@ def test_leaves_that_nobody_has_read_are_not_cut() -> None:
     sharded = fz.shard(writing(lambda value: None), level=1, group=SingleRank())
     state, _ = sharded(sharded.init(FIRST), BATCHES[0])
     sharded(state, BATCHES[1])
-    assert not state.value["net"].are_leaves_cut
+    assert not state.value["net"].are_leaves_shown
     assert optree.tree_leaves(state.value["net"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
+from tests.local import local_leaves
 from tests.models import ZOO
 from tests.tiers import crossed, thinned
 
@@ -39,7 +39,7 @@ def build(optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
 
 def bytes_of(state: Any) -> int:
     """Of all storages in a state."""
-    tensors = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
+    tensors = [x for x in local_leaves(state) if isinstance(x, Tensor)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 

@@ -43,6 +43,7 @@ from functorch_zero.step.train import train_step
 from tests.collectives import check_all
 from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors
+from tests.local import local_leaves
 from tests.models import ZOO, even, rows, split
 from tests.runtime.test_unit import Ordered, build
 from tests.tiers import thinned, tiers
@@ -108,7 +109,7 @@ class Rank:
         self.state, _ = self.step(self.state, self.batches[i])
 
     def values(self) -> list[Tensor]:
-        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.state)]
+        return [leaf.detach().clone() for leaf in local_leaves(self.state)]
 
     def whole(self) -> list[Tensor]:
         return [leaf.detach().clone() for leaf in optree.tree_leaves(self.step.unshard(self.state))]

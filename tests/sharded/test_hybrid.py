@@ -28,6 +28,7 @@ from functorch_zero.runtime.reduce import GradientReduction
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.local import local_leaves
 from tests.models import ZOO, Shared, even, uneven
 from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_half
 from tests.runtime.test_unit import build as build_module
@@ -142,7 +143,7 @@ def test_what_a_rank_holds_and_sends() -> None:
             state = sharded.init(params, buffers)
             size = sum(b.numel * 8 for b in state.sharding.layout.buckets)
             held = [
-                sum(leaf.numel() for leaf in tree_leaves(t) if leaf.dim()) * 8
+                sum(leaf.numel() for leaf in local_leaves(t) if leaf.dim()) * 8
                 for t in (state.params, state.opt_state)
             ]
             watched.reset()

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, HybridGroup
+from functorch_zero.layout.piece import Piece
 from functorch_zero.model import buffer_copies
 from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.optim.kernels import fused_adamw
@@ -49,6 +50,8 @@ class Audit(TorchDispatchMode):
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Piece in types:  # its operators run on what is here
+            return NotImplemented
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and func is aten._local_scalar_dense.default and first.is_meta:

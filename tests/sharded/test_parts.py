@@ -20,6 +20,7 @@ from functorch_zero.layout.levels import LevelRule
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.local import local_leaves
 from tests.models import even
 from tests.runtime.test_memory import LiveBytes
 from tests.sharded.test_processes import on_processes
@@ -209,9 +210,9 @@ def test_what_a_rank_holds() -> None:
     def run(group: Any) -> tuple[int, int]:
         step, params, buffers = build()
         state = fz.shard(step, level=RULES["base 3, adapters 1"], group=group).init(params, buffers)
-        held = {path: leaf.numel() * 8 for path, leaf in state.params.items()}
+        held = {path: leaf.numel() * 8 for path, leaf in state.params.local_tree.items()}
         return sum(held[p] for p in held if not is_adapter(p, None)), sum(
-            x.nbytes for x in tree_leaves(state.opt_state)
+            x.nbytes for x in local_leaves(state.opt_state)
         )
 
     for base, moments in run_ranks(run, 4):

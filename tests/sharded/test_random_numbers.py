@@ -12,7 +12,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.errors import MismatchError, StructureError, TransformError
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.optim import Transform
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -291,10 +291,14 @@ def test_inside_of_a_loss_it_takes_a_seed() -> None:
         assert_equal_values(expected, whole)
 
 
-def test_an_optimizers_state_is_refused() -> None:
-    def run(group: Any) -> None:
+def test_numbers_like_an_optimizers_state() -> None:
+    whole = optimizer.init(net())
+    with pytest.raises(TransformError, match=r"path 0.count, got torch.int64"):
+        fz.random.normal(whole, seed=0)
+
+    def run(group: Any) -> Any:
         params = fz.shard_tree(net(), level=3, group=group)
-        with pytest.raises(StructureError, match="Remedy: use the params or the gradients"):
+        with pytest.raises(TransformError, match=r"path 0.count, got torch.int64"):
             fz.random.normal(optimizer.init(params), seed=0)
 
     run_ranks(run, 2)

@@ -18,6 +18,7 @@ from functorch_zero.groups import counted, run_ranks
 from functorch_zero.runtime.reduce import Summed
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
+from tests.local import local_leaves
 from tests.models import MLP
 from tests.sharded.test_seams import OnDisk
 from tests.tiers import crossed, thinned, tiers
@@ -256,8 +257,8 @@ def test_only_elements_whose_rank_changes_are_sent() -> None:
             (state.params, made.params, 1),
             (state.params.pieces(), made.params.pieces(), 2),
         ):
-            had = dict(zip(kept_paths(old), old.extents(), strict=True))
-            for path, extent in zip(kept_paths(new), new.extents(), strict=True):
+            had = kept_extents(old)
+            for path, extent in kept_extents(new).items():
                 if path in had:
                     both = min(extent.stop, had[path].stop) - max(extent.start, had[path].start)
                     missing += factor * (extent.num_here - max(both, 0))
@@ -268,9 +269,10 @@ def test_only_elements_whose_rank_changes_are_sent() -> None:
     assert sum(sent for _, sent, _ in results) == sum(missing for _, _, missing in results) > 0
 
 
-def kept_paths(tree: Any) -> list[str]:
-    leaves = tree.sharding.layout.leaves
-    return [leaf.path for leaf in leaves if tree.holding.form == "held" or leaf.trainable]
+def kept_extents(tree: Any) -> dict[str, Any]:
+    rows = zip(tree.sharding.layout.leaves, tree.holding.extents(), strict=True)
+    is_held = tree.holding.form == "held"
+    return {leaf.path: extent for leaf, extent in rows if is_held or leaf.trainable}
 
 
 def test_checkpoints_across_the_change(tmp_path: Any) -> None:
@@ -539,9 +541,9 @@ def test_a_donated_state_is_refused() -> None:
             after.refit(state)
         # Neither does the refitted state lie in the old one's storage
         made = after.refit(later)
-        kept = [leaf.clone() for leaf in optree.tree_leaves(made)]
+        kept = [leaf.clone() for leaf in local_leaves(made)]
         before(later, part(X[1], group))
-        for one, two in zip(kept, optree.tree_leaves(made), strict=True):
+        for one, two in zip(kept, local_leaves(made), strict=True):
             assert torch.equal(one, two)
 
     run_ranks(run, 2)

@@ -314,9 +314,9 @@ def test_a_unit_of_empty_leaves(level: int, ranks: int) -> None:
         state = step.init(params)
         others = tree_map(
             lambda x: torch.cat([x.reshape(-1), x.new_zeros(3)])[: x.numel()].view(x.shape),
-            state.params,
+            state.params.local_tree,
         )
-        step(state.replace(params=others), None)
+        step(state.replace(params=state.params.with_local(others)), None)
 
     run_ranks(run, ranks)
 

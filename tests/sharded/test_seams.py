@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from optree import tree_leaves, tree_map
+from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
@@ -25,6 +25,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, HybridGroup, Then, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
+from tests.local import local_leaves
 from tests.sharded.test_processes import on_processes
 from tests.tiers import crossed, thinned, tiers
 
@@ -432,7 +433,7 @@ def adamw_step(**options: Any) -> fz.TrainStep:
 
 
 def vectors(state: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(state.opt_state) if x.dim()]
+    return [x for x in local_leaves(state.opt_state) if x.dim()]
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))

@@ -36,6 +36,7 @@ from tests.compare import (
     train_by_rank,
     train_sharded,
 )
+from tests.local import local_leaves
 from tests.models import ZOO, Batch, even, split, uneven
 from tests.tiers import crossed, thinned, tiers
 
@@ -55,9 +56,7 @@ def batch_for(group: Any, name: str = "mlp", n: int = 12, number: int = 0) -> Ba
 def equal_trees(a: Any, b: Any) -> bool:
     """Bit for bit, with the same structure."""
     assert optree.tree_structure(a) == optree.tree_structure(b)
-    return all(
-        torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    )
+    return all(torch.equal(x, y) for x, y in zip(local_leaves(a), local_leaves(b), strict=True))
 
 
 @pytest.mark.parametrize("level", [None, *tiers([3], [0], [1, 2])])
@@ -241,7 +240,7 @@ def test_without_donation_the_old_state_stays(level: int) -> None:
         step, params, buffers = build("convnet")
         sharded = shard(step, level=level, group=group, donate=False)
         state = sharded.init(params, buffers)
-        leaves = optree.tree_leaves(state)
+        leaves = local_leaves(state)
         before = [(x._version, x.clone()) for x in leaves]
         batch = batch_for(group, "convnet")
         one, _ = sharded(state, batch)
@@ -267,7 +266,7 @@ def test_a_copy_outlives_donation(level: int) -> None:
             second, batch_for(group, "convnet", number=1)
         )
         for other in (again, kept):
-            for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(other), strict=True):
+            for a, b in zip(local_leaves(after), local_leaves(other), strict=True):
                 assert torch.allclose(a, b, rtol=1e-13, atol=1e-16)
 
     run_ranks(run, 2)
@@ -293,7 +292,7 @@ def test_a_state_can_be_copied_in_any_way(how: str) -> None:
         second, _ = sharded(copy, batch_for(group))
         assert all(
             torch.equal(a, b)
-            for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(second), strict=True)
+            for a, b in zip(local_leaves(first), local_leaves(second), strict=True)
         )
 
     run_ranks(run, 2)
@@ -823,9 +822,7 @@ def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -
         state = sharded.init(params, buffers)
         for batch in ZOO[name].batches(3, 28):
             state, _ = sharded(state, split(batch, even(28, ranks))[group.rank])
-        leaves = [
-            x for x in optree.tree_leaves((state.params, state.opt_state)) if isinstance(x, Tensor)
-        ]
+        leaves = [x for x in local_leaves((state.params, state.opt_state)) if isinstance(x, Tensor)]
         flats = {id(x._base): x._base for x in leaves if x._base is not None and x._base.dim() == 1}
         padding = 0
         for key, flat in flats.items():
@@ -837,7 +834,7 @@ def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -
                     ).fill_(True)
             assert not flat.detach()[~used].any()
             padding += int((~used).sum())
-        return [padding, sum(x.numel() for x in optree.tree_leaves(state.params))]
+        return [padding, sum(x.numel() for x in local_leaves(state.params))]
 
     results = run_ranks(run, ranks)
     assert sum(padding for padding, _ in results)

@@ -257,10 +257,10 @@ def calls_of(step: Any, level: int, *trees: Any) -> Counter[tuple[str, int]]:
 def program_calls(train: Counter[Any], level: int, gradients: int, publishes: int) -> Counter[Any]:
     """The collectives of a program, from those of a training step.
 
-    Each gradient has the step's, metrics among them. Params are published as often as updates are
-    applied. One more all-reduce of words ends the step.
+    Each gradient has the step's, metrics among them, but for the all-reduce of its words: one of
+    all words ends the step. Params are published as often as updates are applied.
     """
-    found = Counter({("all_reduce", 32): 1})
+    found = Counter({("all_reduce", 32): 1 - gradients})
     for call, num in train.items():
         is_publish = level in (1, 2) and call[0] == "all_gather"
         found[call] += num * (publishes if is_publish else gradients)

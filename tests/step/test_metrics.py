@@ -21,6 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.runs import split
+from tests.local import local_leaves
 from tests.tiers import THOROUGH, crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -258,11 +259,9 @@ def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:
         state = sharded.init(params, buffers)
         for batch in batches:
             state, _ = sharded(state, split(batch, 3)[group.rank])
-        before = [leaf.clone() for leaf in optree.tree_leaves(state)]
+        before = [leaf.clone() for leaf in local_leaves(state)]
         metrics = on_mean(state, split(batches[0], 3)[group.rank])
-        assert all(
-            torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(before, local_leaves(state), strict=True))
         return metrics
 
     for metrics in run_ranks(run, 3):

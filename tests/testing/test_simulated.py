@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import SimulatedGroup, Wire
 from tests.collectives import bad_arguments
 from tests.groups.test_counting import call_each
+from tests.local import local_leaves
 from tests.models import ZOO, split
 from tests.tiers import crossed
 
@@ -37,7 +37,7 @@ def trained(group: Group, level: int, name: str, **options: Any) -> list[Tensor]
     state = step.init(params, buffers)
     for batch in case.batches(3, 4):
         state, _ = step(state, split(batch, [2, 2])[0])
-    return [x.detach().clone() for x in optree.tree_leaves(state)]
+    return [x.detach().clone() for x in local_leaves(state)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

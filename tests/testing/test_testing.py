@@ -489,7 +489,8 @@ def test_small_leaves_are_cut(shapes: dict[str, tuple[int, ...]]) -> None:
     proven = partial(assert_sharded_equals_unsharded, levels=[1, 3], ranks=[2])
     batches = [torch.ones(4, 2, dtype=F64)]
     proven(steps_by(lambda g: -0.1 * g), params, batches)
-    with pytest.raises(AssertionError, match="the updates differ"):
+    # Of whole leaves it would run
+    with pytest.raises(StructureError, match="linalg_vector_norm"):
         proven(steps_by(lambda g: -0.1 * g / g.norm()), params, batches)
 
 

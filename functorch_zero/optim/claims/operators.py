@@ -9,8 +9,6 @@ found by its numbers, in `cuts`.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._torch_private import QuickDispatchMode, arguments_of, storage_id, version_of
-from ...errors import TransformError
+from ...errors import TransformError, users_line
 from ...tree import PyTree, named_leaves
 
 # Ways to a tensor's values or address that run no operator
@@ -50,8 +48,6 @@ _MOVES = {
 }
 # Called foreach as well, but each makes one result of many positions
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
-# Folders whose frames are not the author's
-_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 # Raised by operators on shapes and dtypes that they don't take
 _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
 # Of operators whose result, or its shape, is taken from values on the host
@@ -201,7 +197,7 @@ class OperatorWatch:
     def refuse(self, story: str, remedy: str) -> NoReturn:
         """Raise a `TransformError` that names the transform and, in a run, the author's line."""
         # Outside a run the innermost frame would be one of ours
-        line = _line() if self._runs else ""
+        line = users_line() if self._runs else ""
         raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
 
 
@@ -295,16 +291,3 @@ def tensors_among(*values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_among(*value)
-
-
-def _line() -> str:
-    """The innermost line outside torch, optree and this file: where the author wrote it."""
-    # From here outwards; `contextlib` runs this module's context managers
-    frame = sys._getframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        library = file.startswith((*_LIBRARIES, "<")) or "contextlib" in file
-        if file != __file__ and not library:
-            return f" ({os.path.basename(file)}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -12,21 +12,25 @@ from torch import Tensor
 
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
+from ...groups.protocol import Group
 from ...layout.layout import Layout
-from ...params import is_on_engine
+from ...model.untouched import is_looked_at
+from ...params import as_local, is_on_engine
 from ...tree import paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
+from ..average import other_collectives
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
-from .results import StepResults, facts_of, values_of
+from .ledger import Ledger, Settlement
+from .results import StepResults, facts_of, named_nodes, values_of
 from .value import unsharded_leaves
 
 
-class Agreement(Protocol):
+class Agreement(Settlement, Protocol):
     """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
 
     def on_arguments(
@@ -50,21 +54,12 @@ class Agreement(Protocol):
         """
         ...
 
-    def before_call(self, step: int, calls: Sequence[str]) -> None:
-        """Compare the calls of the library that the program has made, the next one last.
-
-        Args:
-            step: its number.
-            calls: see Note [calls of a program] in `library_calls`.
-        """
+    def looks_at(self, call: int) -> bool:
+        """Whether a call of this number is looked at closely."""
         ...
 
-    def before_writing(self, step: int, calls: Sequence[str]) -> None:
-        """Make sure that all ranks are at this step, and that none has failed."""
-        ...
-
-    def on_results(self, results: StepResults) -> None:
-        """Compare the results of a step."""
+    def on_results(self, ledger: Ledger, results: StepResults) -> None:
+        """Compare the words and the results of a step."""
         ...
 
 
@@ -101,7 +96,7 @@ class ProgramAgreement:
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
         # Nothing else would show that the rest beside sharded trees differs
-        facts: dict[str, Any] = {"the first value": paths(value)}
+        facts: dict[str, Any] = {"the first value": paths(as_local(value))}
         leaves = unsharded_leaves(value)
         numbers = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
         for path, words in (numbers | told_values(leaves)).items():
@@ -110,38 +105,53 @@ class ProgramAgreement:
             facts[f"deferred values of {name}"] = fill.digests
         agree(labelled(self._options.group, "init/agreement"), facts)
 
-    def before_call(self, step: int, calls: Sequence[str]) -> None:
-        self._compare(step, calls, "step/calls")
+    def looks_at(self, call: int) -> bool:
+        return is_looked_at(call)
 
-    def before_writing(self, step: int, calls: Sequence[str]) -> None:
-        failed = self._compare(step, calls, "step/before writing")
+    def before_call(self, ledger: Ledger) -> None:
+        self._compare(ledger, "step/calls")
+
+    def before_writing(self, ledger: Ledger) -> None:
+        failed = self._compare(ledger, "step/before writing")
         self._background.raise_if(failed)
 
-    def on_results(self, results: StepResults) -> None:
-        failed = self._compare(results.step, results.calls, "step/agreement", results)
+    def on_results(self, ledger: Ledger, results: StepResults) -> None:
+        failed = self._compare(ledger, "step/agreement", results)
         self._background.raise_if(failed)
 
-    def _compare(
-        self, step: int, calls: Sequence[str], label: str, results: StepResults | None = None
-    ) -> bool:
+    def _compare(self, ledger: Ledger, label: str, results: StepResults | None = None) -> bool:
         """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
         same facts. Returns whether a background task of any rank has failed. One all-reduce of
         words; only when ranks differ, an exchange of JSON."""
         group = labelled(self._options.group, label)
-        facts = {} if results is None else facts_of(results)
+        # Causes before their effects
+        facts: Mapping[str, Any] = ledger.facts
+        if results is not None:
+            for name, node in named_nodes(results.value).items():
+                ledger.note_story(name, node)
+            draws = {"the number of draws of fz.random": results.num_draws}
+            facts = draws | ledger.facts | facts_of(results)
+        gradients = [gradient.words for gradient in ledger.gradients]
+        found = _Findings(ledger.step, ledger.calls, gradients, facts, {})
         # Ranks at different calls of a step send equal lengths, since `tell` does
-        words = [f"step {step}", f"{len(calls)} calls", *calls, *map(repr, facts.items())]
         batch = 0
         if results is not None:
             batch = self._batches.digest(_own_data(results.args), look=results.look)
-        told = tell(words, [self._background.failed()], group, batch=batch)
+        told = tell(found.words, [self._background.failed()], group, ledger.num_rows, batch=batch)
         if told.alike:
             self._batches.note(batch, told.same_batch, group.rank)
+            ledger.settled(told.sizes, group.rank)
             return told.flags[0]
-        shown = {} if results is None else values_of(results)
-        findings = _Findings(step, calls, facts, shown)
-        everyone = [_Findings(*theirs) for theirs in exchange_data(group, findings)]
-        raise _difference(everyone, group.rank)
+        values: dict[str, Any] = {}
+        for name, (paths_of_leaves, texts) in ledger.stories.items():
+            names = [path or "(root)" for path in paths_of_leaves]
+            # Somebody's own tree in a state's place may have another number of leaves
+            values[name] = dict(zip(names, texts, strict=False))
+        if results is not None:
+            values |= values_of(results)
+        found = found._replace(values=values)
+        everyone = [_Findings(*theirs) for theirs in exchange_data(group, found)]
+        raise _difference(everyone, ledger, group)
 
 
 def _own_data(args: Sequence[Any]) -> Any:
@@ -154,12 +164,27 @@ class _Findings(NamedTuple):
 
     step: int  # its number
     calls: Sequence[str]  # of the library
+    gradients: Sequence[Sequence[str]]  # of these, those whose words have waited
     facts: Mapping[str, Any]  # plain data, causes before their effects
-    values: Mapping[str, str]  # in words, of facts that are digests
+    values: Mapping[str, Any]  # of facts that are digests, in words, or words by leaf
+
+    @property
+    def words(self) -> list[str]:
+        """Those that all ranks must have equal."""
+        of_gradients = [word for words in self.gradients for word in words]
+        count = f"{len(self.calls)} calls"
+        return [
+            f"step {self.step}",
+            count,
+            *self.calls,
+            *of_gradients,
+            *map(repr, self.facts.items()),
+        ]
 
 
-def _difference(everyone: Sequence[_Findings], own_rank: int) -> Exception:
+def _difference(everyone: Sequence[_Findings], ledger: Ledger, group: Group) -> Exception:
     """The error that tells in what the ranks differ first: causes before their effects."""
+    own_rank = group.rank
     steps = [each.step for each in everyone]
     if len(set(steps)) > 1:
         return GroupError(
@@ -169,19 +194,31 @@ def _difference(everyone: Sequence[_Findings], own_rank: int) -> Exception:
     calls = [each.calls for each in everyone]
     if any(theirs != calls[0] for theirs in calls):
         return _other_calls(steps[0], calls, own_rank)
+    gradients = [each.gradients for each in everyone]
+    if any(theirs != gradients[0] for theirs in gradients):
+        return other_collectives(group, _first_log_apart(gradients, ledger))
     facts = [each.facts for each in everyone]
     rank = first_unlike(facts)
-    name, *digests = first_difference(facts[0], facts[rank])
-    values = [everyone[n].values.get(name) for n in (0, rank)]
+    name, ours, other = first_difference(facts[0], facts[rank])
+    one, two = (everyone[n].values.get(name) for n in (0, rank))
     # Words may leave out the elements that differ
-    are_apart = None not in values and values[0] != values[1]
-    ours, other = told_apart(*(values if are_apart else digests))
+    if one is not None and two is not None and one != two:
+        name, ours, other = first_difference(one, two, name)
+    ours, other = told_apart(ours, other)
     return MismatchError(
         f"the program's results differ between ranks: {name} is {ours} on rank 0 and {other} on "
         f"rank {rank} (this is rank {own_rank}). Remedy: make of each rank's own batch only what "
         "fz.value_and_grad gives, a loss and Aux(metrics=...), which are means over ranks; branch "
         "and scale by these"
     )
+
+
+def _first_log_apart(gradients: Sequence[Sequence[Sequence[str]]], ledger: Ledger) -> Sequence[str]:
+    """This rank's log of the first gradient in which ranks differ."""
+    for n, own in enumerate(ledger.gradients):
+        if any(theirs[n : n + 1] != gradients[0][n : n + 1] for theirs in gradients):
+            return own.log
+    return []
 
 
 def _other_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> GroupError:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import optree
 
-from ...layout.sharded_tree import ShardedTree, reading_leaves, telling_uses
-from ...params import is_on_engine
+from ...layout.sharded_tree import ShardedTree
+from ...params import as_local, is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState, is_stored
 from ...tree import storages
 from ..storage import is_moved
-
-
-def donation_here() -> Donation | None:
-    """That of the step whose program runs in this thread; None: it doesn't donate.
-
-    Trees that the program cuts itself have engines of their own, so that no engine knows it.
-    """
-    return _RUNNING.get()
 
 
 class EarlierCalls:
@@ -74,40 +64,24 @@ class Donation:
         self._nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
         self._num_gradients, self._agree = earlier.num_gradients, agree
         self.needed = set(earlier.needed)
-        self._read: set[int] = set()  # ids of nodes
-        self._updated: set[int] = set()  # the same, of those that an update has left as they were
+        # By id, the nodes that an update has left as they were, with the number of their uses then
+        self._updated: dict[int, tuple[Any, int]] = {}
         self._agreed = False
         self.num_taken = 0
         self.has_written = False
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Note the gradients that the program takes inside, the leaves that it reads, and the nodes
-        that it uses."""
-        token = _RUNNING.set(self)
-        try:
-            with reading_leaves(self._note_read), telling_uses(self._note_use):
-                yield
-        finally:
-            _RUNNING.reset(token)
-
-    def _note_read(self, node: Any, leaves: Sequence[Any]) -> None:
-        # Of a state in a storage the program has copies
-        if not is_stored(node):
-            self._read.add(id(node))
-
-    def _note_use(self, node: Any) -> None:
-        if id(node) in self._updated:
-            self.needed.update(self._places_of(node))
-
     def note_result(self, result: Any) -> None:
-        """Note the nodes that the program returns: the next step needs them."""
-        for node in optree.tree_leaves(result, is_leaf=is_on_engine):
-            self._note_use(node)
+        """Note the nodes that the program has used after their update, or returns, so that the next
+        step needs them."""
+        returned = set(map(id, optree.tree_leaves(result, is_leaf=is_on_engine)))
+        for node, num_uses in self._updated.values():
+            if node.num_uses > num_uses or id(node) in returned:
+                self.needed.update(self._places_of(node))
 
     def note_update(self, params: ShardedTree, state: ShardedOptState) -> None:
         """Note that an update of both has ended, which has not written over them."""
-        self._updated |= {id(params), id(state)}
+        for node in (params, state):
+            self._updated.setdefault(id(node), (node, node.num_uses))
 
     def _places_of(self, node: Any) -> list[int]:
         return [n for n, given in enumerate(self._nodes) if given is node]
@@ -127,17 +101,19 @@ class Donation:
 
     def _is_free(self, node: Any) -> bool:
         places = self._places_of(node)
-        if len(places) != 1 or id(node) in self._read or not self.needed.isdisjoint(places):
+        if len(places) != 1 or _is_read(node) or not self.needed.isdisjoint(places):
             return False
         # One that an update has used up before has no storage any more
         others = [x for x in self._nodes if x is not node and not _is_used_up(x)]
         # An average that began as a copy of the tree, say, or an older state
-        with reading_leaves(None), telling_uses(None):
-            written = _written_of(node)
-            return all(written.isdisjoint(_storages_of(other)) for other in others)
+        written = _written_of(node)
+        return all(written.isdisjoint(_storages_of(other)) for other in others)
 
 
-_RUNNING: ContextVar[Donation | None] = ContextVar("_RUNNING", default=None)
+def _is_read(node: Any) -> bool:
+    """Whether the program has read leaves of a node that it was given. Of a state in a storage it
+    has copies."""
+    return node.are_leaves_shown and not is_stored(node)
 
 
 def _is_used_up(node: Any) -> bool:
@@ -149,16 +125,16 @@ def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
     if isinstance(node, ShardedTree):
         return _storages_of(node)
     if is_stored(node):
-        return storages([leaf for leaf in optree.tree_leaves(node.tree) if is_moved(leaf)])
+        return storages([leaf for leaf in optree.tree_leaves(node.as_it_lies) if is_moved(leaf)])
     # An update makes a new count and a new rate. States of one optimizer may share the old ones.
-    rows = zip(optree.tree_leaves(node.tree), node.holding.plan.leaves, strict=True)
+    rows = zip(optree.tree_leaves(node.as_it_lies), node.holding.plan.leaves, strict=True)
     return storages([leaf for leaf, planned in rows if planned.kind == "follows"])
 
 
 def _storages_of(node: Any) -> set[int]:
     """The storages of a node, or of a leaf."""
     if not isinstance(node, ShardedTree):
-        return storages(node)
+        return storages(as_local(node))
     # Frozen flats go from tree to tree
     flats = node.pieces().flats() if node.holding.form == "held" else node.flats()
     return storages([flat for flat in flats if flat is not None])

@@ -37,7 +37,7 @@ from ...step.backward import nodes_behind
 from ...step.loss import untrained
 from ...step.program import LossCall, PerLoss
 from ...step.reminder import Reminder
-from ...step.rng import in_a_step, next_streams
+from ...step.scope import next_streams, scope_here
 from ...step.state import check_not_on_meta
 from ...tree import PyTree, same_structure
 from ..agreement import agree
@@ -49,11 +49,9 @@ from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
 from ..storage import fetched, stored
 from ..update import PreparedUpdate
-from .donation import donation_here
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
-from .kept import KeptTensors, kept_here
-from .library_calls import compared
-from .piece_watch import check_leaves_of_loss, noted, unwatched
+from .kept import KeptTensors
+from .scope import compared, ranks_here
 
 _MOST_JOINED = 64  # combinations of trees that an engine remembers
 
@@ -110,7 +108,6 @@ class ShardedEngine:
         return bool(self.options.reduction.keeps)
 
     @compared
-    @noted
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: an exchange, which compares the
         transform, and those that it asks for.
@@ -120,8 +117,10 @@ class ShardedEngine:
             TransformError: a transform does what its `needs` says it does not.
         """
         axes = self.options.axes
-        failures = sharing_failures(*axes.groups, call="optimizer init", settles=not in_a_step())
-        with failures, torch.no_grad(), unwatched():
+        failures = sharing_failures(
+            *axes.groups, call="optimizer init", settles=scope_here() is None
+        )
+        with failures, torch.no_grad():
             self._check_held(params)
             if params.is_read_only:
                 raise StructureError(
@@ -148,7 +147,7 @@ class ShardedEngine:
         layout, axes = params.sharding.layout, self.options.axes
         # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
         view = params.pieces()
-        made = transform.init_fn(view.tree, self._across_of(layout))
+        made = transform.init_fn(view.local_tree, self._across_of(layout))
         plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
         return self.stored(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
@@ -173,7 +172,6 @@ class ShardedEngine:
         return made
 
     @compared
-    @noted
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
@@ -185,7 +183,7 @@ class ShardedEngine:
                 is another transform's.
         """
         groups = self.options.axes.groups
-        with sharing_failures(*groups, call="optimizer update"), torch.no_grad(), unwatched():
+        with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
             new, after = self._updated(prepared, updates, state, params)
             return new, self.stored(after, state.holding)
@@ -199,15 +197,15 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, Any]:
         """The updates, in pieces, and the next state's tree, beside the params."""
         before, view, across = state.beside, params.pieces(), prepared.across
-        new, after = prepared.optimizer.update_fn(updates.tree, before, view.tree, across)
+        given, own = updates.local_tree, view.local_tree
+        new, after = prepared.optimizer.update_fn(given, before, own, across)
         # The caller may write to these trees later; a state must not follow
-        after = across.keep(after, new, updates.tree, view.tree)
-        same_structure(view.tree, new, what="the optimizer's updates")
+        after = across.keep(after, new, given, own)
+        same_structure(own, new, what="the optimizer's updates")
         same_structure(before, after, what="the optimizer's next state")
-        return ShardedTree(new, updates.holding), after
+        return ShardedTree.of_local(new, updates.holding), after
 
     @compared
-    @noted
     def apply(
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
@@ -218,9 +216,10 @@ class ShardedEngine:
             StructureError: as `update`.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad(), unwatched():
+        with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad():
             prepared = self._prepared(transform, grads, state, params)
-            donation = donation_here()
+            scope = ranks_here()
+            donation = None if scope is None else scope.donation
             if donation is None:
                 return self._apply_to_copies(prepared, grads, state, params)
             if donation.takes(params, state):
@@ -266,7 +265,7 @@ class ShardedEngine:
             after = self._stored_over(state, tree)
         else:
             found, tree = self._updated(prepared, grads, state, params)
-            updates = found.tree
+            updates = found.local_tree
             if is_stored(state):
                 after = self._stored_over(state, tree)
             else:
@@ -282,7 +281,6 @@ class ShardedEngine:
         return described(transform) if known is None else known
 
     @compared
-    @noted
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
@@ -290,11 +288,10 @@ class ShardedEngine:
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
             gather = self.options.gather
-            made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
+            made = publish(params, params.flats(), updates.local_tree, axes, gather, donate=False)
             return made.as_read_only(params.is_read_only)
 
     @compared
-    @noted
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
         with sharing_failures(*self.options.axes.groups, call="dot"), torch.no_grad():
@@ -304,9 +301,8 @@ class ShardedEngine:
             if _is_of_no_updates(a) != _is_of_no_updates(b):
                 self._refuse_no_updates(a)
                 self._refuse_no_updates(b)
-            return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
+            return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
 
-    @noted
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
         """Zeros in pieces for trained leaves, None elsewhere. No communication.
 
@@ -319,9 +315,10 @@ class ShardedEngine:
                 return no_updates(params)
             view = params.pieces()
             zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
-            return ShardedTree.of_flats(zeros, view.holding)
+            made = ShardedTree.of_flats(zeros, view.holding)
+            made.named_from("zeros")
+            return made
 
-    @noted
     def pieces(self, params: ShardedTree) -> ShardedTree:
         """Copies of the trained leaves, in pieces; None elsewhere. No communication.
 
@@ -335,7 +332,9 @@ class ShardedEngine:
             view = params.pieces()
             # Views would be written over where the params are donated
             copies = [None if flat is None else flat.detach().clone() for flat in view.flats()]
-            return ShardedTree.of_flats(copies, view.holding)
+            made = ShardedTree.of_flats(copies, view.holding)
+            made.named_from(f"pieces of #{params.story.word:08x}")
+            return made
 
     @compared
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
@@ -343,7 +342,7 @@ class ShardedEngine:
         optimizer's state one collective per leaf that is not here whole."""
         axes = self.options.axes.at("unshard")
         # A step's ranks agree at its end, and its host need not wait
-        groups, settles = self.options.axes.groups, not in_a_step()
+        groups, settles = self.options.axes.groups, scope_here() is None
         with sharing_failures(*groups, call="unshard", settles=settles), torch.no_grad():
             if isinstance(tree, ShardedOptState):
                 layout, plan = tree.holding.sharding.layout, tree.holding.plan
@@ -353,22 +352,19 @@ class ShardedEngine:
             return all_gather_params(tree, axes)
 
     @compared
-    @noted
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
-            check_leaves_of_loss(call)
-            stack.enter_context(unwatched())
             stack.enter_context(self.orders.forgotten_on_failure())
             run = self.open_gradient(call, tree)
             local = differentiate(run)
             report = agree_on(run, local)
             results, grads = finish(run, local, report)
-            if donation := donation_here():
-                donation.num_taken += 1
+            if run.scope is not None and run.scope.donation is not None:
+                run.scope.donation.num_taken += 1
         return results, grads
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
@@ -414,6 +410,7 @@ class ShardedEngine:
             log=log,
             kept=kept,
             look=look,
+            scope=ranks_here(),
         )
 
     def _trying(self, loss: Tensor) -> AbstractContextManager[None]:
@@ -428,9 +425,10 @@ class ShardedEngine:
         Where there is no place for them, outside of a program's step, gradients are summed as they
         are. So are those of a slope, which don't follow the gradients.
         """
-        kept = kept_here()
         if not self.keeps_tensors:
             return self.options, None
+        scope = ranks_here()
+        kept = None if scope is None else scope.kept
         if kept is None or call.is_slope:
             return replace(self.options, reduction=SUMMED), None
         # The step's own: another step may have cut the trees
@@ -474,6 +472,8 @@ class ShardedEngine:
 
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""
+        if _is_sharded(tree):
+            tree.num_uses += 1
         if not _is_sharded(tree) or tree.holding.form != "held":
             raise StructureError(
                 explain(
@@ -514,7 +514,9 @@ class ShardedEngine:
             # Trees have many owners, so nothing is donated. The engine itself moves states.
             options = replace(self.options, donate=False, reduction=SUMMED, state_storage=None)
             known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
-        known[id(layout)].check_state(state.tree, axes.world.rank, what="the optimizer's state")
+        known[id(layout)].check_state(
+            state.as_it_lies, axes.world.rank, what="the optimizer's state"
+        )
         return known[id(layout)]
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:

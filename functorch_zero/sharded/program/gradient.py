@@ -24,14 +24,16 @@ from ...layout.sharded_tree import ShardedTree
 from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import GradientReduction
 from ...step.program import LossCall
-from ...step.rows import total_size
-from ..average import Report, report_of
+from ...step.rows import leading_sizes, total_size
+from ..average import Report, report_later, report_of, words_of
 from ..buffers import check_synchronizable, synchronize
 from ..grad_mean import to_means
 from ..options import Options
 from ..params import grads_like
 from ..passes import LossOnData, Passed, run_passes
 from .kept import KeptOfGradient
+from .ledger import Posted
+from .scope import RanksScope
 
 
 class _GivenTree(NamedTuple):
@@ -145,6 +147,7 @@ class GradientRun:
     log: list[str]  # the gradient's number, and the collectives started since
     kept: KeptOfGradient | None  # by the reduction, of the trees; None: it keeps nothing
     look: bool  # whether the loss is looked at closely
+    scope: RanksScope | None  # of the program's step that it is in; None: it is in none
 
 
 class LocalGradient(NamedTuple):
@@ -175,7 +178,8 @@ def differentiate(run: GradientRun) -> LocalGradient:
 
 
 def agree_on(run: GradientRun, local: LocalGradient) -> Report:
-    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words.
+    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words; none in a
+    program's step whose ledger takes them, see Note [words that wait] in `ledger`.
 
     Raises:
         StructureError: this rank's loss has changed a buffer's shape or dtype, or backward has
@@ -186,15 +190,29 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
     (outcome, means, changes, _), axes = local.passed, run.options.axes
     old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
+    flags = changes.flags(axes.world.rank, look=run.look)
+    if run.scope is not None and _may_wait(run, flags):
+        rows = leading_sizes(run.call.data) if outcome.weight is None else []
+        reminder = run.loss.reminder
+        run.scope.ledger.post(Posted(run.log, words_of(means), rows, reminder))
+        return report_later(means)
     # Logs are compared here, when all collectives of the passes have started
     return report_of(
         means,
         labelled(axes.world, "gradient/metrics"),
         run.log,
-        changes.flags(axes.world.rank, look=run.look),
+        flags,
         axes.copy,
         total_size(run.call.data),
     )
+
+
+def _may_wait(run: GradientRun, flags: Sequence[bool]) -> bool:
+    """Whether nobody needs the other ranks' words before the step goes on."""
+    assert run.scope is not None
+    # Flags say which buffers to synchronize, and ranks of the same data compare values
+    needs_answer = bool(flags) or run.options.axes.copy.num > 1
+    return not (needs_answer or run.scope.ledger.look)
 
 
 @torch.no_grad()
@@ -205,7 +223,8 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
     """
     outcome, axes = local.passed.outcome, run.options.axes
     sizes, rank = report.sizes, axes.world.rank
-    run.loss.reminder.compare_ranks(run.call.data, outcome.weight, sizes, rank)
+    rows = leading_sizes(run.call.data)
+    run.loss.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
     # In place: the flats were made for this gradient
     to_means(local.reduced, report.weight if local.passed.is_to_divide else None, scale=None)
     buffers = synchronize(

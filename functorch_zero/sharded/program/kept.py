@@ -6,9 +6,7 @@ through them, in one step and from step to step, whichever losses they are of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optree
@@ -239,21 +237,3 @@ def _moved(value: Any, places: Sequence[str]) -> dict[str, str]:
         if path and path in places and node.holding.name != path:
             names[path] = node.holding.name
     return names if sorted(names) == sorted(names.values()) else {}
-
-
-def kept_here() -> KeptTensors | None:
-    """Those of the step whose program runs in this thread; None: its reduction keeps nothing."""
-    return _RUNNING.get()
-
-
-@contextmanager
-def keeping(kept: KeptTensors | None) -> Iterator[None]:
-    """Around a program: its gradients read the kept tensors, and replace them."""
-    token = _RUNNING.set(kept)
-    try:
-        yield
-    finally:
-        _RUNNING.reset(token)
-
-
-_RUNNING: ContextVar[KeptTensors | None] = ContextVar("_RUNNING", default=None)

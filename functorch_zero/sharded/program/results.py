@@ -9,45 +9,43 @@ import optree
 from torch import Tensor
 
 from ...layout.sharded_tree import ShardedTree
-from ...params import is_on_engine
+from ...params import OnEngine, is_on_engine
 from ...sharded_optim.sharded_state import ShardedOptState
 from ...step.loss import Metrics
 from ...tree import content_digests, paths
 from ..readable import values_in_words
-from .piece_watch import PieceWatch, whole_leaves
-from .value import unsharded_leaves
-
-_SMALL = 4096  # elements of a tensor that ranks compare in every step
+from .ledger import SMALL
+from .value import unsharded_leaves, whole_leaves
 
 
 class StepResults(NamedTuple):
     """The results of one step of a program on this rank."""
 
-    step: int  # its number
     args: Sequence[Any]  # of the step, after the state: this rank's part of the batch
-    calls: Sequence[str]  # of the library: all that the program has made
     value: Any  # the next one
     metrics: Metrics  # by name, 0-d
     num_draws: int  # of `fz.random`
-    watch: PieceWatch  # of the program; it has seen nothing where the step isn't looked at
     look: bool  # whether the step is looked at, on all ranks alike
 
 
 def facts_of(results: StepResults) -> dict[str, Any]:
     """The results as plain data, equal on ranks whose results are equal to the bit. Causes come
     before their effects."""
-    value, watch, look = results.value, results.watch, results.look
-    facts: dict[str, Any] = watch.operations(value) if look else {}
+    value, look = results.value, results.look
+    facts: dict[str, Any] = {}
     for name, metric in results.metrics.items():
         known = look or _is_here(metric)
         facts[f"metric {name!r}"] = repr(float(metric)) if known else _form_of(metric)
     for path, words in _in_words(_compared_leaves(value, look), look).items():
         facts[f"leaf {path!r}"] = words
-    if look:
-        for name, words in watch.own_whole_leaves(value).items():
-            facts[f"{name} of the next value"] = words
-    facts["the number of draws of fz.random"] = str(results.num_draws)
     return facts
+
+
+def named_nodes(value: Any) -> dict[str, OnEngine]:
+    """The sharded trees and states of a next value, by name for errors."""
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    rows = zip(paths(value, is_on_engine), nodes, strict=True)
+    return {f"the next value's tree {path!r}": node for path, node in rows if is_on_engine(node)}
 
 
 def values_of(results: StepResults) -> dict[str, str]:
@@ -64,7 +62,7 @@ def _compared_leaves(value: Any, look: bool) -> dict[str, Any]:
     in each, large ones where the step is looked at, since their digests take time."""
     leaves = unsharded_leaves(value)
     if not look:
-        return {path: leaf for path, leaf in leaves.items() if _numel(leaf) <= _SMALL}
+        return {path: leaf for path, leaf in leaves.items() if _numel(leaf) <= SMALL}
     # A program may have put a count or a rate of its own into an optimizer's state
     states = _whole_leaves(value, ShardedOptState)
     # A branch that one rank took in a step that nobody looked at shows in most of the elements.
@@ -109,7 +107,7 @@ def _samples(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The first elements of each tensor: digests of all of them would take long."""
     found = {}
     for path, leaf in leaves.items():
-        found[path] = leaf.detach().reshape(-1)[:_SMALL] if isinstance(leaf, Tensor) else leaf
+        found[path] = leaf.detach().reshape(-1)[:SMALL] if isinstance(leaf, Tensor) else leaf
     return found
 
 

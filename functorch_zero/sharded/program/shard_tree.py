@@ -21,7 +21,7 @@ from ..options import Options
 from ..readable import told_values
 from ..tree_numbers import next_number
 from .engine import ShardedEngine
-from .library_calls import compared
+from .scope import calling
 
 
 @overload
@@ -36,7 +36,6 @@ def shard_tree(tree: PyTree[Tensor], *, layout_like: ShardedTree) -> ShardedTree
 def shard_tree(tree: PyTree[Tensor], *, layout_like: PyTree[Tensor]) -> PyTree[Tensor]: ...
 
 
-@compared
 def shard_tree(
     tree: PyTree[Tensor],
     *,
@@ -67,6 +66,15 @@ def shard_tree(
     >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
     ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
     """
+    with calling("shard_tree", (layout_like,), {}) as note_made:
+        made = _sharded(tree, level, group, layout_like)
+        note_made(made)
+        return made
+
+
+def _sharded(
+    tree: PyTree[Tensor], level: LevelRule | None, group: Any, layout_like: PyTree[Tensor] | None
+) -> ShardedTree | PyTree[Tensor]:
     if (level is None) == (layout_like is None):
         raise StructureError(
             explain(

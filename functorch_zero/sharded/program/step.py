@@ -8,7 +8,6 @@ that all ranks have done the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import optree
@@ -23,10 +22,9 @@ from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
 from ...layout.layout import Cut, Layout
-from ...layout.sharded_tree import hold, reading_leaves
+from ...layout.sharded_tree import hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
-from ...model.untouched import is_looked_at
 from ...params import Engine, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
@@ -35,12 +33,14 @@ from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
 from ...step.program_step import (
     ProgramStep,
+    Unwritten,
     check_result,
     check_value,
     named_args,
     named_values,
 )
-from ...step.rng import streams
+from ...step.rng import Streams
+from ...step.scope import running
 from ...step.state import State, Trained
 from ...step.state import check_state as check_is_state
 from ...tree import check_tensors, own_copy, paths
@@ -54,9 +54,10 @@ from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
-from .kept import KeptTensors, PartsOfValues, keeping
-from .library_calls import LibraryCalls
-from .piece_watch import PieceWatch
+from .kept import KeptTensors, PartsOfValues
+from .ledger import Ledger, name_nodes
+from .results import StepResults
+from .scope import RanksScope
 from .value import (
     ValueStructure,
     as_marked,
@@ -64,11 +65,13 @@ from .value import (
     check_fits,
     device_of_value,
     marked_like,
+    note_writes,
+    tensors_of_nodes,
     trained_leaves,
     unsharded_leaves,
+    used_up_nodes,
     whole_value,
 )
-from .watched_call import WatchedCall
 
 
 class ProgramEngine(Engine, Protocol):
@@ -192,10 +195,7 @@ class ShardedProgramStep:
             )
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
-        watch = PieceWatch(self.group.rank)
-        watch.name(dict(zip(given, own, strict=True)), "init's argument")
-        with watch.running():
-            value = self.unsharded.first_value(*own)
+        value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
         marked = as_marked(value)
         return State.first(
@@ -212,7 +212,7 @@ class ShardedProgramStep:
         def stored(node: Any) -> Any:
             if not isinstance(node, ShardedOptState) or is_stored(node):
                 return node
-            return self.engine.stored(node.tree, node.holding)
+            return self.engine.stored(node.as_it_lies, node.holding)
 
         if self.options.state_storage is None:
             return value
@@ -274,27 +274,36 @@ class ShardedProgramStep:
             self.check_state(state)
             value = self._marked(state, state.value)
             kept = self._kept_in(state, value)
-            call = WatchedCall(
-                value,
-                int(state.step),
-                rank,
-                # Calls are counted, whatever their states: ranks that look meet in messages that
-                # others don't send
-                look=is_looked_at(self._calls.next()),
-                before_call=self._agreement.before_call,
+            # Calls are counted, whatever their states: ranks that look meet in messages that others
+            # don't send
+            look = self._agreement.looks_at(self._calls.next())
+            ledger = Ledger(int(state.step), self._agreement, look=look)
+            donates = self.options.donate
+            donation = Donation(value, self._earlier, ledger.settle) if donates else None
+            scope = RanksScope(
+                streams=Streams(state.seed, state.step),
+                rank=rank,
+                ledger=ledger,
+                donation=donation,
+                kept=kept,
             )
-            running = streams(state.seed, state.step, device_of_value(value), rank)
-            with running as drawn, call.running(), keeping(kept), noting_missing_graphs():
-                result, donation = self._run(state, value, args, call.library)
+            name_nodes(value, "value", is_given=True)
+            unwritten = Unwritten(tensors_of_nodes(value), look=look)
+            with running(scope, device_of_value(value)), noting_missing_graphs():
+                result = self._run(state, value, args, donation)
             new, metrics = check_result(result, rank)
-            call.check_unwritten()
-            if self.options.donate:
+            note_writes(value)
+            unwritten.check(
+                lambda node, leaf: paths(value, is_on_engine)[node], rank, used_up_nodes(value)
+            )
+            if donates:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_fits(value, new, rank)
             if kept is not None:
                 kept.check_next(self._parts.of(self._marked(state, new)))
-            self._agreement.on_results(call.results(args, new, metrics, drawn.num_draws))
+            results = StepResults(args, new, metrics, scope.streams.num_draws, look)
+            self._agreement.on_results(ledger, results)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
@@ -313,36 +322,18 @@ class ShardedProgramStep:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
 
-    def _run(
-        self, state: State, value: Any, args: Sequence[Any], library: LibraryCalls
-    ) -> tuple[Any, Donation | None]:
-        """The program's result, and when donating, what the step has written over. Then the value
-        is updated in place where it may be."""
-        if not self.options.donate:
-            with self._fetching(value):
-                return self.unsharded.program(value, *args), None
-        number = int(state.step)
-        donation = Donation(
-            value,
-            self._earlier,
-            agree=lambda: self._agreement.before_writing(number, library.made),
-        )
+    def _run(self, state: State, value: Any, args: Sequence[Any], donation: Donation | None) -> Any:
+        """The program's result. When donating, the value is updated in place where it may be."""
+        if donation is None:
+            return self.unsharded.program(value, *args)
         try:
-            with donation.running(), self._fetching(value):
-                result = self.unsharded.program(value, *args)
-                donation.note_result(result)
+            result = self.unsharded.program(value, *args)
+            donation.note_result(result)
+            return result
         finally:
             if donation.has_written:
                 assert state.sharding is not None
                 state.sharding.donations.take(state.step)
-        return result, donation
-
-    def _fetching(self, value: Any) -> AbstractContextManager[None]:
-        """Fetch optimizers' states that the program reads inside."""
-        # Another step's state may lie in a storage of its own
-        nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-        needed = self.options.state_storage is not None or any(map(is_stored, nodes))
-        return reading_leaves(lambda node, leaves: None) if needed else nullcontext()
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their

@@ -19,7 +19,7 @@ from ...errors import StructureError, explain
 from ...layout.sharded_tree import Holding, ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
-from ...params import is_on_engine
+from ...params import as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...step.program_step import check_next_value, device_of, leaf_form
 from ...tree import paths, same_structure, settled
@@ -99,7 +99,7 @@ def as_marked(value: Any) -> Any:
     def mark(node: Any) -> Any:
         if _is_held(node):
             return node.as_read_only(node.is_read_only)
-        return settled(node.detach()) if isinstance(node, Tensor) else tree_map(_detached, node)
+        return settled(node.detach()) if isinstance(node, Tensor) else map_local(_detached, node)
 
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
     return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)]))
@@ -146,10 +146,17 @@ def trained_leaves(value: Any) -> list[bool]:
     """Per leaf of the whole value, in flatten order, whether it is trained."""
 
     def trained(node: Any) -> Any:
-        return node.trained if _is_held(node) else tree_map(lambda leaf: False, node)
+        return node.trained if _is_held(node) else tree_map(lambda leaf: False, as_local(node))
 
     leaves: list[bool] = optree.tree_leaves(tree_map(trained, value, is_leaf=is_on_engine))
     return leaves
+
+
+def note_writes(value: Any) -> None:
+    """Count writes to leaves of a value that somebody has read, also those by plain views."""
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+        if is_on_engine(node) and node.are_leaves_shown:
+            node.story  # noqa: B018
 
 
 def unsharded_leaves(value: Any) -> dict[str, Any]:
@@ -160,13 +167,26 @@ def unsharded_leaves(value: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
 
 
+def whole_leaves(node: ShardedTree | ShardedOptState) -> dict[str, Any]:
+    """By path, the leaves of a tree or state that every rank holds whole, as they are here."""
+    if isinstance(node, ShardedTree):
+        names, are_whole = [x.path for x in node.sharding.layout.leaves], node.holding.are_whole()
+        leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
+    else:
+        names, leaves = paths(node.as_it_lies), optree.tree_leaves(node.as_it_lies)
+        are_whole = [place is None or place.is_whole for place in node.holding.places()]
+    # A program may put a state of another structure in the place of its own
+    rows = zip(names, leaves, are_whole, strict=False)
+    return {path: leaf for path, leaf, is_whole in rows if is_whole and leaf is not None}
+
+
 def tensors_of_nodes(value: Any) -> list[list[Any]]:
     """Of each node of a value its tensors. Flats stand for leaves that nobody has read, and count
     the writes to them."""
     found = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        is_uncut = isinstance(node, ShardedTree) and not node.are_leaves_cut
-        found.append(node.flats() if is_uncut else optree.tree_leaves(node))
+        is_uncut = isinstance(node, ShardedTree) and not node.are_leaves_shown
+        found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
     return found
 
 
@@ -193,8 +213,12 @@ def check_fits(old: Any, new: Any, rank: int) -> None:
     after, new_treedef = optree.tree_flatten(new, is_leaf=is_on_engine)
     if treedef == new_treedef:
         for n, (one, two) in enumerate(zip(before, after, strict=True)):
-            if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
+            if not is_on_engine(one) or not is_on_engine(two):
+                continue
+            if _fits(one, two):
                 before[n] = after[n] = None
+            elif type(one) is type(two) and one.holding == two.holding:
+                before[n], after[n] = one.as_it_lies, two.as_it_lies
         new = new_treedef.unflatten(after)
     old = treedef.unflatten(map(_structure_of, before))
     check_next_value(old, new, rank)
@@ -206,7 +230,9 @@ def _structure_of(node: Any) -> Any:
         return node
     if isinstance(node, ShardedOptState):
         plan = node.holding.plan
-        return ShardedOptState(plan.treedef.unflatten(range(len(plan.leaves))), node.holding)
+        return ShardedOptState.of_shown(
+            plan.treedef.unflatten(range(len(plan.leaves))), node.holding
+        )
     layout, in_pieces = node.sharding.layout, node.holding.form == "pieces"
     # In pieces, frozen leaves are None
     leaves = [None if in_pieces and not leaf.trainable else 0 for leaf in layout.leaves]
@@ -223,7 +249,7 @@ def _fits(old: Any, new: Any) -> bool:
             new.check_leaves()
         return True
     # In pieces the flats may be of another dtype
-    return _is_held(new) and not new.are_leaves_cut
+    return _is_held(new) and not new.are_leaves_shown
 
 
 def _part_like(path: str, noted: Any, whole: Any) -> Any:

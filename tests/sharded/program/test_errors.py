@@ -222,15 +222,20 @@ def first_of(third: Any) -> Callable[..., Any]:
     return lambda gen, disc: Gan(gen, disc, adam.init(gen) if third is None else third)
 
 
-FACTOR = "operation 2 is aten.mul.Tensor(weight of the pieces of operation 1 (value_and_grad), "
 # Of each program, the third part of its value, and the words of its error
 DIFFERENT: dict[Any, tuple[Any, str]] = {
     own_metric: (None, "metric 'own' is 0.1 on rank 0 and 0.10000000000000002 on rank 1 "),
     own_number: (torch.tensor(0.0).double(), "leaf 'gen_opt' is 0.1 on rank 0 and 0.1000000000000"),
     own_table: (torch.zeros(9).double(), "leaf 'gen_opt' is digest "),
-    own_factor: (None, FACTOR + "0.1) (test_errors.py:"),
-    own_rate: (None, "in operation 2 (apply), optimizer.adam.learning_rate is 0.1 on rank 0 and "),
-    own_branch: (None, "tree 'gen' is value.gen on rank 0 and the params of operation 2 (apply) "),
+    own_factor: (
+        None,
+        "tree 1 in call 2 (apply).weight is aten.mul.Tensor(the result",
+    ),
+    own_rate: (None, "the optimizer in call 2 (apply).adam.learning_rate is 0.1 on rank 0 and "),
+    own_branch: (
+        None,
+        "tree 'gen'.weight is value.gen.weight on rank 0 and the result of",
+    ),
 }
 
 

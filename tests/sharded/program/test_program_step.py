@@ -763,7 +763,7 @@ def test_a_step_does_not_cut_the_leaves_of_its_result() -> None:
     def run(group: Any) -> list[bool]:
         sharded = fz.shard(step, level=2, group=group)
         state, _ = sharded(sharded.init(first_gen, first_disc), part(batch, group))
-        return [state.value.gen.are_leaves_cut, state.value.disc.are_leaves_cut]
+        return [state.value.gen.are_leaves_shown, state.value.disc.are_leaves_shown]
 
     assert run_ranks(run, 2) == [[False, False]] * 2
 

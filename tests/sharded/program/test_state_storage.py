@@ -20,6 +20,7 @@ from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.local import local_leaves
 from tests.sharded.test_seams import OnDisk
 from tests.tiers import thinned
 
@@ -85,7 +86,7 @@ def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
 
 def vectors(state: Any) -> list[Tensor]:
     """The tensors of the value's optimizer states, where they lie."""
-    leaves = optree.tree_leaves(state.value[1])
+    leaves = local_leaves(state.value[1])
     return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
 
 
@@ -240,7 +241,7 @@ def test_outside_of_a_step() -> None:
             values.append((fz.unshard(params), fz.unshard(state)))
         assert_equal_values(*values, grade=EXACT)
         # As it lies, like the state of a training step
-        assert state[0].mu["w"].eq(-state.beside[0].mu["w"]).all()
+        assert state.as_it_lies[0].mu["w"].eq(-state.beside[0].mu["w"]).all()
         assert pickle.loads(pickle.dumps(state)).holding.fetched is None
 
     run_ranks(run, 2)

@@ -1,4 +1,6 @@
-"""Ranks make the same calls of the library in a program, or all of them raise."""
+"""The words that ranks owe each other in a step of a program: they make the same calls of the
+library and find the same metrics, or all of them raise.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError
+from functorch_zero.errors import GroupError, UnequalBatchesWarning
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.testing import assert_equal_values
 from tests.tiers import tiers
 
 torch.manual_seed(0)
 FIRST = {name: torch.randn(3, 5, requires_grad=True) for name in ("a", "b")}
 X = torch.randn(4, 3)
+UNLOOKED = 5  # the number of a step that isn't looked at
 adam = optim.adam(0.1)
 
 
@@ -116,7 +120,7 @@ def test_the_end_of_each_step_compares_the_calls(name: str) -> None:
     """In a step that isn't looked at, two calls of one length would give each other's results."""
 
     def run(group: Any) -> str:
-        return told(group, FAULTS[name], level=1, at=5)
+        return told(group, FAULTS[name], level=1, at=UNLOOKED)
 
     for text in run_ranks(run, 2):
         assert "at '0' (tree 1)" in text or "at '1' (tree 2)" in text, text
@@ -137,8 +141,94 @@ def test_only_steps_that_are_looked_at_compare_each_call() -> None:
         group.reset()
         state, _ = step(state, X)
         num_words.append(sum(call.dtype == torch.int64 for call in group.calls))
-    # One for the gradient and one for the end, besides those of 3 calls
-    assert num_words == [5, 5, 5, 5, 5, 2, 2]
+    # One for the gradient and one for the end, besides those of 3 calls; else only the end's
+    assert num_words[0] == 5 and num_words[UNLOOKED] == 1
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("num_gradients", [1, 2, 3])
+def test_messages_of_a_step(num_gradients: int, donate: bool) -> None:
+    """Each gradient sends its metrics, and all words travel in one message; when donating, in
+    another one before the first write."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        for _ in range(num_gradients):
+            mean, grads = fz.value_and_grad(loss)(params, x)
+        return adam.apply(grads, state, params), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
+    group = CountingGroup(2)
+    sharded = fz.shard(step, level=1, group=group, donate=donate)
+    state = sharded.init(FIRST)
+    for _ in range(UNLOOKED + 1):
+        group.reset()
+        state, _ = sharded(state, X)
+    num_messages = sum(call.kind == "all_reduce" for call in group.calls)
+    assert num_messages == num_gradients + 1 + donate
+
+
+# Losses of two gradients of one step on this rank, of which ranks report other things
+REPORTS: dict[str, Callable[[int], list[Callable[..., Any]]]] = {
+    "metrics": lambda rank: [
+        loss,
+        lambda p, x: (loss(p, x), fz.Aux(metrics={f"of {rank}": x.mean()})),
+    ],
+    "weight": lambda rank: [
+        lambda p, x: (loss(p, x), fz.Aux(weight=len(x) if rank else None)),
+        loss,
+    ],
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", REPORTS)
+def test_words_that_wait_are_compared(name: str, donate: bool) -> None:
+    """Ranks that report other things in a step that isn't looked at raise, and their states are
+    good."""
+
+    def run(group: Any) -> None:
+        losses = REPORTS[name]
+        steps = iter(range(UNLOOKED + 1))
+
+        def program(value: Any, x: Tensor) -> Any:
+            params, state = value
+            # Afterwards, and before, all ranks do the same
+            at = next(steps, None)
+            for each in losses(group.rank if at == UNLOOKED else 0):
+                _, grads = fz.value_and_grad(each)(params, x)
+            return adam.apply(grads, state, params), {}
+
+        step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
+        sharded = fz.shard(step, level=3, group=group, donate=donate)
+        state = sharded.init(FIRST)
+        for _ in range(UNLOOKED):
+            state, _ = sharded(state, X)
+        before = tree_map(torch.clone, sharded.unshard(state))
+        with pytest.raises(GroupError, match=r"have not started the same collectives.*Remedy"):
+            sharded(state, X)
+        assert_equal_values(before, sharded.unshard(state))
+        sharded(state, X)
+
+    run_ranks(run, 2)
+
+
+def test_unequal_batches_are_told_later() -> None:
+    def run(group: Any) -> None:
+        def program(params: Any, x: Tensor) -> Any:
+            first, _ = fz.value_and_grad(loss)(params, x)
+            second, _ = fz.value_and_grad(loss)(params, x[:2])
+            return params, {"first": first, "second": second}
+
+        sharded = fz.shard(fz.program_step(program, init=lambda p: p), level=1, group=group)
+        state = sharded.init(FIRST)
+        for _ in range(UNLOOKED):
+            state, _ = sharded(state, X)
+        sharded(state, X[: 4 - group.rank])
+
+    # 4 and 2 rows on rank 0, 3 and 2 on rank 1
+    with pytest.warns(UnequalBatchesWarning, match="3 rows on rank 0, from 2.5 to 3 on all ranks"):
+        run_ranks(run, 2)
 
 
 def at_another_step(group: Any) -> str:

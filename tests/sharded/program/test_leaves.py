@@ -1,10 +1,14 @@
-"""Functions of pieces in programs: elementwise ones pass, others are refused on every rank."""
+"""Leaves of sharded trees in programs: a function of them is right as on one process, or refused on
+every rank, in any step of a run."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,16 +20,17 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.errors import FunctorchZeroError, MismatchError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.base import init_empty
+from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.tiers import thinned
+from tests.tiers import crossed, thinned
 
 torch.manual_seed(0)
 FIRST = {
-    "a": torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
-    "b": torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+    "a": torch.randn(3, 40, dtype=torch.float64, requires_grad=True),
+    "b": torch.randn(3, 40, dtype=torch.float64, requires_grad=True),
     "scale": torch.tensor(0.5, dtype=torch.float64, requires_grad=True),
 }
 X = torch.randn(8, 3, dtype=torch.float64)
@@ -36,12 +41,19 @@ def loss(params: Any, x: Tensor) -> Tensor:
     return (params["scale"] * (x @ params["a"]).tanh() * (x @ params["b"])).square().mean()
 
 
-def step_with(change: Callable[[Any, Any], Any]) -> Any:
-    """A program that changes its gradients; it is given them, and the params."""
+STEPS = (0, 3, 5)  # of a run. Ranks look closely at the first of these alone
+LEVELS = (0, 1, 3)
+Change = Callable[[Any, Any, Tensor], Any]
 
-    def program(params: Any, x: Tensor) -> Any:
+
+def step_with(change: Change) -> Any:
+    """A program that changes its gradients where it is told to; `change` is given them, the params
+    and the part of the batch."""
+
+    def program(params: Any, x: Tensor, now: bool) -> Any:
         value, grads = fz.value_and_grad(loss)(params, x)
-        grads = change(grads, params)
+        if now:
+            grads = change(grads, params, x)
         return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
 
     return fz.program_step(program, init=lambda params: params)
@@ -51,15 +63,65 @@ def part(x: Tensor, group: Any) -> Tensor:
     return x.chunk(group.size)[group.rank]
 
 
-def norm_by_hand(grads: Any, params: Any) -> Any:
+def changed_at(k: int, step: Any, first: Any, x: Tensor) -> State:
+    """The state after step k, the only one in which the program is told to change something."""
+    state = step.init(*first)
+    for n in range(k + 1):
+        state, _ = step(state, x, n == k)
+    return state  # type: ignore[no-any-return]
+
+
+def on_ranks(step: Any, level: int, x: Tensor = X, first: Any = (FIRST,)) -> list[list[Any]]:
+    """For each of `STEPS` what each rank has then: the whole state, or an error."""
+
+    def run(group: Any) -> list[Any]:
+        found: list[Any] = []
+        for k in STEPS:
+            sharded = fz.shard(step, level=level, group=group)
+            try:
+                state = changed_at(k, sharded, first, part(x, group))
+                found.append(sharded.unshard(state))
+            except FunctorchZeroError as error:
+                found.append(error)
+        return found
+
+    return [[*ranks] for ranks in zip(*run_ranks(run, 2), strict=True)]
+
+
+def check_right(step: Any, level: int, x: Tensor = X, first: Any = (FIRST,)) -> None:
+    for k, ranks in zip(STEPS, on_ranks(step, level, x, first), strict=True):
+        for found in ranks:
+            assert not isinstance(found, Exception), f"step {k}: {found}"
+            assert_equal_values(changed_at(k, step, first, x), found)
+
+
+def check_refused(
+    step: Any,
+    level: int,
+    error: type[Exception],
+    story: str,
+    x: Tensor = X,
+    first: Any = (FIRST,),
+) -> None:
+    """On all ranks, in each of the steps. On one process it runs."""
+    for k, ranks in zip(STEPS, on_ranks(step, level, x, first), strict=True):
+        changed_at(k, step, first, x)
+        for found in ranks:
+            assert isinstance(found, error), f"step {k}: {found!r}"
+            assert re.search(story, str(found)), f"step {k}: {found}"
+
+
+# Of the error of a part that is used as if it were whole: the operator, the line, the remedy
+REFUSED = r"as if they were whole: .*({}).* \(test_leaves\.py:\d+\): .*got elements.*Remedy: "
+
+
+def norm_by_hand(grads: Any, params: Any, x: Tensor) -> Any:
     norm = sum(g.square().sum() for g in grads.values()).sqrt()
     return tree_map(lambda g: g / norm, grads)
 
 
-def mixed_leaves(grads: Any, params: Any) -> Any:
-    changed = tree_map(lambda g: g, grads)
-    changed["a"] = grads["a"] * grads["scale"]
-    return changed
+def mixed_leaves(grads: Any, params: Any, x: Tensor) -> Any:
+    return tree_map(lambda g: g * grads["scale"], grads)
 
 
 def by_parameter(g: Tensor) -> Tensor:
@@ -88,70 +150,97 @@ def noise(grads: Any, **numbers: int) -> Any:
     return tree_map(torch.add, grads, fz.random.normal(grads, **numbers))
 
 
-WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "norm": (norm_by_hand, "aten.sum.* is not elementwise"),
-    "max": (lambda g, p: tree_map(lambda g: g / g.abs().max(), g), "not elementwise"),
-    "columns": (lambda g, p: tree_map(lambda g: g - g.mean(0), g), "not elementwise"),
-    "vector": (
-        lambda g, p: torch.cat([g["a"], g["b"]]) is None or g,
-        "makes shape|pieces of another",
+def in_threads(function: Callable[[Tensor], Tensor], grads: Any) -> Any:
+    leaves, treedef = optree.tree_flatten(grads)
+    with ThreadPoolExecutor(2) as pool:
+        return treedef.unflatten([*pool.map(function, leaves)])
+
+
+def compiled(function: Callable[[Tensor], Tensor], backend: str, grads: Any) -> Any:
+    torch._dynamo.reset()
+    return tree_map(torch.compile(function, backend=backend, dynamic=False), grads)
+
+
+# Right where ranks hold whole leaves; of parts refused, in these words
+WRONG: dict[str, tuple[Change, str]] = {
+    "norm": (norm_by_hand, r"aten\.sum.* is not elementwise"),
+    "max": (lambda g, p, x: tree_map(lambda g: g / g.abs().max(), g), "not elementwise"),
+    "columns": (lambda g, p, x: tree_map(lambda g: g - g.mean(0), g), "not elementwise"),
+    "vector": (lambda g, p, x: torch.cat([g["a"], g["b"]]) is None or g, "not elementwise"),
+    "first": (
+        lambda g, p, x: tree_map(lambda g: g * g.reshape(-1)[:1].sum(), g),
+        "not elementwise",
     ),
-    "first": (lambda g, p: tree_map(lambda g: g * g.reshape(-1)[:1].sum(), g), "not elementwise"),
-    "noise": (lambda g, p: tree_map(lambda g: g + torch.randn_like(g), g), "draws other"),
-    "dropout": (lambda g, p: tree_map(lambda g: torch.dropout(g, 0.5, True), g), "draws other"),
-    "table": (lambda g, p: (g["a"] * torch.ones(3, 4)) is None or g, "tensor of shape"),
-    "shape": (lambda g, p: tree_map(lambda g: g * torch.ones(g.shape), g), "Tensor.shape is of"),
-    "size": (lambda g, p: tree_map(lambda g: g * sum(g.size()), g), "Tensor.size is of"),
-    "numel": (lambda g, p: tree_map(lambda g: g / g.numel(), g), "Tensor.numel is of"),
-    "len": (lambda g, p: len(g["a"]) and g, "Tensor.__len__ is of"),
-    "vectors": (lambda g, p: tree_map(lambda g: g if g.ndim < 2 else -g, g), "Tensor.ndim is of"),
-    "strides": (lambda g, p: tree_map(lambda g: g * sum(g.stride()), g), "Tensor.stride is of"),
+    "noise": (lambda g, p, x: tree_map(lambda g: g + torch.randn_like(g), g), "draws other"),
+    "dropout": (lambda g, p, x: tree_map(lambda g: torch.dropout(g, 0.5, True), g), "draws other"),
+    "table": (lambda g, p, x: (g["a"] * torch.ones(3, 40)) is None or g, r"of shape \(3, 40\)"),
+    "shape": (lambda g, p, x: tree_map(lambda g: g * torch.ones(g.shape), g), "of shape"),
     "other leaf": (mixed_leaves, "pieces of another leaf"),
-    "read": (lambda g, p: tree_map(lambda g: g * len(g.nonzero()), g), "reads their"),
-    "numpy": (lambda g, p: tree_map(lambda g: torch.from_numpy(g.numpy()), g), "reads their"),
-    "parameter": (lambda g, p: tree_map(by_parameter, g), "aten.linalg_vector_norm.* is not"),
-    "mapped": (lambda g, p: tree_map(torch.mul, g, tree_map(Tensor.dim, g)), "Tensor.dim is of"),
-    "by name": (lambda g, p: tree_map(lambda g: g / torch.numel(input=g), g), "numel is of"),
-    "order": (lambda g, p: tree_map(lambda g: g * len(g.dim_order()), g), "dim_order is of"),
-    "cumulated": (lambda g, p: tree_map(lambda g: g.cumsum(0), g), "not elementwise"),
+    "read": (lambda g, p, x: tree_map(lambda g: g * len(g.nonzero()), g), "reads their"),
+    "numpy": (lambda g, p, x: tree_map(lambda g: torch.from_numpy(g.numpy()), g), "reads their"),
+    "number": (lambda g, p, x: tree_map(lambda u: u * g["scale"].item(), g), "reads their"),
+    "parameter": (lambda g, p, x: tree_map(by_parameter, g), "aten.linalg_vector_norm.* is not"),
+    "cumulated": (lambda g, p, x: tree_map(lambda g: g.cumsum(0), g), "not elementwise"),
+    "transposed": (
+        lambda g, p, x: tree_map(lambda g: g.T.contiguous().T if g.dim() else g, g),
+        "not elementwise",
+    ),
+    "threads": (lambda g, p, x: in_threads(lambda g: g / g.norm(), g), "not elementwise"),
 }
 
-RIGHT: dict[str, Callable[[Any, Any], Any]] = {
-    "by dot": lambda g, p: tree_map(lambda x: x / fz.dot(g, g).sqrt(), g),
-    "elementwise": lambda g, p: tree_map(lambda g: g.clamp(-1, 1) + torch.sign(g) * g**2, g),
-    "a like": lambda g, p: tree_map(lambda g: torch.where(g > 0, g, torch.zeros_like(g)), g),
-    "torch's own": lambda g, p: tree_map(
-        lambda x: torch.autograd.functional.jvp(torch.sin, x, x)[1], g
+# Of parts, too
+RIGHT: dict[str, Change] = {
+    "by dot": lambda g, p, x: tree_map(lambda u: u / fz.dot(g, g).sqrt(), g),
+    "elementwise": lambda g, p, x: tree_map(lambda g: g.clamp(-1, 1) + torch.sign(g) * g**2, g),
+    "a like": lambda g, p, x: tree_map(lambda g: torch.where(g > 0, g, torch.zeros_like(g)), g),
+    "torch's own": lambda g, p, x: tree_map(
+        lambda u: torch.autograd.functional.jvp(torch.sin, u, u)[1], g
     ),
-    "in place": lambda g, p: tree_map(lambda g: g.clone().mul_(0.5).add_(g), g),
-    "random": lambda g, p: tree_map(lambda g, n: g + 0.1 * n, g, fz.random.normal(g)),
-    "cast": lambda g, p: tree_map(lambda g: g.float().double(), g),
-    "optimizer": lambda g, p: sgd.update(g, sgd.init(p), p)[0],
-    "seed": lambda g, p: noise(g, seed=3, step=1),
-    "optimizers": lambda g, p: updated(updated(g, p, by_author(0.5)), p, optim.scale(2)),
-    "clipped": lambda g, p: optim.clip_by_global_norm(0.1).update(
+    "in place": lambda g, p, x: tree_map(lambda g: g.clone().mul_(0.5).add_(g), g),
+    "random": lambda g, p, x: tree_map(lambda g, n: g + 0.1 * n, g, fz.random.normal(g)),
+    "cast": lambda g, p, x: tree_map(lambda g: g.float().double(), g),
+    "optimizer": lambda g, p, x: sgd.update(g, sgd.init(p), p)[0],
+    "seed": lambda g, p, x: noise(g, seed=3, step=1),
+    "size": lambda g, p, x: tree_map(lambda g: g * sum(g.size()), g),
+    "numel": lambda g, p, x: tree_map(lambda g: g / g.numel(), g),
+    "len": lambda g, p, x: tree_map(lambda u: u * len(g["a"]), g),
+    "vectors": lambda g, p, x: tree_map(lambda g: g if g.ndim < 2 else -g, g),
+    "strides": lambda g, p, x: tree_map(lambda g: g * sum(g.stride()), g),
+    "mapped": lambda g, p, x: tree_map(torch.mul, g, tree_map(Tensor.dim, g)),
+    "by name": lambda g, p, x: tree_map(lambda g: g / torch.numel(input=g), g),
+    "order": lambda g, p, x: tree_map(lambda g: g * len(g.dim_order()), g),
+    "promoted": lambda g, p, x: tree_map(lambda g: promoted(g.float()).double(), g),
+    "threads": lambda g, p, x: in_threads(lambda g: g.clamp(-1, 1), g),
+    "compiled": lambda g, p, x: compiled(lambda g: 2 * g.sin() / g.numel(), "eager", g),
+    "compiled by aot": lambda g, p, x: compiled(lambda g: 2 * g.sin(), "aot_eager", g),
+    "optimizers": lambda g, p, x: updated(updated(g, p, by_author(0.5)), p, optim.scale(2)),
+    "clipped": lambda g, p, x: optim.clip_by_global_norm(0.1).update(
         g, optim.clip_by_global_norm(0.1).init(p), p
     )[0],
 }
 
 
-@pytest.mark.parametrize("level", thinned([0, 1, 2, 3], 3))
-@pytest.mark.parametrize("name", WRONG)
-def test_functions_that_are_not_elementwise_are_refused(name: str, level: int) -> None:
+def promoted(g: Tensor) -> Tensor:
+    """float32 where the leaf has dims, and float64 where it has none."""
+    return g / torch.tensor(3.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "level"), crossed(WRONG, LEVELS))
+def test_functions_that_are_not_elementwise(name: str, level: int) -> None:
     change, story = WRONG[name]
-    step = step_with(change)
-    step(step.init(FIRST), X)  # right on whole leaves
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=level, group=group)
-        state = sharded.init(FIRST)
-        with pytest.raises(StructureError, match=rf"as if they were whole: .*({story}).*Remedy"):
-            sharded(state, part(X, group))
-
-    run_ranks(run, 2)
+    if level == 0:  # gradients are whole
+        check_right(step_with(change), level)
+    else:
+        check_refused(step_with(change), level, StructureError, REFUSED.format(story))
 
 
-def test_a_program_without_a_file_is_watched() -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_that_are_not_elementwise(backend: str) -> None:
+    step = step_with(lambda g, p, x: compiled(lambda g: g / g.norm(), backend, g))
+    check_refused(step, 1, StructureError, REFUSED.format("linalg_vector_norm"))
+
+
+def test_a_program_without_a_file() -> None:
     """One that is typed into a terminal, say."""
     names = {"fz": fz, "loss": loss, "tree_map": tree_map}
     lines = [
@@ -170,19 +259,9 @@ def test_a_program_without_a_file_is_watched() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", thinned([0, 1, 2, 3], 3))
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, LEVELS))
 def test_elementwise_functions_pass(name: str, level: int) -> None:
-    step = step_with(RIGHT[name])
-    expected, _ = step(step.init(FIRST), X)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=level, group=group)
-        state, _ = sharded(sharded.init(FIRST), part(X, group))
-        return sharded.unshard(state)
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
+    check_right(step_with(RIGHT[name]), level)
 
 
 def chosen(grads: Any, params: Any, x: Tensor) -> Any:
@@ -195,7 +274,7 @@ def chosen_leaves(grads: Any, params: Any, x: Tensor) -> Any:
     return tree_map(lambda g, zero: zero if x.mean() > 0 else g, grads, zeros)
 
 
-OWN: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+OWN: dict[str, Change] = {
     "factor": lambda g, p, x: tree_map(lambda g: g * x.mean(), g),
     "read factor": lambda g, p, x: tree_map(lambda g: g * float(x.mean()), g),
     "filled": lambda g, p, x: tree_map(lambda g: torch.full_like(g, x.mean().item()), g),
@@ -207,29 +286,41 @@ OWN: dict[str, Callable[[Any, Any, Tensor], Any]] = {
     "choice of optimizers": lambda g, p, x: updated(g, p, unscaled if x.mean() > 0 else halved),
     "seed": lambda g, p, x: noise(g, seed=int(1e6 * x.mean())),
     "step": lambda g, p, x: noise(g, seed=0, step=int(1e6 * x.mean())),
+    "in place": lambda g, p, x: tree_map(lambda g: g.clone().mul_(x.mean()), g),
+    "threads": lambda g, p, x: in_threads(lambda g: g * x.mean(), g),
+    "compiled": lambda g, p, x: compiled(lambda g: g * x.mean(), "eager", g),
+    "foreach": lambda g, p, x: by_foreach(g, x.mean().item()),
+    "whole views": lambda g, p, x: by_views(g, p, x),
+    "pickled": lambda g, p, x: tree_map(
+        lambda g: pickle.loads(pickle.dumps(g)) * (x.mean() > 0).double(), g
+    ),
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", OWN)
+def by_foreach(grads: Any, factor: float) -> Any:
+    leaves, treedef = optree.tree_flatten(grads)
+    return treedef.unflatten(torch._foreach_mul(leaves, factor))
+
+
+def by_views(grads: Any, params: Any, x: Tensor) -> Any:
+    """Of whole leaves."""
+    made = tree_map(torch.clone, grads)
+    for leaf in optree.tree_leaves(made):
+        # Of parts there are no views
+        written = leaf.view(-1)[:1] if getattr(leaf, "is_whole", True) else leaf
+        written.mul_(x.mean())
+    return made
+
+
+# Rows with a negative mean for the first rank, and with a positive one for the other
+UNLIKE = torch.cat([-X[:4].abs(), X[4:].abs()])
+
+
+@pytest.mark.parametrize(("name", "level"), crossed(OWN, LEVELS))
 def test_operations_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """Elementwise functions by numbers that a rank has made of its own part of the batch."""
-
-    def program(params: Any, x: Tensor) -> Any:
-        value, grads = fz.value_and_grad(loss)(params, x)
-        return fz.apply_updates(params, OWN[name](grads, params, x)), {"loss": value}
-
-    story = r"operation \d( \(update\), optimizer.*)? is .*Remedy: make of each"
-    step = fz.program_step(program, init=lambda params: params)
-    x = X - X[:4].mean() - 0.1  # of which the first rank's part has a negative mean, the other not
-    x[4:] += 1 - x[4:].mean()
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=level, group=group)
-        with pytest.raises(MismatchError, match=story):
-            sharded(sharded.init(FIRST), part(x, group))
-
-    run_ranks(run, 2)
+    story = r"differ between ranks: .* in call \d.* is .* on rank 0 and .* on rank 1.*Remedy: "
+    check_refused(step_with(OWN[name]), level, MismatchError, story, UNLIKE)
 
 
 @pytest.mark.parametrize("level", [0, 3])
@@ -248,7 +339,7 @@ def test_buffers_that_differ_between_ranks_are_refused(level: int) -> None:
         sharded, x = fz.shard(step, level=level, group=group), part(X, group)
         with pytest.raises(
             MismatchError,
-            match=r"in operation 1 \(value_and_grad\), buffer 'scale' is -?\d\.\d+ on rank 0",
+            match=r"buffer 'scale' in call 1 \(value_and_grad\) is -?\d\.\d+ on rank 0",
         ):
             sharded(sharded.init(FIRST), x, x.mean())
         sharded(sharded.init(FIRST), x, X.mean())
@@ -285,36 +376,26 @@ def test_an_optimizer_is_compared_as_it_was_at_its_init() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_tree_that_one_rank_alone_returns_is_refused(level: int) -> None:
     """A step is left out where a rank finds its own part of the batch bad."""
 
-    def skips(value: Any, x: Tensor) -> Any:
+    def skips(value: Any, x: Tensor, now: bool) -> Any:
         params, state = value
         mean, grads = fz.value_and_grad(loss)(params, x)
         new = sgd.apply(grads, state, params)
-        return (new if x.mean() > 0 else value), {"loss": mean}
+        return (value if now and x.mean() < 0 else new), {"loss": mean}
 
     step = fz.program_step(skips, init=lambda params: (params, sgd.init(params)))
-    x = torch.cat([X[:4].abs(), -X[4:].abs()])
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=level, group=group)
-        state = sharded.init(FIRST)
-        with pytest.raises(
-            MismatchError, match=r"the next value's tree '0' is .* on rank 0 and .* on rank 1"
-        ):
-            sharded(state, part(x, group))
-        # Where all ranks skip, all is well
-        state, _ = sharded(state, -X[:4].abs())
-        assert_equal_values(FIRST, sharded.unshard(state).value[0])
-
-    run_ranks(run, 2)
+    story = r"the next value's tree '0'.a is value.0.a on rank 0 and the result of .* on rank 1"
+    check_refused(step, level, MismatchError, story, UNLIKE)
+    check_right(step, level, torch.cat([-X[:4].abs()] * 2))  # where all ranks skip
 
 
 def assigned(params: Any, k: Any) -> Any:
-    params.tree["a"] = (params["a"] * k).requires_grad_()
-    return tree_map(lambda p: p, params)
+    made = tree_map(lambda p: p, params)
+    getattr(made, "tree", made)["a"] = (params["a"] * k).requires_grad_()
+    return tree_map(lambda p: p, made)
 
 
 def written(params: Any, k: Any) -> Any:
@@ -336,70 +417,37 @@ DISPLACED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("name", DISPLACED)
+@pytest.mark.parametrize(("name", "level"), crossed(DISPLACED, LEVELS))
 def test_displaced_params_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """They never reach the next value: gradients at them are means over ranks."""
 
-    def program(value: Any, x: Tensor, k: Any) -> Any:
+    def program(value: Any, x: Tensor, now: bool) -> Any:
         params, trained = value
-        mean, grads = fz.value_and_grad(loss)(DISPLACED[name](params, k), x)
+        params = DISPLACED[name](params, x.mean() if now else 0.5)
+        mean, grads = fz.value_and_grad(loss)(params, x)
         new = fz.apply_updates(trained, tree_map(lambda g: -0.1 * g, grads))
         return (trained, new), {"loss": mean}
 
     step = fz.program_step(program, init=lambda p: (p, tree_map(lambda x: x * 1, p)))
-
-    def run(group: Any) -> None:
-        sharded, x = fz.shard(step, level=level, group=group), part(X, group)
-        with pytest.raises(
-            MismatchError, match=r"in operation \d \(value_and_grad\), leaf 'a' of tree"
-        ):
-            sharded(sharded.init(FIRST), x, x.mean())
-        sharded(sharded.init(FIRST), x, X.mean())
-
-    run_ranks(run, 2)
+    check_refused(step, level, MismatchError, r"tree 1 in call \d \(value_and_grad\).* is", UNLIKE)
+    check_right(step, level, torch.cat([X[:4]] * 2))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_displaced_tree_that_is_only_read_is_compared(level: int) -> None:
     def near(params: Any, centre: Any, x: Tensor) -> Tensor:
         params, centre = fz.unshard((params, centre))
         return loss(params, x) + (params["a"] - centre["a"]).square().sum()
 
-    def program(params: Any, x: Tensor, k: Any) -> Any:
-        centre = tree_map(lambda p: p.detach() * k, params)
+    def program(params: Any, x: Tensor, now: bool) -> Any:
+        centre = tree_map(lambda p: p.detach() * (x.mean() if now else 0.5), params)
         mean, grads = fz.value_and_grad(near)(params, centre, x)
         return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": mean}
 
     step = fz.program_step(program, init=lambda params: params)
-    expected, _ = step(step.init(FIRST), X, X.mean())
-
-    def run(group: Any) -> Any:
-        sharded, x = fz.shard(step, level=level, group=group), part(X, group)
-        with pytest.raises(
-            MismatchError, match=r"in operation \d \(value_and_grad\), leaf 'a' of tree"
-        ):
-            sharded(sharded.init(FIRST), x, x.mean())
-        state, _ = sharded(sharded.init(FIRST), x, X.mean())
-        return sharded.unshard(state)
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
-
-
-def test_whole_params_that_differ_between_ranks_are_refused() -> None:
-    def program(params: Any, x: Tensor) -> Any:
-        return tree_map(lambda p: p * x.mean(), params), {}
-
-    step = fz.program_step(program, init=lambda params: params)
-
-    def run(group: Any) -> None:
-        for level in (0, 1, 2):
-            sharded = fz.shard(step, level=level, group=group)
-            with pytest.raises(MismatchError, match="differ between ranks: leaf 'a' is "):
-                sharded(sharded.init(FIRST), part(X, group))
-
-    run_ranks(run, 2)
+    story = r"tree 2 in call \d \(value_and_grad\).a is"
+    check_refused(step, level, MismatchError, story, UNLIKE)
+    check_right(step, level, torch.cat([X[:4]] * 2))
 
 
 adam = optim.scale_by_adam()
@@ -414,48 +462,39 @@ STATES: dict[str, tuple[Any, Callable[[Any, Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("name", "level"), crossed(STATES, LEVELS))
 def test_numbers_in_a_state_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """No operator of the program touches a leaf of the state."""
     optimizer, change = STATES[name]
 
-    def program(value: Any, x: Tensor) -> Any:
+    def program(value: Any, x: Tensor, now: bool) -> Any:
         params, state = value
         mean, grads = fz.value_and_grad(loss)(params, x)
         params, state = optimizer.apply(grads, state, params)
-        return (params, change(state, x)), {"loss": mean}
+        return (params, change(state, x) if now else state), {"loss": mean}
 
     step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-    x = torch.cat([X[:4].abs(), -X[4:].abs()])
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=level, group=group)
-        with pytest.raises(MismatchError, match=r"differ between ranks: leaf '1\."):
-            sharded(sharded.init(FIRST), part(x, group))
-        sharded(sharded.init(FIRST), X)  # the same on all ranks
-
-    run_ranks(run, 2)
+    story = r"the next value's tree '1'\.\w+.* is .* on rank 0 and .* on rank 1"
+    check_refused(step, level, MismatchError, story, UNLIKE)
+    check_right(step, level, torch.cat([X[:4]] * 2))
 
 
-def test_pieces_in_an_optimizers_state_are_watched() -> None:
-    def program(value: Any, x: Tensor) -> Any:
+@pytest.mark.parametrize("level", LEVELS)
+def test_pieces_in_an_optimizers_state(level: int) -> None:
+    def program(value: Any, x: Tensor, now: bool) -> Any:
         params, state = value
         loss_value, grads = fz.value_and_grad(loss)(params, x)
         params, state = adam.apply(grads, state, params)
-        size = sum(mu.abs().sum() for mu in optree.tree_leaves(state.mu))
-        return (tree_map(lambda p: p / size, params), state), {"loss": loss_value}
+        if now:
+            size = sum(mu.abs().sum() for mu in optree.tree_leaves(state.mu))
+            params = tree_map(lambda p: p / size, params)
+        return (params, state), {"loss": loss_value}
 
     step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
-    step(step.init(FIRST), X)
-
-    def run(group: Any) -> None:
-        for level in (1, 3):
-            sharded = fz.shard(step, level=level, group=group)
-            with pytest.raises(StructureError, match=r"sum.* is not elementwise"):
-                sharded(sharded.init(FIRST), part(X, group))
-
-    run_ranks(run, 2)
+    if level == 0:
+        check_right(step, level)
+    else:
+        check_refused(step, level, StructureError, REFUSED.format("sum"))
 
 
 def test_an_optimizers_state_may_be_changed_elementwise() -> None:
@@ -484,32 +523,14 @@ def test_an_optimizers_state_may_be_changed_elementwise() -> None:
             assert_equal_values(expected, whole)
 
 
-def test_a_transposed_piece_is_refused() -> None:
-    """A piece is 1-D, and would be its own transpose."""
-    first = {"w": torch.randn(3, 3, dtype=torch.float64, requires_grad=True)}
-
-    def program(params: Any, x: Tensor) -> Any:
-        _, grads = fz.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
-        return fz.apply_updates(params, tree_map(lambda g: -g.T, grads)), {}
-
-    step = fz.program_step(program, init=lambda params: params)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=1, group=group)
-        with pytest.raises(StructureError, match="not elementwise"):
-            sharded(sharded.init(first), part(X, group))
-
-    run_ranks(run, 2)
-
-
-def test_init_is_watched_too() -> None:
+def test_leaves_in_init() -> None:
     def init(params: Any) -> Any:
         return {"params": params, "size": sum(p.abs().sum() for p in params.values())}
 
     step = fz.program_step(lambda value: (value, {}), init=init)
 
     def run(group: Any) -> None:
-        with pytest.raises(StructureError, match=r"not elementwise.*test_piece_watch\.py:\d+"):
+        with pytest.raises(StructureError, match=r"not elementwise.*test_leaves\.py:\d+"):
             fz.shard(step, level=3, group=group).init(FIRST)
         whole = fz.shard(step, level=1, group=group)  # held whole: right as it stands
         assert_equal_values(step.init(FIRST), whole.unshard(whole.init(FIRST)))
@@ -589,30 +610,36 @@ def with_buffers(params: Any, x: Tensor, *, buffers: Any) -> Tensor:
     return loss(params, x) * buffers["leaf"].square().sum()
 
 
-# By the path that the error names: the gradient of a loss that uses a leaf
+def size_of(leaf: Tensor) -> Tensor:
+    return leaf.square().sum()
+
+
+# By the way to the leaf, the gradient of a loss that uses it
 Take = Callable[[Any, Tensor, Tensor], Any]
 USING_A_LEAF: dict[str, Take] = {
-    r"args\[1\]": lambda p, x, leaf: fz.value_and_grad(scaled)(p, x, leaf),
-    r"args\[1\]\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(
+    "argument": lambda p, x, leaf: fz.value_and_grad(scaled)(p, x, leaf),
+    "argument's item": lambda p, x, leaf: fz.value_and_grad(
         lambda p, x, kept: scaled(p, x, kept["leaf"])
     )(p, x, {"leaf": leaf}),
     "batch": lambda p, x, leaf: fz.value_and_grad(in_batch)(p, x, batch=leaf),
-    r"buffers\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(with_buffers)(
-        p, x, buffers={"leaf": leaf}
-    ),
-    "leaf": lambda p, x, leaf: fz.value_and_grad(lambda p, x: scaled(p, x, leaf))(p, x),
-    "leaf,": lambda p, x, leaf: fz.value_and_grad(nested(leaf))(p, x),
-    "leaf, expected": lambda p, x, leaf: fz.hvp(lambda p, x: scaled(p, x, leaf))(
-        p, fz.zero_updates(p), x
-    ),
+    "buffer": lambda p, x, leaf: fz.value_and_grad(with_buffers)(p, x, buffers={"leaf": leaf}),
+    "closure": lambda p, x, leaf: fz.value_and_grad(lambda p, x: scaled(p, x, leaf))(p, x),
+    "nested": lambda p, x, leaf: fz.value_and_grad(nested(leaf))(p, x),
+    "hvp": lambda p, x, leaf: fz.hvp(lambda p, x: scaled(p, x, leaf))(p, fz.zero_updates(p), x),
     "twice": lambda p, x, leaf: twice_of(p, x, leaf),
     "own": lambda p, x, leaf: parameter_of(p, x, leaf),
-    "partial's arguments": lambda p, x, leaf: fz.value_and_grad(partial(scaled, leaf=leaf))(p, x),
-    r"defaults\[0\]": lambda p, x, leaf: fz.value_and_grad(by_default(leaf))(p, x),
-    r"HELD_GLOBALLY\['leaf'\]": lambda p, x, leaf: fz.value_and_grad(globally(leaf))(p, x),
-    r"self\.leaf": lambda p, x, leaf: fz.value_and_grad(Holder(leaf).scaled)(p, x),
-    r"held\.leaf": lambda p, x, leaf: read_of_holder(p, x, Holder(leaf)),
-    r"\S*\.leaf": lambda p, x, leaf: fz.value_and_grad(Holder(leaf))(p, x),
+    "partial": lambda p, x, leaf: fz.value_and_grad(partial(scaled, leaf=leaf))(p, x),
+    "default": lambda p, x, leaf: fz.value_and_grad(by_default(leaf))(p, x),
+    "global": lambda p, x, leaf: fz.value_and_grad(globally(leaf))(p, x),
+    "method": lambda p, x, leaf: fz.value_and_grad(Holder(leaf).scaled)(p, x),
+    "attribute": lambda p, x, leaf: read_of_holder(p, x, Holder(leaf)),
+    "callable": lambda p, x, leaf: fz.value_and_grad(Holder(leaf))(p, x),
+    "compiled": lambda p, x, leaf: fz.value_and_grad(
+        lambda p, x: loss(p, x) * torch.compile(size_of, backend="eager")(leaf)
+    )(p, x),
+    "threads": lambda p, x, leaf: fz.value_and_grad(
+        lambda p, x: loss(p, x) * in_threads(size_of, [leaf])[0]
+    )(p, x),
 }
 
 
@@ -631,36 +658,61 @@ def read_of_holder(params: Any, x: Tensor, held: Holder) -> Any:
 
 
 def step_using(take: Take, leaf_of: Callable[[Any, Any], Tensor]) -> Any:
-    def program(value: Any, x: Tensor) -> Any:
+    def program(value: Any, x: Tensor, now: bool) -> Any:
         params, other = value
-        grads = fz.value_and_grad(loss)(params, x)[1]
-        found = take(params, x, leaf_of(other, grads))[1]
+        found = grads = fz.value_and_grad(loss)(params, x)[1]
+        if now:
+            found = take(params, x, leaf_of(other, grads))[1]
         return (fz.apply_updates(params, tree_map(lambda g: -0.1 * g, found)), other), {}
 
     return fz.program_step(program, init=lambda params, other: (params, other))
 
 
-OTHER = {"v": torch.linspace(1, 2, 6, dtype=torch.float64, requires_grad=True)}
+OTHER = {"v": torch.linspace(1, 2, 80, dtype=torch.float64, requires_grad=True)}
 
 
-@pytest.mark.parametrize("path", USING_A_LEAF)
-@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
-def test_a_loss_that_uses_a_single_leaf_is_refused(path: str, level: int) -> None:
-    """A leaf of the gradients at every level; one of params where it is a part."""
-    leaves: list[Callable[[Any, Any], Tensor]] = [lambda other, grads: grads["a"]]
-    if level == 3:
-        leaves.append(lambda other, grads: other["v"])
-    for leaf_of in leaves:
-        step = step_using(USING_A_LEAF[path], leaf_of)
-        step(step.init(FIRST, OTHER), X)  # right on whole leaves
+@pytest.mark.parametrize(("way", "level"), crossed(USING_A_LEAF, [0, 1, 2, 3]))
+def test_a_loss_that_uses_a_single_leaf(way: str, level: int) -> None:
+    """A leaf of the gradients, or one of params: right where it is whole."""
+    leaves: list[tuple[Callable[[Any, Any], Tensor], bool]] = [
+        (lambda other, grads: grads["a"], level == 0),
+        (lambda other, grads: other["v"], level < 3),
+    ]
+    for leaf_of, is_whole in leaves:
+        step = step_using(USING_A_LEAF[way], leaf_of)
+        if is_whole:
+            check_right(step, level, first=(FIRST, OTHER))
+        else:
+            story = REFUSED.format("sum|pow|view")
+            check_refused(step, level, StructureError, story, first=(FIRST, OTHER))
 
-        def run(group: Any, step: Any = step) -> None:
-            sharded = fz.shard(step, level=level, group=group)
-            sharded(sharded.init(FIRST, OTHER), part(X, group))
 
-        story = rf"uses a single leaf.* path {path}.* on rank \d.*Remedy: pass the tree"
-        with pytest.raises(StructureError, match=story):
-            run_ranks(run, 2)
+RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "loss": lambda value, leaf: leaf,
+    "its multiple": lambda value, leaf: leaf * 2,
+    "metric": lambda value, leaf: (value, fz.Aux(metrics={"leaf": leaf})),
+    "weight": lambda value, leaf: (value, fz.Aux(weight=leaf.detach())),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_loss_that_returns_a_single_leaf(name: str) -> None:
+    """One without dims, of which other ranks may hold nothing."""
+
+    def take(params: Any, x: Tensor, leaf: Tensor) -> Any:
+        own = leaf.detach().requires_grad_()
+
+        def returning(p: Any, x: Tensor) -> Any:
+            return RETURNED[name](loss(p, x), own)
+
+        (_, *_), grads = fz.value_and_grad(returning)(params, x)
+        return None, grads
+
+    step = step_using(take, lambda other, grads: grads["scale"])
+    for ranks in on_ranks(step, 1, first=(FIRST, OTHER)):
+        for found in ranks:
+            assert isinstance(found, StructureError), found
+            assert "as if they were whole" in str(found), found
 
 
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
@@ -721,27 +773,32 @@ REFUSED_CHOICES = {
     "sum of params": lambda s, p: tree_map(lambda a: a * a.sum(), p),
     "largest": lambda s, p: tree_map(lambda a: a / a.abs().max(), s.ema),
     "dot": lambda s, p: tree_map(lambda a: a * fz.dot(p, p), s.ema),
-    "size": lambda s, p: tree_map(lambda a: a / a.numel(), s.ema),
     "random": lambda s, p: tree_map(lambda a: a + torch.rand_like(a), s.ema),
     "on the host": lambda s, p: tree_map(lambda a: a * float(a.numpy().max()), s.ema),
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", REFUSED_CHOICES)
-def test_a_choice_that_is_not_elementwise_is_refused(name: str, level: int) -> None:
-    """By the first call on ranks, however often the evaluation was called without them."""
+@pytest.mark.parametrize(("name", "level"), crossed(REFUSED_CHOICES, LEVELS))
+def test_a_choice_that_is_not_elementwise(name: str, level: int) -> None:
+    """Refused by each call on ranks, however often the evaluation was called before."""
     step, evaluate = evaluation_on(REFUSED_CHOICES[name])
-    evaluated(step, evaluate, [X] * 3)
+    expected = evaluated(step, evaluate, [X] * 4)
 
-    def run(group: Any) -> None:
-        with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) uses pieces"):
-            evaluated(*(fz.shard(s, level=level, group=group) for s in (step, evaluate)), [X])
+    def run(group: Any) -> Any:
+        steps = [fz.shard(s, level=level, group=group) for s in (step, evaluate)]
+        if level == 0:
+            return evaluated(*steps, [part(X, group)] * 4)
+        for _ in range(2):
+            with pytest.raises(StructureError, match=r"used as if they were whole"):
+                evaluated(*steps, [part(X, group)])
+        return expected
 
-    run_ranks(run, 2)
+    for found in run_ranks(run, 2):
+        assert_equal_values(expected, found)
 
 
 PASSING_CHOICES = {
+    "size": lambda s, p: tree_map(lambda a: a / a.numel(), s.ema),
     "mean": optim.ema_params,
     "mixed": lambda s, p: tree_map(lambda a, b: 0.5 * a + 0.5 * b, s.ema, p),
     "by a counter": lambda s, p: tree_map(lambda a: a / (1 + s.count), s.ema),
@@ -749,8 +806,7 @@ PASSING_CHOICES = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", PASSING_CHOICES)
+@pytest.mark.parametrize(("name", "level"), crossed(PASSING_CHOICES, LEVELS))
 def test_an_elementwise_choice_passes(name: str, level: int) -> None:
     step, evaluate = evaluation_on(PASSING_CHOICES[name])
     expected = evaluated(step, evaluate, [X] * 3)
@@ -763,7 +819,7 @@ def test_an_elementwise_choice_passes(name: str, level: int) -> None:
         assert_equal_values(expected, found)
 
 
-def test_a_loaded_state_is_watched(tmp_path: Any) -> None:
+def test_choices_from_a_loaded_state(tmp_path: Any) -> None:
     step, evaluate = evaluation_on(REFUSED_CHOICES["norm"])
 
     def run(group: Any) -> None:
@@ -772,40 +828,10 @@ def test_a_loaded_state_is_watched(tmp_path: Any) -> None:
         loaded = checkpoint.load(tmp_path, sharded, like=sharded.init(FIRST)).state
         wholes = sharded.shard_state(sharded.unshard(loaded))
         for state in (loaded, wholes, sharded.refit(loaded, FIRST)):
-            with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) uses pieces"):
+            with pytest.raises(StructureError, match="used as if they were whole"):
                 fz.shard(evaluate, level=1, group=group)(state, part(X, group))
         # Nobody knows how a copied state is cut
         evaluation(copy.deepcopy(sharded.init(FIRST)), part(X, group))
-
-    run_ranks(run, 2)
-
-
-SGD = optim.sgd(0.1)
-
-
-def test_a_branch_in_a_step_that_is_not_looked_at_shows_later() -> None:
-    """At level 0 each rank applies its own update, so that their params part."""
-
-    def program(value: Any, x: Tensor) -> Any:
-        params, opt_state, number = value
-        grads = fz.value_and_grad(loss)(params, x)[1]
-        if int(number) == 6 and bool(x.sum() > X.sum() / 2):
-            grads = tree_map(lambda g: 0.5 * g, grads)
-        params, opt_state = SGD.apply(grads, opt_state, params)
-        return (params, opt_state, number + 1), {}
-
-    def init(params: Any) -> Any:
-        return params, SGD.init(params), torch.zeros((), dtype=torch.int64)
-
-    step = fz.program_step(program, init=init)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=0, group=group)
-        state = sharded.init(FIRST)
-        for _ in range(7):
-            state, _ = sharded(state, part(X, group))
-        with pytest.raises(MismatchError, match=r"leaf '0\.\w+' is"):
-            sharded(state, part(X, group))
 
     run_ranks(run, 2)
 
@@ -833,40 +859,3 @@ def test_one_rank_may_log_a_whole_leaf() -> None:
 
 
 LOGGING: dict[str, Any] = {}
-
-
-class Two:
-    """Two attributes, which different functions read."""
-
-    def __init__(self, leaf: Tensor):
-        self.leaf, self.other = leaf, 1.0
-
-
-def test_a_leaf_is_found_behind_an_object_that_was_seen() -> None:
-    """Another function has read another attribute of it; or it is an argument itself."""
-
-    def by_two(params: Any, x: Tensor, leaf: Tensor) -> Any:
-        held = Two(leaf)
-
-        def other() -> float:
-            return held.other
-
-        def own() -> Tensor:
-            return held.leaf.square().sum()
-
-        return fz.value_and_grad(lambda p, x: loss(p, x) * other() * own())(params, x)
-
-    def by_argument(params: Any, x: Tensor, leaf: Tensor) -> Any:
-        return fz.value_and_grad(lambda p, x, held: loss(p, x) * held.leaf.sum())(
-            params, x, Two(leaf)
-        )
-
-    for take in (by_two, by_argument):
-        step = step_using(take, lambda other, grads: grads["a"])
-
-        def run(group: Any, step: Any = step) -> None:
-            sharded = fz.shard(step, level=1, group=group)
-            sharded(sharded.init(FIRST, OTHER), part(X, group))
-
-        with pytest.raises(StructureError, match=r"uses a single leaf.*path .*\.leaf"):
-            run_ranks(run, 2)

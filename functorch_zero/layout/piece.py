@@ -1,0 +1,596 @@
+"""`Piece`: a leaf of a sharded tree, as everybody outside of this library sees it.
+
+It shows the whole leaf's shape, and holds what this rank has of it. Where ranks hold parts, only
+pointwise operators run, on pieces of the same part and numbers; everything else raises. Where every
+rank holds the whole leaf, any operator runs: a pointwise one of such pieces gives a piece, others
+plain tensors.
+
+Note [words]: a pointwise function may still be one rank's own: by a factor that it has made of its
+part of the batch, or in a branch that it alone takes. So each piece remembers how it was made: the
+operator, its operands' words, and numbers. Its word, a checksum of that, is the same on all ranks
+that have made it alike. The words of a tree are compared where the tree comes back to the library,
+in the messages that are sent anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .._torch_private import (
+    arguments_of,
+    disabled_torch_function,
+    make_wrapper,
+    run_untraced,
+    version_of,
+)
+from ..errors import StructureError, explain, users_line
+from ..params import Story
+from ..tree import content_digests, has_values
+from .extent import Extent
+
+# Of one position each, though torch doesn't tag them so: copies, fills and casts
+_POINTWISE = {
+    "_conj",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "_to_copy",
+    "alias",
+    "clone",
+    "complex",
+    "copy_",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "lift_fresh",
+    "masked_fill",
+    "masked_fill_",
+    "ones_like",
+    "polar",
+    "positive",
+    "zero_",
+    "zeros_like",
+}
+# Their results share the storage of their operand
+_ALIASES = {"alias", "detach", "lift_fresh"}
+_LONG = 200  # characters of an operand's words
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class History:
+    """How a piece was made. The piece's aliases share it, so that a write to one shows in all.
+
+    Attributes:
+        text: in words that are the same on all ranks.
+        numbers: 0-d tensors on a device that it was made with, whose values nobody has read.
+        is_given: whether this is a leaf of the value that a program was given, which it may not
+            write to.
+        version: of the piece, after the last operator that is in the text.
+    """
+
+    __slots__ = ("is_given", "numbers", "text", "version")
+
+    def __init__(
+        self, text: str, numbers: tuple[Tensor, ...] = (), *, is_given: bool = False
+    ) -> None:
+        self.text, self.numbers, self.is_given = text, numbers, is_given
+        self.version = 0  # as of a new tensor
+
+    @property
+    def word(self) -> int:
+        """A checksum of the text. Python's own hash of a number differs between processes."""
+        return crc32(self.text.encode())
+
+
+class Piece(Tensor):
+    """This rank's part of a leaf.
+
+    Args:
+        local: (extent.num_here,), or of the leaf's shape where `is_whole`; without gradients.
+        extent: the part. The piece shows the whole leaf's shape.
+        is_whole: whether every rank holds all of the leaf, by its layout.
+        history: how it was made.
+        requires_grad: as of any tensor; by it, trained leaves are known.
+    """
+
+    extent: Extent
+    is_whole: bool
+    history: History
+    _local: Tensor
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        extent: Extent,
+        *,
+        is_whole: bool,
+        history: History,
+        requires_grad: bool = False,
+    ) -> Piece:
+        of_storage = (None, None, None)  # strides, offset and memory format, which it has none of
+        form = (local.dtype, torch.strided, local.device, False)  # not pinned
+        made: Piece = make_wrapper(cls, extent.shape, *of_storage, *form, requires_grad)
+        made._local, made.extent = local, extent
+        made.is_whole, made.history = is_whole, history
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = _Call(func, args, kwargs or {})
+        if all(piece.is_whole for piece in call.pieces):
+            return _run_on_whole(call)
+        # As (1,), whose dtypes are promoted as those of other leaves are
+        if func is torch.ops.aten.view.default and call.first.numel() == 1:
+            return call.first.reshaped([1] * len(args[1]))
+        call.check()
+        return _run_on_foreach(call) if call.kind.is_foreach else _run(call)
+
+    @property
+    def local(self) -> Tensor:
+        """The values that are here."""
+        self.note_foreign_writes()
+        return self._local
+
+    def note_foreign_writes(self) -> None:
+        """Note those by plain views, which whole leaves alone have. They count for the piece."""
+        if self.is_whole and self.history.version != _version_of(self):
+            self.note_write(content_word(self._local))
+
+    def note_write(self, text: str, numbers: tuple[Tensor, ...] = (), *, coming: int = 0) -> None:
+        """Note what was written to the piece, and so to its aliases; `coming`: the number of writes
+        that torch has yet to count."""
+        history = self.history
+        history.text, history.numbers = text, numbers
+        history.version = _version_of(self) + coming
+        # For those who hold the local tensor: operators in here don't count for it
+        if not self._local.is_inference():
+            increment_version(self._local)
+
+    @property
+    def word(self) -> int:
+        """See Note [words]."""
+        self.note_foreign_writes()
+        return self.history.word
+
+    def filled_with(self, local: Tensor, text: str) -> Piece:
+        """The same part of another leaf, which was made as the text says."""
+        return Piece(local, self.extent, is_whole=self.is_whole, history=History(text))
+
+    def reshaped(self, shape: Sequence[int]) -> Piece:
+        """An alias, in another shape of as many elements."""
+        extent = replace(self.extent, shape=(*shape,))
+        return Piece(self.local, extent, is_whole=self.is_whole, history=self.history)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.is_whole:
+            return f"Piece({self.local!r}, the whole leaf)"
+        return f"Piece({self.local!r}, {_told(self.extent)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.local, spec) if self.is_whole else format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        text = self.history.text
+        return _unpickled, (self.local, self.extent, self.is_whole, text, self.requires_grad)
+
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        made: Any = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        return made  # type: ignore[no-any-return]
+
+    # Ways to the values, or to the storage, that run no operator
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> NoReturn:
+        refuse("Tensor.data is assigned to", self, _WRITE)
+
+    def numpy(self, **options: Any) -> Any:
+        return self._read("numpy").numpy(**options)
+
+    def tolist(self) -> Any:
+        return self._read("tolist").tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return self._read("__array__").__array__(*args)
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:
+        return self._read("__dlpack__").__dlpack__(*args, **options)
+
+    def data_ptr(self) -> int:
+        return self._read("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._read("untyped_storage").untyped_storage()
+
+    def storage_offset(self) -> Any:
+        return self._read("storage_offset").storage_offset()
+
+    def _read(self, how: str) -> Tensor:
+        if not self.is_whole:
+            refuse(f"Tensor.{how} reads their values", self, _ASK)
+        return self.local
+
+
+# Otherwise dynamo would trace its Python, with warnings, when a compiled function is given pieces
+run_untraced(Piece.__torch_dispatch__.__func__)  # type: ignore[attr-defined]
+
+
+def _unpickled(
+    local: Tensor, extent: Extent, is_whole: bool, text: str, requires_grad: bool
+) -> Piece:
+    history = History(text)
+    return Piece(local, extent, is_whole=is_whole, history=history, requires_grad=requires_grad)
+
+
+class _Kind(NamedTuple):
+    """The known facts about an operator, before it runs."""
+
+    name: str
+    is_pointwise: bool
+    is_random: bool
+    is_foreach: bool
+    reads_values: bool  # on the host
+    makes_alias: bool
+    written: list[tuple[int, str]]  # arguments, by position and by name
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    # Cached by the overload: a schema doesn't change
+    packet, tags = func.overloadpacket.__name__, set(func.tags)
+    written = []
+    for i, argument in enumerate(arguments_of(func)):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((i, argument.name))
+    is_random = torch.Tag.nondeterministic_seeded in tags
+    reads_values = bool(_READS & tags)
+    is_foreach = packet.startswith("_foreach_")
+    one = _single(packet) if is_foreach else tags
+    is_pointwise = torch.Tag.pointwise in one or packet in _POINTWISE
+    return _Kind(
+        name=str(func),
+        is_pointwise=is_pointwise and not is_random and not reads_values,
+        is_random=is_random,
+        is_foreach=is_foreach,
+        reads_values=reads_values,
+        makes_alias=packet in _ALIASES,
+        written=written,
+    )
+
+
+def _single(packet: str) -> set[Any]:
+    """The tags of the operator that a foreach operator runs on each tensor."""
+    single = getattr(torch.ops.aten, packet.removeprefix("_foreach_"), None)
+    if single is None:
+        return set()
+    tags: set[Any] = set()
+    for overload in single.overloads():
+        tags |= set(getattr(single, overload).tags)
+    return tags
+
+
+class _Call:
+    """One operator, and what it is given."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.kind = _kind_of(func)
+        self.pieces = [*_pieces_among(*args, *kwargs.values())]
+
+    @property
+    def first(self) -> Piece:
+        """The first piece that is a part; else the first one."""
+        return min(self.pieces, key=lambda piece: piece.is_whole)
+
+    @property
+    def written(self) -> list[Any]:
+        """The arguments that are written to."""
+        found = []
+        for i, name in self.kind.written:
+            found.append(self.args[i] if i < len(self.args) else self.kwargs.get(name))
+        return found
+
+    def check(self) -> None:
+        """Raise unless parts may be given to this operator."""
+        if self.kind.is_random:
+            refuse(f"{self.func} draws other numbers on each rank", self.first, _DRAW)
+        if self.kind.reads_values:
+            refuse(f"{self.func} reads their values", self.first, _ASK)
+        if not self.kind.is_pointwise:
+            refuse(f"{self.func} is not elementwise", self.first, _ASK)
+        if any(type(x) is not Piece for x in _tensors_among(*self.written)):
+            refuse(f"{self.func} writes them to another tensor", self.first, _ELEMENTWISE)
+        self.check_written()
+
+    def check_written(self) -> None:
+        """Raise if a leaf of the program's value is written to."""
+        for piece in _pieces_among(*self.written):
+            if piece.history.is_given:
+                raise StructureError(
+                    explain(
+                        "a program has written to its value in place, and the state that it was "
+                        f"given would change: by {self.func}{users_line()}",
+                        path=piece.history.text.removeprefix("value."),
+                        expected="new tensors: a step is a pure function",
+                        got="a write to the value's own",
+                        remedy=_WRITE,
+                    )
+                )
+
+
+class _Operands:
+    """The operands of an operator on this rank, and their words."""
+
+    def __init__(self, call: _Call):
+        self._func, self._first = call.func, call.first
+        self.words: list[str] = []
+        self.numbers: list[Tensor] = []  # on a device, of which no host knows the values
+
+    def local(self, operand: Any) -> Any:
+        """The operand on this rank; its word is noted."""
+        if isinstance(operand, Piece):
+            self._check(operand)
+            self.words.append(_operand_in_words(operand))
+            self.numbers += operand.history.numbers
+            return _as_operand(operand)
+        if isinstance(operand, Tensor):
+            if operand.dim() > 0:
+                same = operand.shape == self._first.shape
+                refuse(
+                    f"{self._func} combines them with a tensor of shape {tuple(operand.shape)}",
+                    self._first,
+                    _FORMS if same else "",
+                )
+            # A number of a device would make its host wait
+            if _is_readable(operand):
+                self.words.append(repr(operand.item()))
+            else:
+                self.words.append(str(operand.dtype))
+                self.numbers.append(operand)
+            return operand
+        if isinstance(operand, list | tuple):
+            return [self.local(x) for x in operand]
+        # Ranks have devices of other numbers
+        self.words.append(operand.type if isinstance(operand, torch.device) else repr(operand))
+        return operand
+
+    def _check(self, piece: Piece) -> None:
+        extent = self._first.extent
+        if piece.is_whole and not self._first.is_whole:
+            refuse(f"{self._func} combines them with whole leaves", self._first, _FORMS)
+        if piece.extent is not extent and piece.extent != extent:
+            refuse(f"{self._func} combines them with pieces of another leaf", self._first)
+
+
+def _operand_in_words(piece: Piece) -> str:
+    """A piece in the words of what is made of it. Long ones would grow with each operator."""
+    piece.note_foreign_writes()
+    text = piece.history.text
+    return text if len(text) <= _LONG else f"#{piece.history.word:08x}"
+
+
+def _as_operand(piece: Piece) -> Tensor:
+    """The piece's values for an operator. Of a 0-d leaf they are 0-d, as dtypes are promoted by
+    it; a rank that holds nothing of one computes with something, and drops the result."""
+    if piece.extent.shape or piece.is_whole:
+        return piece.local
+    return piece.local.view(()) if piece.local.numel() else piece.local.new_zeros(())
+
+
+def _as_local(made: Tensor, extent: Extent, *, is_whole: bool) -> Tensor:
+    """The inverse, of an operator's result."""
+    return made if extent.shape or is_whole else made.reshape(1)[: extent.num_here]
+
+
+def _run(call: _Call) -> Any:
+    """A pointwise operator on pieces of one leaf."""
+    operands = _Operands(call)
+    args = [operands.local(x) for x in call.args]
+    kwargs = {name: operands.local(x) for name, x in call.kwargs.items()}
+    made = call.func(*args, **kwargs)
+    text = f"{call.kind.name}({', '.join(operands.words)})"
+    if call.kind.written:
+        return _written(call, text, operands)
+    if isinstance(made, Tensor):
+        return _made(call, call.first, made, text, operands)
+    # An operator with several results
+    return tuple(_made(call, call.first, x, f"{text}[{n}]", operands) for n, x in enumerate(made))
+
+
+def _made(call: _Call, of: Piece, made: Tensor, text: str, operands: _Operands) -> Piece:
+    """The result of an operator on a leaf like this one."""
+    # The same tensor, which knows the flat that it lies in
+    if call.kind.makes_alias:
+        return Piece(of.local, of.extent, is_whole=of.is_whole, history=of.history)
+    # Overloads of one name are of both kinds, as `max` is
+    if made.shape != _as_operand(of).shape:
+        refuse(f"{call.func} is not elementwise", of, _ASK)
+    local = _as_local(made.resolve_conj().resolve_neg(), of.extent, is_whole=of.is_whole)
+    history = History(text, tuple(operands.numbers))
+    return Piece(local, of.extent, is_whole=of.is_whole, history=history)
+
+
+def _written(call: _Call, text: str, operands: _Operands) -> Any:
+    """The pieces that an operator has written to: made anew, in the words of their aliases, too."""
+    for piece in _pieces_among(*call.written):
+        piece.note_write(text, tuple(operands.numbers), coming=0 if piece.is_inference() else 1)
+    return call.written[0] if len(call.written) == 1 else tuple(call.written)
+
+
+def _run_on_foreach(call: _Call) -> Any:
+    """A foreach operator of pointwise ones, on lists of pieces: each leaf is checked, and has words
+    of its own."""
+    size = next(len(x) for x in call.args if isinstance(x, list | tuple))
+    made = []
+
+    def nth(x: Any, n: int) -> Any:
+        return [x[n]] if isinstance(x, list | tuple) and len(x) == size else x
+
+    for n in range(size):
+        kwargs = {name: nth(x, n) for name, x in call.kwargs.items()}
+        own = _Call(call.func, [nth(x, n) for x in call.args], kwargs)
+        if not own.pieces:
+            refuse(f"{call.func} combines them with other tensors", call.first)
+        operands = _Operands(own)
+        given = [operands.local(x) for x in own.args]
+        result = call.func(*given, **{name: operands.local(x) for name, x in kwargs.items()})
+        text = f"{call.kind.name}({', '.join(operands.words)})"
+        if call.kind.written:
+            _written(own, text, operands)
+        else:
+            made.append(_made(own, own.first, result[0], text, operands))
+    return None if call.kind.written else made
+
+
+def _run_on_whole(call: _Call) -> Any:
+    """Any operator, on leaves that every rank holds whole."""
+    call.check_written()
+    extents = {piece.extent for piece in call.pieces}
+    plain = [x for x in _tensors_among(*call.args, *call.kwargs.values()) if type(x) is not Piece]
+    is_alike = len(extents) == 1 and all(x.dim() == 0 for x in plain)
+    if call.kind.is_pointwise and not call.kind.is_foreach and is_alike:
+        return _run(call)
+    args = [_without_pieces(x) for x in call.args]
+    kwargs = {name: _without_pieces(x) for name, x in call.kwargs.items()}
+    made = call.func(*args, **kwargs)
+    # What is written to stays itself, and its word follows from its values
+    for piece in _pieces_among(*call.written):
+        piece.note_write(content_word(piece.local))
+    if made is None or not call.kind.written:
+        return made
+    return call.written[0] if len(call.written) == 1 else tuple(call.written)
+
+
+def _without_pieces(operand: Any) -> Any:
+    if isinstance(operand, Piece):
+        return operand.local
+    if isinstance(operand, list | tuple):
+        return [_without_pieces(x) for x in operand]
+    return operand
+
+
+def _pieces_among(*values: Any) -> Iterator[Piece]:
+    for x in _tensors_among(*values):
+        if isinstance(x, Piece):
+            yield x
+
+
+def _tensors_among(*values: Any) -> Iterator[Tensor]:
+    """The tensors among some arguments, and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_among(*value)
+
+
+def _version_of(piece: Piece) -> int:
+    """It changes with each write in place; tensors of inference mode have none."""
+    return 0 if piece.is_inference() else version_of(piece)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether the host may read the values, without a wait for a device."""
+    return x.is_cpu and has_values(x)
+
+
+def story_of(leaves: Sequence[Any]) -> Story:
+    """How a tree's leaves were made, which need not be pieces."""
+    words: list[int] = []
+    texts: list[str] = []
+    numbers: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Piece):
+            words.append(leaf.word)
+            texts.append(leaf.history.text)
+            numbers += leaf.history.numbers
+        else:
+            word = content_word(leaf)
+            words.append(crc32(word.encode()))
+            is_number = (
+                isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_cpu and has_values(leaf)
+            )
+            texts.append(repr(leaf.item()) if is_number else word)
+    return Story(crc32(repr(words).encode()), texts, numbers)
+
+
+@cache
+def story_from(origin: str, names: tuple[str, ...]) -> Story:
+    """How the leaves of these names were made, which the library has made there."""
+    texts = [text_from(origin, name) for name in names]
+    words = [crc32(text.encode()) for text in texts]
+    return Story(crc32(repr(words).encode()), texts, ())
+
+
+def text_from(origin: str, name: str) -> str:
+    """How a leaf was made that the library has made there, in words."""
+    return f"{origin}.{name}".strip(".") or "a leaf"
+
+
+def content_word(leaf: Any) -> str:
+    """The word of a leaf of which nobody knows how it was made, and which every rank holds whole:
+    of its values. On a device they aren't read, and the word is of its form."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    if not _is_readable(leaf):
+        return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
+    (digest,) = content_digests({"": leaf}).values()
+    return digest
+
+
+def refuse(story: str, piece: Piece, remedy: str = "") -> NoReturn:
+    """Raise the error of pieces that are used as if they were whole."""
+    raise StructureError(
+        explain(
+            f"pieces of leaves are used as if they were whole: {story}{users_line()}",
+            expected="elementwise functions of the leaves of trees that are cut alike",
+            got=f"{_told(piece.extent)}, {piece.history.text}",
+            remedy=remedy or _ELEMENTWISE,
+        )
+    )
+
+
+def _told(extent: Extent) -> str:
+    return f"elements {extent.start} to {extent.stop} of a leaf of shape {extent.shape}"
+
+
+_ASK = (
+    "fz.dot(a, b) for sums over a tree; a loss of fz.value_and_grad, which is passed the tree, or "
+    "a transform that says what it needs, for all else; whole = fz.unshard(tree) makes whole leaves"
+)
+_DRAW = "fz.random.normal(tree), uniform or rademacher"
+_WRITE = (
+    "`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; tree_map(torch.clone, tree) first for a "
+    "copy to write to"
+)
+_FORMS = (
+    "fz.apply_updates(params, updates) adds pieces to params that are held whole, and "
+    "fz.pieces(params) gives params in pieces; whole = fz.unshard(tree) makes whole leaves"
+)
+_ELEMENTWISE = (
+    "make tensors by tree_map of the same tree, torch.zeros_like for one; or compute with whole "
+    "leaves, fz.unshard(tree)"
+)

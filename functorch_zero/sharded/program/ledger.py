@@ -1,0 +1,225 @@
+"""`Ledger`: the words that a rank owes the others in one step of a program, of its calls of the
+library and of its gradients.
+
+Note [words that wait]: ranks must make the same calls, start the same collectives and report the
+same metrics. Each gradient knows its words when its backward has run, and posts them; nobody waits
+for the other ranks then. One all-reduce settles them all: before the first write to storage that
+is donated, which can't be undone, and at the end of the step. So k gradients take one message of
+words, not k.
+
+Meanwhile ranks that differ may start collectives that meet those of another call. Over gloo, where
+their lengths differ, that ends a process by SIGABRT; where they are equal, it gives wrong sums,
+which the settlement refuses. So in steps that all ranks look at, nothing waits: each call and each
+gradient is compared at once, by a message of the same length as the one that settles. Other steps
+find it out at the settlement, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import optree
+from torch import Tensor
+
+from ...layout.sharded_tree import ShardedTree
+from ...params import OnEngine, is_on_engine
+from ...step.program import LossCall
+from ...step.reminder import Reminder
+from ...tree import paths
+from ..readable import values_in_words
+
+SMALL = 4096  # elements of a tensor that ranks compare in every step
+
+
+class Posted(NamedTuple):
+    """One gradient, whose words ranks have yet to compare."""
+
+    log: Sequence[str]  # its name, and the collectives started since
+    report: Sequence[str]  # the names of its metrics, and whether its loss gave a weight
+    rows: Sequence[int]  # of this rank's batch, per tensor, if the loss gave no weight
+    reminder: Reminder  # of ranks whose batches have other numbers of rows
+
+    @property
+    def words(self) -> list[str]:
+        """Those that all ranks must have equal."""
+        return [*self.report, *self.log]
+
+
+class Settlement(Protocol):
+    """The comparison of ledgers among ranks. It raises, on every rank, where they differ."""
+
+    def before_call(self, ledger: Ledger) -> None:
+        """Compare the calls of the library that the program has made, the next one last."""
+        ...
+
+    def before_writing(self, ledger: Ledger) -> None:
+        """Make sure that all ranks are at this step, and that none has failed."""
+        ...
+
+
+class Ledger:
+    """The words of one call of a program, on this rank.
+
+    Args:
+        step: its number.
+        settlement: of all ranks.
+        look: whether the step is looked at, so that nothing waits. See Note [words that wait].
+
+    Attributes:
+        step, look: as given.
+        calls: of the library so far, in words that are the same on all ranks.
+        gradients: of these calls, those that wait, or did.
+        facts: by name, what the calls were given, as plain data that is equal on ranks that have
+            made it alike. See Note [words] in `layout.piece`.
+        stories: by name of a fact that is a word, the leaves' paths, and the same in words of each.
+    """
+
+    def __init__(self, step: int, settlement: Settlement, *, look: bool):
+        self.step, self.look = step, look
+        self.calls: list[str] = []
+        self.gradients: list[Posted] = []
+        self.facts: dict[str, Any] = {}
+        self.stories: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        self._settlement = settlement
+        self._num_settled = 0  # gradients
+        self._is_calling = False
+
+    @contextmanager
+    def calling(self, call: LibraryCall) -> Iterator[Callable[[Any], None]]:
+        """Around a call of the library: note it, and the trees that it gives back, which are to be
+        told. Calls that it makes itself follow from it."""
+        if self._is_calling:
+            yield forget
+            return
+        self.calls.append(call.words)
+        place = f"call {len(self.calls)} ({call.name})"
+        self._note_given(place, call)
+        if self.look:
+            self._settlement.before_call(self)
+        self._is_calling = True
+        try:
+            yield lambda made: name_nodes(made, f"the result of {place}")
+        finally:
+            self._is_calling = False
+
+    def _note_given(self, place: str, call: LibraryCall) -> None:
+        """Note all that ranks must have alike of the arguments of a call."""
+        for n, node in enumerate(call.nodes, 1):
+            node.num_uses += 1
+            self.note_story(f"tree {n} in {place}", node)
+        for name, words in call.settings.items():
+            self.facts[f"{name} in {place}"] = words
+        for path, leaf in call.buffers.items():
+            self.facts[f"buffer {path!r} in {place}"] = _words_of_buffer(leaf, look=self.look)
+
+    def note_story(self, name: str, node: OnEngine) -> None:
+        """Note how a tree was made, under a name of the tree."""
+        story = node.story
+        self.facts[name] = story.word
+        self.stories[name] = node.leaf_paths, story.texts
+        if self.look and story.numbers:
+            # Numbers on a device are read where the step is looked at
+            self.facts[f"numbers in {name}"] = [float(x) for x in story.numbers]
+
+    def post(self, gradient: Posted) -> None:
+        """Note a gradient, whose words wait for the settlement."""
+        self.gradients.append(gradient)
+
+    def settle(self) -> None:
+        """Compare all words so far: this rank is about to write to what it was given."""
+        self._settlement.before_writing(self)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the batches of gradients that wait, all tensors together, for ranks to compare."""
+        return sum(self._waiting_rows)
+
+    def settled(self, num_rows: tuple[int, int] | None, rank: int) -> None:
+        """Note that ranks have found all words equal.
+
+        Args:
+            num_rows: the smallest and the largest of all ranks; None: they are equal.
+            rank: this one.
+        """
+        if self._waiting:
+            reminder = self._waiting[-1].reminder
+            reminder.compare_ranks(self._waiting_rows, None, num_rows, rank)
+        self._num_settled = len(self.gradients)
+
+    @property
+    def _waiting(self) -> Sequence[Posted]:
+        return self.gradients[self._num_settled :]
+
+    @property
+    def _waiting_rows(self) -> list[int]:
+        return [number for gradient in self._waiting for number in gradient.rows]
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """A call of the library that a program makes.
+
+    Args:
+        name: of the function.
+        given: its arguments.
+        settings: by name, words for arguments that are no trees, such as an optimizer.
+    """
+
+    name: str
+    given: Sequence[Any]
+    settings: Mapping[str, Any]
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The sharded trees and states among the arguments, and among those of a loss."""
+        # The trees that a gradient is taken of come first, as the user gives them
+        losses = [x for x in self.given if isinstance(x, LossCall)]
+        trees = [x for x in self.given if not isinstance(x, LossCall)] + [x.args for x in losses]
+        return [x for x in optree.tree_leaves(trees, is_leaf=is_on_engine) if is_on_engine(x)]
+
+    @property
+    def words(self) -> str:
+        """The function, its loss, and the labels of its trees. A tree's gradients have its
+        label."""
+        words = [self.name]
+        for argument in self.given:
+            if isinstance(argument, LossCall):
+                loss = argument.counted
+                words.append(f"of {getattr(loss, '__qualname__', type(loss).__name__)}")
+        labels = [node.holding.label for node in self.nodes if isinstance(node, ShardedTree)]
+        if labels:
+            words.append(f"at {' and '.join(labels)}")
+        return " ".join(words)
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Those of a loss, by path: every rank must give it the same."""
+        found: dict[str, Any] = {}
+        for argument in self.given:
+            if isinstance(argument, LossCall) and argument.buffers is not None:
+                leaves = optree.tree_leaves(argument.buffers)
+                found |= dict(zip(paths(argument.buffers), leaves, strict=True))
+        return found
+
+
+def name_nodes(tree: Any, origin: str = "", *, is_given: bool = False) -> None:
+    """Name the sharded trees and states in a tree by where it comes from, and their paths."""
+    nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
+    for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
+        if is_on_engine(node):
+            node.named_from(".".join(filter(None, (origin, path))), is_given=is_given)
+
+
+def _words_of_buffer(leaf: Any, *, look: bool) -> str:
+    """Words for a buffer: of its values, where they are here and few, or the step is looked at."""
+    if look or not isinstance(leaf, Tensor) or (leaf.is_cpu and leaf.numel() <= SMALL):
+        return values_in_words(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+    return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
+
+
+def forget(made: Any) -> None:
+    """Trees that a call gives to another one have no names of their own."""

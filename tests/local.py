@@ -1,0 +1,17 @@
+"""The tensors that a rank holds of a sharded tree or state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+
+from functorch_zero.layout.piece import Piece
+from functorch_zero.params import as_local
+
+
+def local_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree as this rank holds them, plain tensors, in flatten order. Leaves of
+    sharded trees may be among them."""
+    leaves = optree.tree_leaves(as_local(tree))
+    return [leaf.local if isinstance(leaf, Piece) else leaf for leaf in leaves]
