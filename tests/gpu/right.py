@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import cuda_calls, noting_waits, profiled, synchronize, warm_up
 from tests.gpu.model import BF16, Run, our_step, start_one_rank
 from tests.gpu.report import CUDA, DEVICE, Report
+from tests.local import local_leaves
 
 LEVELS = (0, 1, 2, 3)
 
@@ -84,7 +84,7 @@ class Kind:
         state = step.init(params)
         for _ in range(3):
             state, metrics = step(state, ids)
-        held = [leaf.detach().clone() for leaf in optree.tree_leaves(state.params)]
+        held = [leaf.detach().clone() for leaf in local_leaves(state.params)]
         return float(metrics["loss"]), held
 
 

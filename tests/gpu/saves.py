@@ -7,7 +7,6 @@ import tempfile
 import time
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from functorch_zero.groups import SingleRank
 from tests.gpu.measure import synchronize
 from tests.gpu.model import our_step
 from tests.gpu.report import CUDA, Report
+from tests.local import local_leaves
 
 STEPS = 5  # between two saves
 
@@ -40,13 +40,13 @@ class Training:
         return (time.perf_counter() - start) / count
 
     def copies(self) -> list[Tensor]:
-        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.state)]
+        return [leaf.detach().clone() for leaf in local_leaves(self.state)]
 
     def is_restored(self, expected: list[Tensor], count: int) -> bool:
         """Whether the save of that step has these bits."""
         like = self.step.init(self.step.unshard(self.state).params)
         restored = checkpoint.load(self.folder, self.step, like=like, count=count)
-        found = optree.tree_leaves(restored.state)
+        found = local_leaves(restored.state)
         return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
