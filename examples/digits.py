@@ -11,7 +11,6 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from optree import tree_leaves
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -46,10 +45,6 @@ def take(data: dict[str, Tensor], index: Tensor) -> dict[str, Tensor]:
     return {name: values[index] for name, values in data.items()}
 
 
-def kilobytes(tree: object) -> float:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree)) / 1e3
-
-
 def train(
     group: fz.Group, level: int, num_steps: int
 ) -> tuple[fz.Params, float, tuple[float, float, float]]:
@@ -78,8 +73,10 @@ def train(
         state, _ = step(state, take(data, index[group.rank :: group.size]))
     share = torch.arange(group.rank, len(test["y"]), group.size)
     accuracy = check(state, take(test, share))["accuracy"].item()
-    gradients = kilobytes(params) / (group.size if level >= 2 else 1)
-    held = kilobytes(state.params), gradients, kilobytes(state.opt_state)
+    here = fz.describe(step, state)
+    whole = sum(leaf.nbytes for leaf in params.values())
+    gradients = whole / (group.size if level >= 2 else 1)
+    held = here.params_nbytes / 1e3, gradients / 1e3, here.state_nbytes / 1e3
     return step.unshard(state).params, accuracy, held
 
 

@@ -13,7 +13,6 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from optree import tree_leaves
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -70,10 +69,6 @@ def read_digits(turned: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {"x": images[:1440], "y": labels[:1440]}, {"x": images[1440:], "y": labels[1440:]}
 
 
-def kilobytes(tree: object) -> float:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree)) / 1e3
-
-
 def train(
     model: nn.Module,
     group: fz.Group,
@@ -111,11 +106,9 @@ def train(
         mine = index[group.rank :: group.size]
         state, _ = step(state, {name: values[mine] for name, values in data.items()})
     accuracy = before, check(state, share)["accuracy"].item()
-    return (
-        step.unshard(state).params,
-        accuracy,
-        (kilobytes(state.params), kilobytes(state.opt_state)),
-    )
+    here = fz.describe(step, state)
+    held = here.params_nbytes / 1e3, here.state_nbytes / 1e3
+    return step.unshard(state).params, accuracy, held
 
 
 def adapter_1_base_3(path: str, leaf: Tensor) -> int:

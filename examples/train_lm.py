@@ -14,11 +14,10 @@ import argparse
 import sysconfig
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from optree import tree_leaves
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -117,11 +116,6 @@ def draw(text: Tensor, num: int, seed: int, group: fz.Group, device: str) -> dic
     return {"x": windows[:, :-1], "y": windows[:, 1:]}
 
 
-def megabytes(tree: object) -> float:
-    """What the tensors of a tree hold."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree)) / 1e6
-
-
 def make_optimizer(name: str, num_steps: int) -> optim.Transform:
     """Clip, then the optimizer of this name with a learning rate that rises, then falls to
     nothing."""
@@ -132,11 +126,13 @@ def make_optimizer(name: str, num_steps: int) -> optim.Transform:
     return optim.chain(optim.clip_by_global_norm(1.0), make(schedule))
 
 
-def memory(state: fz.State, params: fz.Params, group: fz.Group, level: int) -> list[str]:
+def memory(step: Any, state: fz.State, params: fz.Params, group: fz.Group, level: int) -> list[str]:
     """What every rank holds of parameters, gradients (in pieces from level 2 on) and optimizer
-    state."""
-    gradients = megabytes(params) / (group.size if level >= 2 else 1)
-    mine = f"{megabytes(state.params):.1f}+{gradients:.1f}+{megabytes(state.opt_state):.1f}"
+    state, in MB."""
+    here = fz.describe(step, state)
+    gradients = sum(leaf.nbytes for leaf in params.values()) / (group.size if level >= 2 else 1)
+    held = (here.params_nbytes, gradients, here.state_nbytes)
+    mine = "+".join(f"{nbytes / 1e6:.1f}" for nbytes in held)
     return [line.decode() for line in group.exchange(mine.encode())]
 
 
@@ -163,7 +159,7 @@ def train(args: argparse.Namespace) -> None:
     state = step.init(params, buffers)
     exam = draw(held_out, 4 * size.batch, 0, group, args.device)
     before = check(state, exam)["loss"]
-    held = memory(state, params, group, args.level)
+    held = memory(step, state, params, group, args.level)
     bar = tqdm(
         range(args.steps),
         disable=group.rank > 0,

@@ -58,9 +58,19 @@ class Description(NamedTuple):
     mesh: str = ""  # the sizes of its axes, and the one of the same data
 
     @property
+    def params_nbytes(self) -> int:
+        """What this rank holds of the params, in bytes, padding included."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def state_nbytes(self) -> int:
+        """What it holds of the optimizer's state, in bytes."""
+        return sum(row.state_nbytes for row in self.rows)
+
+    @property
     def nbytes(self) -> int:
-        """All that this rank holds, in bytes."""
-        return sum(row.nbytes + row.state_nbytes for row in self.rows)
+        """Both."""
+        return self.params_nbytes + self.state_nbytes
 
     @property
     def notes(self) -> tuple[str, ...]:
