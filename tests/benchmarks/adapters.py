@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import optree
 from torch import Tensor, nn
 
 import functorch_zero as fz
@@ -20,16 +19,6 @@ from functorch_zero import optim
 def adamw(lr: float) -> optim.Transform:
     """What the harness asks of everyone."""
     return optim.adamw(lr, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of the distinct storages behind a tree's tensors."""
-    storages = (
-        t.untyped_storage()
-        for t in optree.tree_leaves(tree)
-        if isinstance(t, Tensor) and t.dim() > 0
-    )
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 class Adapter:
@@ -64,7 +53,8 @@ class Adapter:
         return {k: v.detach() for k, v in fz.named_leaves(whole.params).items()}
 
     def memory(self) -> dict[str, int]:
-        return {"params": nbytes(self.state.params), "optim": nbytes(self.state.opt_state)}
+        here = fz.describe(self.run, self.state)
+        return {"params": here.params_nbytes, "optim": here.state_nbytes}
 
 
 class Level0(Adapter):

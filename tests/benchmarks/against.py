@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RANKS = 2
-WARMUP = 3  # steps of each pair before the first round
+WARMUP = 9  # steps of each pair before the first round: those that ranks look at closely
 ROWS: dict[str, dict[str, Any]] = {  # options of `shard`
     "fz_level0": {"level": 0},
     "fz_level1": {"level": 1},
@@ -45,7 +45,10 @@ ROWS: dict[str, dict[str, Any]] = {  # options of `shard`
     "fz_level3": {"level": 3},
     "fz_level3_keep": {"level": 3, "reshard_after_forward": False},
     "fz_alone": {"level": 0},  # each process by itself
+    "fz_program_of_2": {"level": 3},
+    "fz_program_of_3": {"level": 3},
 }
+GRADIENTS = {"fz_program_of_2": 2, "fz_program_of_3": 3}  # of a step
 # Today's name -> the one it had; others are what they were
 NAMES_BEFORE_2026_11_22 = {"groups.SingleRank": "Solo"}
 
@@ -286,7 +289,11 @@ def build(library: Any, row: str, size: str) -> tuple[Any, Any]:
     optimizer = named(library, "optim.adamw")(
         ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"]
     )
-    step = named(library, "train_step")(lambda p, b, batch: apply(p, b, *batch)[0], optimizer)
+    loss_fn = lambda p, b, batch: apply(p, b, *batch)[0]
+    if row in GRADIENTS:
+        step = program(library, loss_fn, optimizer, GRADIENTS[row])
+    else:
+        step = named(library, "train_step")(loss_fn, optimizer)
     if row == "fz_alone":
         group = named(library, "groups.SingleRank")()
     else:
@@ -297,6 +304,28 @@ def build(library: Any, row: str, size: str) -> tuple[Any, Any]:
         group = make(**over_sockets)
     run = named(library, "shard")(step, group=group, **ROWS[row])
     return run, run.init(params, buffers, seed=None)
+
+
+def program(library: Any, loss_fn: Any, optimizer: Any, gradients: int) -> Any:
+    """Sharpness-aware: each gradient but the first is taken a little up the one before."""
+    from optree import tree_map
+
+    value_and_grad = named(library, "value_and_grad")(loss_fn)
+    apply_updates = named(library, "apply_updates")
+
+    def init(params: Any, buffers: Any) -> Any:
+        return params, buffers, optimizer.init(params)
+
+    def step(value: Any, batch: Any) -> Any:
+        params, buffers, state = value
+        loss, grads = value_and_grad(params, buffers, batch)
+        for _ in range(gradients - 1):
+            up = tree_map(lambda g: 1e-3 * g, grads)
+            loss, grads = value_and_grad(apply_updates(params, up), buffers, batch)
+        params, state = optimizer.apply(grads, state, params)
+        return (params, buffers, state), {"loss": loss}
+
+    return named(library, "program_step")(step, init=init)
 
 
 def serve(spec: dict[str, Any]) -> None:
