@@ -6,6 +6,7 @@ stops nothing. The folder that $OUT names (by default gpu-session) gets files by
 the table that is printed; session-A.json, every line of every stage; and session-A.log.
 
     --only NAME ...   these stages, of the parts
+    --seconds N       the limit of each, instead of its own; a late one keeps its lines so far
     --tiny            tiny models, for a dry run, also on a machine without a GPU
 
 Exit status: 0 where all stages pass, 1 where one fails or is late, 2 where none fails but some need
@@ -173,6 +174,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--part", default="ABC")
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(words)
     if not re.fullmatch("[ABC]+", args.part):
@@ -189,7 +191,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with (out / f"{name}.log").open("w") as log:
         for stage in chosen:
             command = stage.command(Path("FILE"), tiny=args.tiny)
-            ended.append(run_stage(stage.name, command, stage.seconds, log, **stage.env))
+            limit = args.seconds or stage.seconds
+            ended.append(run_stage(stage.name, command, limit, log, **stage.env))
             print(table(ended[-1:]).splitlines()[-1], flush=True)
             write(out, name, ended)
     print("\n" + table(ended))

@@ -12,8 +12,12 @@ from functorch_zero import optim
 from functorch_zero.testing import SimulatedGroup, Wire
 from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import (
+    FEW,
+    MANY,
+    Steps,
     cuda_calls,
     forget_peaks,
+    looked_at_ms,
     noting_waits,
     of_update,
     profiled,
@@ -83,14 +87,14 @@ def timed(report: Report, kind: str, rate: float | None, name: str) -> Found:
     else:
         group = SimulatedGroup(RANKS, wire=wire)
         run = ours(size, group=group, precision=BF16, **options)
-    warm_up(run)
+    count = sum(FEW)
+    warm_up(run, count)
     wire.reset()
-    repeats = 2 if report.tiny else 8
-    found: Found = times(run, repeats)
-    found["wire ms"] = 1e3 * wire.busy_seconds / repeats
+    found: Found = times(run, FEW)
+    found["wire ms"] = 1e3 * wire.busy_seconds / count
     # fully_shard waits by itself, so that its exposed time shows in its steps alone
     if options is not None:
-        found["exposed ms"] = 1e3 * wire.exposed_seconds / repeats
+        found["exposed ms"] = 1e3 * wire.exposed_seconds / count
     report.measured(f"{name}: {kind}", rounded(found))
     return found
 
@@ -137,8 +141,9 @@ def bench(report: Report) -> None:
     """One rank beside plain torch and `fully_shard`: eager and compiled, in bfloat16. Its
     collectives are copies, or go to itself over NCCL."""
     start_one_rank()
-    for size in ("tiny",) if report.tiny else ("small", "large"):
-        for compiled in (False, True) if CUDA else (False,):
+    # Eager first, since the stage may run out of time
+    for compiled in (False, True) if CUDA else (False,):
+        for size in ("tiny",) if report.tiny else ("small", "large"):
             how = f"{size}, {'compiled' if compiled else 'eager'}"
             bench_one(report, size, how, compiled=compiled)
     dist.destroy_process_group()
@@ -161,17 +166,22 @@ def bench_one(report: Report, size: str, how: str, *, compiled: bool) -> None:
     found: dict[str, Found] = {}
     for kind, make in makers.items():
         with report.failing(f"{how}: {kind}"):
-            found[kind] = one_of_bench(report, f"{how}: {kind}", make, 2 if size == "tiny" else 10)
+            found[kind] = one_of_bench(
+                report, f"{how}: {kind}", make, MANY if size == "small" else FEW
+            )
     with report.failing(f"{how}: beside the others"):
         beside_peers(report, how, found)
 
 
-def one_of_bench(report: Report, name: str, make: Callable[[], Run], repeats: int) -> Found:
+def one_of_bench(report: Report, name: str, make: Callable[[], Run], steps: Steps) -> Found:
     forget_peaks()
     run = make()
-    warm_up(run)
-    found: Found = times(run, repeats)
+    count = sum(steps) + 1  # the last one is profiled
+    number = warm_up(run, count)
+    found: Found = times(run, steps)
     calls = cuda_calls(profiled(run))
+    # With the library's slow questions, which come in its first steps and now and then
+    found["looked at ms"] = looked_at_ms(run, number + count)
     report.measured(name, rounded(found) | {"calls": calls})
     return found
 
@@ -224,8 +234,7 @@ def update_of(optimizer: optim.Transform, size: str) -> tuple[Found, dict[str, i
     """The numbers of an update, and the waits of its step by line."""
     forget_peaks()
     run = ours(size, level=3, group=SimulatedGroup(RANKS), optimizer=optimizer, precision=BF16)
-    warm_up(run)
-    run()  # step 4, which is looked at, and may wait
+    warm_up(run, 2)  # a step that is looked at may wait
     with noting_waits() as waits:
         run()
     return of_update(profiled(run)), dict(waits)
