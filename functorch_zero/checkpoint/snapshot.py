@@ -70,10 +70,10 @@ class Snapshot:
     def copied(self) -> Snapshot:
         """The same in CPU tensors of its own: a copy of this rank's share, nothing else. Those of a
         GPU are still under way."""
-        parts, copies = [], DeviceCopies()
-        for part in self.parts:
-            copy = copies.start(part.flat())  # (numel,), in the leaf's dtype
-            parts.append(part._replace(tensor=copy, first=0))
+        copies = DeviceCopies()
+        own = copies.start(part.flat() for part in self.parts)  # (numel,), in the leaf's dtype
+        pairs = zip(self.parts, own, strict=True)
+        parts = [part._replace(tensor=copy, first=0) for part, copy in pairs]
         # The copies' own versions: the old ones belong to the tensors left behind
         versions = versions_of([part.tensor for part in parts])
         return replace(self, parts=parts, versions=versions, copies=copies)
