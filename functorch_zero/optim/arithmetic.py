@@ -26,6 +26,8 @@ Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
 # Elements that an elementwise function sees at a time on a CPU, whose caches then hold its
 # temporaries
 IN_CACHE = 2**17  # 512 KiB of float32, per operand
+# The same on a GPU, where many flats at once save the host's time, and temporaries take memory
+ON_A_GPU = 2**25  # 128 MiB of float32, per operand
 
 
 def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:

@@ -31,7 +31,7 @@ from .._torch_private import storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Across, Fused, Pointwise, Tree
-from ..optim.arithmetic import IN_CACHE
+from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
@@ -45,6 +45,12 @@ class FlatGroup:
     positions: tuple[int, ...]  # of the leaves in the masked trees, which lack the other leaves
     bucket: Bucket | None  # None: a single leaf, whose piece is the flat
     piece_number: int  # of this rank's piece in a bucket
+
+    def numel(self, layout: Layout) -> int:
+        """The most elements that its flat has on any rank."""
+        if self.bucket is not None:
+            return self.bucket.piece
+        return layout.leaves[self.leaves[0]].numel
 
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
@@ -102,30 +108,36 @@ class PointwiseOnFlats:
         writable = self._writable_storages(new_updates, param_leaves)
         # Per group, the operands beside its updates: flats (piece,), and counts that groups share
         states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
-        for group, own_state, places in zip(self._groups, states, regrouping.places, strict=True):
-            pieces = _at(group.positions, new_updates)
-            flat = group.find(pieces)
-            # Pieces that were copied to a new flat would not change with it
-            donated = _share(pieces[0], flat) and storage_id(flat) in writable
-            operands = [_Operand(flat, is_flat=True, donated=donated)]
-            for tensor, place in zip(own_state, places, strict=True):
+        for batch in self._batches(part, regrouping, _room(param_leaves[0].device)):
+            # The updates of each group, then the leaves of their state; only params are just read
+            operands, params_here = [], []
+            for group in batch.groups:
+                pieces = _at(group.positions, new_updates)
+                flat = group.find(pieces)
+                # Pieces that were copied to a new flat would not change with it
+                donated = _share(pieces[0], flat) and storage_id(flat) in writable
+                operands.append(_Operand(flat, is_flat=True, donated=donated))
+                params_here.append(group.find(_at(group.positions, param_leaves)))
+            for n, i in batch.state:
+                tensor, place = states[n][i], regrouping.places[n][i]
                 lies_in = _share(old_state[place.positions[0]], tensor)
-                # A count is never written over: each group reads the same old one
+                # A count is never written over: each batch reads the same old one
                 donated = self._donate and place.follows and lies_in
                 operands.append(_Operand(tensor, place.follows, donated))
 
-            # (piece,); only read
-            param = group.find(_at(group.positions, param_leaves))
-            new_flat, *results = _run_in_chunks(part, regrouping.one, operands, param)
-            # The flat itself: the updates' leaves hold these values already
-            if new_flat is not flat:
-                _put(group.cut(new_flat), group.positions, new_updates)
-            for old, new, place in zip(own_state, results, places, strict=True):
-                # All groups make the same of a count, so any one's is the answer
+            results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
+            for group, operand in zip(batch.groups, operands, strict=False):
+                new_flat = next(results)
+                # The flat itself: the updates' leaves hold these values already
+                if new_flat is not operand.tensor:
+                    _put(group.cut(new_flat), group.positions, new_updates)
+            for (n, i), new in zip(batch.state, results, strict=True):
+                place = regrouping.places[n][i]
+                # All batches make the same of a count, so any one's is the answer
                 if not place.follows:
                     new_state[place.positions[0]] = new
-                elif new is not old:
-                    _put(group.cut(new), place.positions, new_state)
+                elif new is not states[n][i]:
+                    _put(place.group.cut(new), place.positions, new_state)
         return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
 
     def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
@@ -228,6 +240,20 @@ class PointwiseOnFlats:
                 leaves[place.positions[0]] = result
         return regrouping.full.unflatten(leaves)
 
+    def _batches(self, part: Pointwise, regrouping: _Regrouping, room: int) -> list[_Batch]:
+        """The groups, in order, as many at a time as have this number of elements; at least one."""
+        if room not in regrouping.batches:
+            batches, first, numel = [], 0, 0
+            for n, group in enumerate(self._groups):
+                size = group.numel(self._layout)
+                if n > first and numel + size > room:
+                    batches.append(regrouping.batch(part, self._groups, range(first, n)))
+                    first, numel = n, 0
+                numel += size
+            batches.append(regrouping.batch(part, self._groups, range(first, len(self._groups))))
+            regrouping.batches[room] = batches
+        return regrouping.batches[room]
+
     def _regrouping(self, part: Pointwise) -> _Regrouping | None:
         if part not in self._regroupings:
             self._regroupings[part] = self._find_regrouping(part)
@@ -307,6 +333,14 @@ def _places_of(group: FlatGroup, full: StatePlan, one: StatePlan) -> list[_Place
     return places
 
 
+class _Batch(NamedTuple):
+    """Groups that an update sees at once, as the tree {0: flat, 1: flat, ...}."""
+
+    groups: list[FlatGroup]
+    treedef: optree.PyTreeSpec  # of the state that `init` makes of that tree
+    state: list[tuple[int, int]]  # per leaf of it, the group's number, and the leaf's of `one`
+
+
 class _Regrouping:
     """A state in two structures: leaf by leaf, and flat by flat.
 
@@ -315,12 +349,16 @@ class _Regrouping:
         one: structure of the state of one flat, as `init` makes it of `{"": flat}`.
         places: by group and leaf of `one`, where it lies in the full state.
         following: of all places, those of flats, in order.
+        batches: see `PointwiseOnFlats._batches`.
     """
 
     def __init__(
         self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, remember: bool
     ):
         self.full, self.one = full.treedef, one.treedef
+        self._slots = [i for i, leaf in enumerate(one.leaves) if leaf.kind == "follows"]
+        self._shared = [i for i, leaf in enumerate(one.leaves) if leaf.kind != "follows"]
+        self.batches: dict[int, list[_Batch]] = {}  # by the elements that one has room for
         self.places = [_places_of(group, full, one) for group in groups]
         self.following = [place for own in self.places for place in own if place.follows]
         # Positions of all leaves that follow a param, flat by flat
@@ -328,6 +366,19 @@ class _Regrouping:
         # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
         # A state that was not donated doesn't come back, so there is nothing to remember
         self._find = Recall(self._find_apart) if remember else self._find_ordered
+
+    def batch(self, part: Pointwise, groups: Sequence[FlatGroup], numbers: range) -> _Batch:
+        """The groups with these numbers, as one batch."""
+        params = {k: placeholder(k, torch.float32) for k in range(len(numbers))}
+        plan = plan_of(part.init(params))
+        shared = iter(self._shared)  # they have the same order in every state
+        state = []
+        for leaf in plan.leaves:
+            if leaf.kind == "follows":
+                state.append((numbers[leaf.leaf], self._slots[leaf.slot]))
+            else:
+                state.append((numbers[0], next(shared)))
+        return _Batch([groups[n] for n in numbers], plan.treedef, state)
 
     def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
@@ -408,38 +459,46 @@ class _Operand(NamedTuple):
         return self.tensor[here] if self.is_flat else self.tensor
 
 
+def _room(device: torch.device) -> int:
+    """The elements of flats that an update sees at a time. On a GPU a launch costs more than a
+    cache would save; what bounds them is the memory of temporaries."""
+    return IN_CACHE if device.type in ("cpu", "meta") else ON_A_GPU
+
+
 def _run_in_chunks(
-    part: Pointwise, one: Any, operands: Sequence[_Operand], param: Tensor
+    part: Pointwise, treedef: Any, operands: Sequence[_Operand], params: Sequence[Tensor]
 ) -> list[Tensor]:
-    """A pointwise update of one flat: the operands' results, in chunks that stay in a CPU's cache.
+    """A pointwise update of some flats: the operands' results. On a CPU, a flat that is larger than
+    its cache comes alone, in chunks.
 
     Args:
-        one: structure of one flat's state.
+        treedef: structure of the flats' state.
         operands: the updates, then the state's leaves.
-        param: (piece,), the params' flat.
+        params: (piece,) each, the params' flats.
 
     Returns:
         Per operand, its result: the operand's own tensor where that was written over.
     """
-    update = operands[0].tensor
+    updates = [operand.tensor for operand in operands[: len(params)]]
     run = _choose_function(part, operands)
-    numel = update.numel()
-    # On a GPU the whole flat: a launch costs more than a cache would save
-    chunk = IN_CACHE if update.device.type in ("cpu", "meta") else numel
+    numel = max(map(Tensor.numel, updates))
+    is_chunked = len(params) == 1 and updates[0].device.type in ("cpu", "meta")
+    chunk = IN_CACHE if is_chunked else numel
     # One chunk, and nothing to write over: results are handed on as they were made
     if numel <= chunk and not any(operand.donated for operand in operands):
         everything = [operand.chunk(slice(None)) for operand in operands]
-        return _in_storages_of_their_own(_run(run, one, everything, param))
+        return _in_storages_of_their_own(_run(run, treedef, everything, params))
 
     # A plan's tensors have no values, and one chunk stands for all
-    end = numel if has_values(update) else min(numel, chunk)
+    end = numel if has_values(updates[0]) else min(numel, chunk)
     # Per operand; made after the first chunk, which tells their dtypes
     results: list[Tensor] = []
     # An empty flat is run once, too: its counts go on
     for start in range(0, max(end, 1), max(chunk, 1)):
         here = slice(start, start + chunk)
         given = [operand.chunk(here) for operand in operands]
-        made = _run(run, one, given, param[here])
+        own_params = [param[here] for param in params]
+        made = _run(run, treedef, given, own_params)
         if not results:
             results = _make_results(operands, made)
 
@@ -451,7 +510,7 @@ def _run_in_chunks(
                 # Each chunk was given the same old count, so any chunk's new one is the answer
                 results[k] = made[k]
         # Only this chunk of what was donated is written over, and no later chunk reads it
-        _write([*given, param[here]], of_flats)
+        _write([*given, *own_params], of_flats)
     return results
 
 
@@ -476,29 +535,29 @@ def _choose_function(part: Pointwise, operands: Sequence[_Operand]) -> Callable[
     return part.update
 
 
-def _run(run: Callable[..., Any], one: Any, given: Sequence[Tensor], param: Tensor) -> list[Tensor]:
-    """Call an author's function with trees of one leaf. Given and returned: the updates, then the
+def _run(
+    run: Callable[..., Any], treedef: Any, given: Sequence[Tensor], params: Sequence[Tensor]
+) -> list[Tensor]:
+    """Call an author's function with trees of some flats. Given and returned: the updates, then the
     state's leaves."""
-    update, *state = given
-    # The author's trees, of one leaf with an empty path
-    new_updates, new_state = run({"": update}, one.unflatten(state), {"": param})
+    updates, state = dict(enumerate(given[: len(params)])), given[len(params) :]
+    new_updates, new_state = run(updates, treedef.unflatten(state), dict(enumerate(params)))
     if not isinstance(new_updates, dict):
         remedy = "keep the structure that `update` is given, by tree_map for example"
-        same_structure({"": 0}, new_updates, what="the optimizer's updates", remedy=remedy)
-    return [new_updates[""], *optree.tree_leaves(new_state)]
+        same_structure(updates, new_updates, what="the optimizer's updates", remedy=remedy)
+    return [*map(new_updates.__getitem__, updates), *optree.tree_leaves(new_state)]
 
 
 def _make_results(operands: Sequence[_Operand], made: Sequence[Tensor]) -> list[Tensor]:
     """Per operand, the tensor that its result is written to: the operand's own, or a new one of the
     dtype that the first chunk was made in."""
-    numel = operands[0].tensor.numel()
     results = []
     for operand, value in zip(operands, made, strict=True):
         # A result in another dtype, a float32 mean of bfloat16 say, doesn't fit its operand
         if operand.donated and operand.tensor.dtype == value.dtype:
             results.append(operand.tensor)
         elif operand.is_flat:
-            results.append(value.new_empty(numel))
+            results.append(value.new_empty(operand.tensor.numel()))
         else:
             results.append(value)
     return results

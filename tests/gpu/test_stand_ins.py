@@ -137,7 +137,7 @@ def test_a_pointwise_update_takes_a_whole_flat_of_a_device(kind: Any, expected: 
     flat = torch.ones(2 * IN_CACHE + 1)
     operand = _Operand(flat.as_subclass(kind), is_flat=True, donated=False)
     part = Pointwise(lambda params: (), update)
-    (result,) = _run_in_chunks(part, tree_structure(()), [operand], flat)
+    (result,) = _run_in_chunks(part, tree_structure(()), [operand], [flat])
     assert sizes == expected and torch.equal(result.as_subclass(Tensor), 2 * flat)
 
 

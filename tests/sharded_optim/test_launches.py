@@ -112,7 +112,7 @@ OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
 }
 # Per block, of 12 leaves
 NUM_LAUNCHES = {
-    "clip, adamw": 1,
+    "clip, adamw": 0,
     "lion": 8,
     "lamb": 25,
     "lars": 22,

@@ -65,12 +65,14 @@ def _times_state(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Ten
 
 
 def _times_state_in_place(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
-    def scale(u: Tensor) -> Tensor:
-        is_wide = u.dtype == sum_dtype(u.dtype)
-        # A half precision is multiplied in float32, and rounded then
-        return u.mul_(factor.to(u.dtype)) if is_wide else times(u, factor)
-
-    return tree_map(scale, updates), factor
+    leaves = tree_leaves(updates)
+    # A half precision is multiplied in float32, and rounded then
+    if any(u.dtype != sum_dtype(u.dtype) for u in leaves):
+        return _times_state(updates, factor, params)
+    for dtype in {u.dtype for u in leaves}:
+        own = [u for u in leaves if u.dtype == dtype]
+        torch._foreach_mul_(own, factor.to(dtype))
+    return updates, factor
 
 
 def _init_factor(params: Tree) -> Tensor:
