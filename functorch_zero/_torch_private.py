@@ -12,7 +12,6 @@ Importing torch._dynamo or torch._inductor takes seconds, so only functions do i
 
 from __future__ import annotations
 
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -239,24 +238,14 @@ innermost_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = partial(
 def in_custom_function() -> bool:
     """Whether the forward of a custom `autograd.Function` runs now in this thread.
 
-    Torch has no question for it. The forward of one of them is then among the callers.
+    Torch has no question for it. What runs the forward, `Function.apply`, is then among the
+    callers.
     """
-    forwards = _codes_of_forwards()
-    return any(frame.f_code in forwards for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    callers = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code is _APPLY for frame, _ in callers)
 
 
-def _codes_of_forwards() -> set[CodeType]:
-    """The code of the forward of each custom function that there is."""
-    codes: set[CodeType] = set()
-    functions: list[Any] = [torch.autograd.Function]
-    while functions:
-        function = functions.pop()
-        functions.extend(function.__subclasses__())
-        # That of a decorator, `no_grad` say, is in many other functions, too
-        forward = inspect.unwrap(function.forward)
-        if isinstance(code := getattr(forward, "__code__", None), CodeType):  # it is in Python
-            codes.add(code)
-    return codes
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__
 
 
 def function_of(node: Any) -> type[Any] | None:

@@ -115,18 +115,17 @@ def make_unit_flats(
     axes: Axes,
     log: list[str],
     gather: Gather,
-    params: PyTree[Tensor] = None,
+    params: ShardedTree | None = None,
 ) -> list[UnitFlats]:
     """Each unit's whole flats, for one pass.
 
     Args:
         flats: by bucket, those that hold the params between steps: (numel,), or pieces at level 3.
         log: takes an entry for each gather that is started.
-        params: whole leaves that have been cut from the flats already; None: they are cut on use.
+        params: has leaves that have been cut from the flats already; None: they are cut on use.
     """
     made: list[UnitFlats] = []
-    # Whole leaves in tree order; empty where `params` is None
-    leaves = optree.tree_leaves(params)
+    leaves: list[Tensor] = []  # whole ones, in tree order, once a unit wants them
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [flats[b] for b in unit.buckets]
         in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
@@ -137,6 +136,8 @@ def make_unit_flats(
                 GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name, gather)
             )
         else:
+            if params is not None and not leaves:
+                leaves = optree.tree_leaves(params.local_tree)
             held = [leaves[n] for n in content.leaves] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
     return made

@@ -14,7 +14,7 @@ from .._torch_private import hooks_registered
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..layout.layout import Layout
-from ..layout.sharded_tree import in_a_loss
+from ..layout.sharded_tree import ShardedTree, in_a_loss
 from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import mark_policies
 from ..profiling import NOTHING, ranged
@@ -49,7 +49,7 @@ def run_pass(
     log: list[str],
     *,
     look: bool,
-    held: PyTree[Tensor] = None,
+    held: ShardedTree | None = None,
     last: bool = True,
 ) -> None:
     """Run a loss forward and backward. Its gradients go to the reduction, while backward runs.
@@ -70,7 +70,7 @@ def run_pass(
         log: the step, and the collectives started so far. This pass adds its own, and ranks compare
             them afterwards.
         look: whether slow questions about the loss are asked; see `is_looked_at`.
-        held: leaves that were cut from the flats already; None: they are cut anew.
+        held: has leaves that were cut from the flats already; None: they are cut anew.
         last: whether no other pass will give gradients to the same reduction.
 
     Raises:
@@ -167,7 +167,7 @@ def run_passes(
     group: Group,
     *,
     look: bool,
-    held: PyTree[Tensor] = None,
+    held: ShardedTree | None = None,
 ) -> Passed:
     """One pass per micro-batch, whose gradients add up in the reduction.
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,12 @@ from torch.utils._pytree import tree_leaves
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero._torch_private import QuickDispatchMode
-from functorch_zero.groups import CountingGroup
+from functorch_zero.groups import CountingGroup, SingleRank
+from functorch_zero.layout import sharded_tree
 from functorch_zero.optim.across import norms_of, reduce_leaf
 from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
+from functorch_zero.runtime import unshard
+from functorch_zero.sharded_optim import pointwise
 
 # They make room, or other views of it, and launch nothing. So does whatever `is_view`
 NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -182,3 +186,98 @@ def test_a_cpu_sees_as_many_leaves_as_its_caches_hold() -> None:
 def test_launches_of_metrics(norm: str) -> None:
     launches = per_block(optim.adamw(1e-3), metrics=[norm])
     assert launches.total() == NUM_LAUNCHES[norm], dict(launches)
+
+
+class Means(NamedTuple):
+    """The state of one leaf."""
+
+    fast: Tensor
+    slow: Tensor
+
+
+def two_means(seen: list[int]) -> optim.Transform:
+    """Pointwise; its state goes by leaf, and not by mean. `seen` takes the leaves of each call."""
+
+    def init(params: Any) -> Any:
+        zeros = optree.tree_map(lambda p: Means(p * 0, p * 0), params)
+        return {"count": torch.zeros((), dtype=torch.int64), "means": zeros}
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        leaves, treedef = optree.tree_flatten(updates)
+        seen.append(len(leaves))
+        olds = treedef.flatten_up_to(state["means"])
+        news = [
+            Means(o.fast * 0.5 + u, o.slow * 0.9 + u) for o, u in zip(olds, leaves, strict=True)
+        ]
+        made = [n.fast - 0.3 * n.slow for n in news]
+        state = {"count": state["count"] + 1, "means": treedef.unflatten(news)}
+        return treedef.unflatten(made), state
+
+    return optim.pointwise(init, update)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [(IN_CACHE, [6]), (1, [1] * 6)], ids=["a cache", "one by one"]
+)
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_update_sees_many_flats_at_a_time(
+    room: int, expected: list[int], donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there is room for, with the numbers of an update that sees all leaves."""
+    monkeypatch.setattr(pointwise, "_room", lambda device: room)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    apply, params, buffers = fz.functionalize(model, units=Block)
+    batches = [torch.randn(4, WIDTH) for _ in range(3)]
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return apply(params, buffers, batch)[0].square().mean()
+
+    def steps(seen: list[int], **options: Any) -> Any:
+        base = fz.train_step(loss_fn, optim.chain(two_means(seen), optim.scale(-0.1)))
+        step = fz.shard(base, group=SingleRank(), **options) if options else base
+        state = step.init(optree.tree_map(torch.clone, params), buffers)
+        for batch in batches:
+            seen.clear()
+            state, _ = step(state, batch)
+        return step.unshard(state) if options else state
+
+    seen: list[int] = []
+    got = steps(seen, level=3, donate=donate)
+    assert seen == expected
+    want = steps([])
+    for a, b in zip(
+        optree.tree_leaves((want.params, want.opt_state)),
+        optree.tree_leaves((got.params, got.opt_state)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_step_makes_no_leaves_that_nobody_reads(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither pieces for users, nor, where params are whole, views beside the state's own."""
+    model = nn.Sequential(Block(), Block())
+    apply, params, buffers = fz.functionalize(model, units=Block)
+    train = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-3))
+    step = fz.shard(train, level=level, group=SingleRank())
+    state, batch = step.init(params, buffers), torch.randn(4, WIDTH)
+    state, _ = step(state, batch)
+    made: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        original = getattr(sharded_tree if name == "Piece" else unshard, name)
+
+        def run(*args: Any, **named: Any) -> Any:
+            made.append(name)
+            return original(*args, **named)
+
+        return run
+
+    monkeypatch.setattr(sharded_tree, "Piece", noted("Piece"))
+    if level == 0:
+        monkeypatch.setattr(unshard, "_views", noted("_views"))
+    state, _ = step(state, batch)
+    assert not made
