@@ -245,7 +245,8 @@ def in_custom_function() -> bool:
     return any(frame.f_code is _APPLY for frame, _ in callers)
 
 
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__
+# A method of the class, whose type says no function
+_APPLY: CodeType = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 
 def function_of(node: Any) -> type[Any] | None:

@@ -27,7 +27,7 @@ Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
 # temporaries
 IN_CACHE = 2**17  # 512 KiB of float32, per operand
 # The same on a GPU, where many flats at once save the host's time, and temporaries take memory
-ON_A_GPU = 2**25  # 128 MiB of float32, per operand
+ON_A_GPU = 2**24  # 64 MiB of float32, per operand
 
 
 def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
