@@ -29,8 +29,8 @@ from ...layout.sharded_tree import ShardedTree
 from ...params import OnEngine, is_on_engine
 from ...step.program import LossCall
 from ...step.reminder import Reminder
-from ...tree import paths
-from ..readable import values_in_words
+from ...tree import has_values, paths
+from ..readable import told_values
 
 SMALL = 4096  # elements of a tensor that ranks compare in every step
 
@@ -216,8 +216,10 @@ def name_nodes(tree: Any, origin: str = "", *, is_given: bool = False) -> None:
 
 def _words_of_buffer(leaf: Any, *, look: bool) -> str:
     """Words for a buffer: of its values, where they are here and few, or the step is looked at."""
-    if look or not isinstance(leaf, Tensor) or (leaf.is_cpu and leaf.numel() <= SMALL):
-        return values_in_words(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    if has_values(leaf) and (look or (leaf.is_cpu and leaf.numel() <= SMALL)):
+        return told_values({"": leaf})[""]
     return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
 
 
