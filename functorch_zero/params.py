@@ -128,7 +128,7 @@ class Story(NamedTuple):
 
     word: int  # the same on all ranks that have made the tree alike
     texts: Sequence[str]  # the same in words, leaf by leaf, for errors
-    numbers: Sequence[Any]  # 0-d tensors on a device, which nobody has read
+    unread: Sequence[Any]  # tensors on a device that they were made with, of which words know forms
 
 
 def engine_of(*trees: Any) -> Engine | None:

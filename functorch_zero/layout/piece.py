@@ -15,7 +15,7 @@ in the messages that are sent anyway.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
@@ -65,6 +65,7 @@ _LONG = 200  # characters of an operand's words
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+@dataclass(slots=True, eq=False)
 class History:
     """How a piece was made. The piece's aliases share it, so that a write to one shows in all.
 
@@ -73,16 +74,13 @@ class History:
         numbers: 0-d tensors on a device that it was made with, whose values nobody has read.
         is_given: whether this is a leaf of the value that a program was given, which it may not
             write to.
-        version: of the piece, after the last operator that is in the text.
+        version: of the piece, after the last operator that is in the text; 0 as of a new tensor.
     """
 
-    __slots__ = ("is_given", "numbers", "text", "version")
-
-    def __init__(
-        self, text: str, numbers: tuple[Tensor, ...] = (), *, is_given: bool = False
-    ) -> None:
-        self.text, self.numbers, self.is_given = text, numbers, is_given
-        self.version = 0  # as of a new tensor
+    text: str
+    numbers: tuple[Tensor, ...] = ()
+    is_given: bool = field(default=False, kw_only=True)
+    version: int = 0
 
     @property
     def word(self) -> int:
@@ -441,10 +439,10 @@ def _written(call: _Call, text: str, operands: _Operands) -> Any:
 
 
 def _run_on_foreach(call: _Call) -> Any:
-    """A foreach operator of pointwise ones, on lists of pieces: each leaf is checked, and has words
-    of its own."""
+    """A foreach operator of pointwise ones, on lists of pieces: one leaf after the other, each of
+    which is checked, and has words of its own."""
     size = next(len(x) for x in call.args if isinstance(x, list | tuple))
-    made = []
+    made: list[Piece] = []
 
     def nth(x: Any, n: int) -> Any:
         return [x[n]] if isinstance(x, list | tuple) and len(x) == size else x
@@ -454,14 +452,7 @@ def _run_on_foreach(call: _Call) -> Any:
         own = _Call(call.func, [nth(x, n) for x in call.args], kwargs)
         if not own.pieces:
             refuse(f"{call.func} combines them with other tensors", call.first)
-        operands = _Operands(own)
-        given = [operands.local(x) for x in own.args]
-        result = call.func(*given, **{name: operands.local(x) for name, x in kwargs.items()})
-        text = f"{call.kind.name}({', '.join(operands.words)})"
-        if call.kind.written:
-            _written(own, text, operands)
-        else:
-            made.append(_made(own, own.first, result[0], text, operands))
+        made += _run(own)
     return None if call.kind.written else made
 
 
@@ -521,20 +512,19 @@ def story_of(leaves: Sequence[Any]) -> Story:
     """How a tree's leaves were made, which need not be pieces."""
     words: list[int] = []
     texts: list[str] = []
-    numbers: list[Tensor] = []
+    unread: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Piece):
             words.append(leaf.word)
             texts.append(leaf.history.text)
-            numbers += leaf.history.numbers
-        else:
-            word = content_word(leaf)
-            words.append(crc32(word.encode()))
-            is_number = (
-                isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_cpu and has_values(leaf)
-            )
-            texts.append(repr(leaf.item()) if is_number else word)
-    return Story(crc32(repr(words).encode()), texts, numbers)
+            unread += leaf.history.numbers
+            continue
+        text = content_word(leaf)
+        words.append(crc32(text.encode()))
+        texts.append(text)
+        if isinstance(leaf, Tensor) and not _is_readable(leaf):
+            unread.append(leaf)
+    return Story(crc32(repr(words).encode()), texts, unread)
 
 
 @cache
@@ -550,15 +540,22 @@ def text_from(origin: str, name: str) -> str:
     return f"{origin}.{name}".strip(".") or "a leaf"
 
 
-def content_word(leaf: Any) -> str:
+def content_word(leaf: Any, *, look: bool = False) -> str:
     """The word of a leaf of which nobody knows how it was made, and which every rank holds whole:
-    of its values. On a device they aren't read, and the word is of its form."""
+    of its values. On a device they are read to `look` alone, and else the word is of its form."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
-    if not _is_readable(leaf):
-        return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
+    if not (_is_readable(leaf) or (look and has_values(leaf))):
+        return form_in_words(leaf)
+    if leaf.dim() == 0 and leaf.layout == torch.strided:
+        return repr(leaf.item())
     (digest,) = content_digests({"": leaf}).values()
     return digest
+
+
+def form_in_words(leaf: Tensor) -> str:
+    """The word of a tensor whose values aren't read."""
+    return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
 
 
 def refuse(story: str, piece: Piece, remedy: str = "") -> NoReturn:

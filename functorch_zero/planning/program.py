@@ -25,7 +25,6 @@ from ..sharded.program.agreement import ProgramAgreement
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.ledger import Ledger
-from ..sharded.program.results import StepResults
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.storage import is_moved
 from ..sharded_optim.sharded_state import ShardedOptState, is_stored
@@ -142,12 +141,10 @@ class _ImaginedAgreement:
         with self._watch.live.paused():
             self._agreement.before_writing(ledger)
 
-    def on_results(self, ledger: Ledger, results: StepResults) -> None:
+    def on_results(self, ledger: Ledger, args: Any) -> None:
         self._watch.enter("metrics")
-        # The same message about no results: a digest has the same length whatever it is of
-        nothing = results._replace(value=(), metrics={}, look=False)
         with self._watch.live.paused():
-            self._agreement.on_results(ledger, nothing)
+            self._agreement.on_results(ledger, args)
 
 
 class _AnnouncedEngine:

@@ -24,9 +24,8 @@ from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
-from ..words import exchange_data, tell
+from ..words import Told, exchange_data, tell
 from .ledger import Ledger, Settlement
-from .results import StepResults, facts_of, named_nodes, values_of
 from .value import unsharded_leaves
 
 
@@ -58,8 +57,12 @@ class Agreement(Settlement, Protocol):
         """Whether a call of this number is looked at closely."""
         ...
 
-    def on_results(self, ledger: Ledger, results: StepResults) -> None:
-        """Compare the words and the results of a step."""
+    def on_results(self, ledger: Ledger, args: Sequence[Any]) -> None:
+        """Compare the words and the results of a step.
+
+        Args:
+            args: of the step, after the state: this rank's part of the batch.
+        """
         ...
 
 
@@ -112,51 +115,35 @@ class ProgramAgreement:
         self._compare(ledger, "step/calls")
 
     def before_writing(self, ledger: Ledger) -> None:
-        failed = self._compare(ledger, "step/before writing")
-        self._background.raise_if(failed)
+        self._compare(ledger, "step/before writing")
 
-    def on_results(self, ledger: Ledger, results: StepResults) -> None:
-        failed = self._compare(ledger, "step/agreement", results)
-        self._background.raise_if(failed)
+    def on_results(self, ledger: Ledger, args: Sequence[Any]) -> None:
+        # Sharded trees are no batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
+        batch = self._batches.digest(own, look=ledger.look)
+        told = self._compare(ledger, "step/agreement", batch)
+        self._batches.note(batch, told.same_batch, self._options.group.rank)
 
-    def _compare(self, ledger: Ledger, label: str, results: StepResults | None = None) -> bool:
+    def _compare(self, ledger: Ledger, label: str, batch: int = 0) -> Told:
         """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
-        same facts. Returns whether a background task of any rank has failed. One all-reduce of
-        words; only when ranks differ, an exchange of JSON."""
+        same facts; and where a background task of any rank has failed. One all-reduce of words;
+        only when ranks differ, an exchange of JSON.
+
+        Args:
+            batch: a digest of this rank's part; 0: it says nothing.
+        """
         group = labelled(self._options.group, label)
-        # Causes before their effects
-        facts: Mapping[str, Any] = ledger.facts
-        if results is not None:
-            for name, node in named_nodes(results.value).items():
-                ledger.note_story(name, node)
-            draws = {"the number of draws of fz.random": results.num_draws}
-            facts = draws | ledger.facts | facts_of(results)
         gradients = [gradient.words for gradient in ledger.gradients]
-        found = _Findings(ledger.step, ledger.calls, gradients, facts, {})
+        found = _Findings(ledger.step, ledger.calls, gradients, ledger.facts, {})
         # Ranks at different calls of a step send equal lengths, since `tell` does
-        batch = 0
-        if results is not None:
-            batch = self._batches.digest(_own_data(results.args), look=results.look)
         told = tell(found.words, [self._background.failed()], group, ledger.num_rows, batch=batch)
-        if told.alike:
-            self._batches.note(batch, told.same_batch, group.rank)
-            ledger.settled(told.sizes, group.rank)
-            return told.flags[0]
-        values: dict[str, Any] = {}
-        for name, (paths_of_leaves, texts) in ledger.stories.items():
-            names = [path or "(root)" for path in paths_of_leaves]
-            # Somebody's own tree in a state's place may have another number of leaves
-            values[name] = dict(zip(names, texts, strict=False))
-        if results is not None:
-            values |= values_of(results)
-        found = found._replace(values=values)
-        everyone = [_Findings(*theirs) for theirs in exchange_data(group, found)]
-        raise _difference(everyone, ledger, group)
-
-
-def _own_data(args: Sequence[Any]) -> Any:
-    """The arguments of a step without their sharded trees, which are no batch."""
-    return tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
+        if not told.alike:
+            values = {name: in_words() for name, in_words in ledger.told.items()}
+            everyone = exchange_data(group, found._replace(values=values))
+            raise _difference([_Findings(*theirs) for theirs in everyone], ledger, group)
+        ledger.settled(told.sizes, group.rank)
+        self._background.raise_if(told.flags[0])
+        return told
 
 
 class _Findings(NamedTuple):

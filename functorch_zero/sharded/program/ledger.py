@@ -16,23 +16,25 @@ find it out at the settlement, at no cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import optree
 from torch import Tensor
 
+from ...layout.piece import content_word, form_in_words
 from ...layout.sharded_tree import ShardedTree
 from ...params import OnEngine, is_on_engine
+from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
-from ...tree import has_values, paths
-from ..readable import told_values
+from ...tree import paths
+from ..readable import values_in_words
 
-SMALL = 4096  # elements of a tensor that ranks compare in every step
+T = TypeVar("T")
+_SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
 class Posted(NamedTuple):
@@ -75,7 +77,7 @@ class Ledger:
         gradients: of these calls, those that wait, or did.
         facts: by name, what the calls were given, as plain data that is equal on ranks that have
             made it alike. See Note [words] in `layout.piece`.
-        stories: by name of a fact that is a word, the leaves' paths, and the same in words of each.
+        told: by name of a fact that is a checksum, makes the same in words, for an error.
     """
 
     def __init__(self, step: int, settlement: Settlement, *, look: bool):
@@ -83,18 +85,16 @@ class Ledger:
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
-        self.stories: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        self.told: dict[str, Callable[[], Any]] = {}
         self._settlement = settlement
         self._num_settled = 0  # gradients
         self._is_calling = False
 
-    @contextmanager
-    def calling(self, call: LibraryCall) -> Iterator[Callable[[Any], None]]:
-        """Around a call of the library: note it, and the trees that it gives back, which are to be
-        told. Calls that it makes itself follow from it."""
+    def of_call(self, call: LibraryCall, function: Callable[[], T]) -> T:
+        """The result of a call of the library, which runs the function. Both are noted, but for
+        calls that the library makes itself: they follow from it."""
         if self._is_calling:
-            yield forget
-            return
+            return function()
         self.calls.append(call.words)
         place = f"call {len(self.calls)} ({call.name})"
         self._note_given(place, call)
@@ -102,28 +102,61 @@ class Ledger:
             self._settlement.before_call(self)
         self._is_calling = True
         try:
-            yield lambda made: name_nodes(made, f"the result of {place}")
+            made = function()
         finally:
             self._is_calling = False
+        name_nodes(made, f"the result of {place}")
+        return made
 
     def _note_given(self, place: str, call: LibraryCall) -> None:
         """Note all that ranks must have alike of the arguments of a call."""
         for n, node in enumerate(call.nodes, 1):
             node.num_uses += 1
-            self.note_story(f"tree {n} in {place}", node)
+            self._note_story(f"tree {n} in {place}", node)
         for name, words in call.settings.items():
             self.facts[f"{name} in {place}"] = words
         for path, leaf in call.buffers.items():
-            self.facts[f"buffer {path!r} in {place}"] = _words_of_buffer(leaf, look=self.look)
+            self._note_leaf(f"buffer {path!r} in {place}", leaf)
 
-    def note_story(self, name: str, node: OnEngine) -> None:
+    def note_results(self, value: Any, metrics: Metrics, num_draws: int) -> None:
+        """Note the results of the step, after the calls that they follow from.
+
+        Args:
+            value: the next one.
+            metrics: by name, 0-d.
+            num_draws: of `fz.random`. Trees follow from them, and what losses are given.
+        """
+        self.facts = {"the number of draws of fz.random": num_draws} | self.facts
+        nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+        for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+            if is_on_engine(node):
+                self._note_story(f"the next value's tree {path!r}", node)
+            else:
+                self._note_leaf(f"leaf {path!r}", node)
+        for name, metric in metrics.items():
+            self._note_leaf(f"metric {name!r}", metric)
+
+    def _note_story(self, name: str, node: OnEngine) -> None:
         """Note how a tree was made, under a name of the tree."""
         story = node.story
         self.facts[name] = story.word
-        self.stories[name] = node.leaf_paths, story.texts
-        if self.look and story.numbers:
-            # Numbers on a device are read where the step is looked at
-            self.facts[f"numbers in {name}"] = [float(x) for x in story.numbers]
+        names = [path or "(root)" for path in node.leaf_paths]
+        # Somebody's own tree in a state's place may have another number of leaves
+        self.told[name] = lambda: dict(zip(names, story.texts, strict=False))
+        if self.look:
+            for n, leaf in enumerate(story.unread):
+                self._note_leaf(f"number {n} in {name}", leaf)
+
+    def _note_leaf(self, name: str, leaf: Any) -> None:
+        """Note a leaf or number that every rank holds: its values where they are here and few, or
+        the step is looked at, since a host waits for others, and their checksums take time."""
+        if not isinstance(leaf, Tensor):
+            self.facts[name] = repr(leaf)
+        elif self.look or (leaf.is_cpu and leaf.numel() <= _SMALL):
+            self.facts[name] = content_word(leaf, look=self.look)
+            self.told[name] = partial(values_in_words, leaf)
+        else:
+            self.facts[name] = form_in_words(leaf)
 
     def post(self, gradient: Posted) -> None:
         """Note a gradient, whose words wait for the settlement."""
@@ -212,16 +245,3 @@ def name_nodes(tree: Any, origin: str = "", *, is_given: bool = False) -> None:
     for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
         if is_on_engine(node):
             node.named_from(".".join(filter(None, (origin, path))), is_given=is_given)
-
-
-def _words_of_buffer(leaf: Any, *, look: bool) -> str:
-    """Words for a buffer: of its values, where they are here and few, or the step is looked at."""
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)
-    if has_values(leaf) and (look or (leaf.is_cpu and leaf.numel() <= SMALL)):
-        return told_values({"": leaf})[""]
-    return f"a {leaf.dtype} of shape {(*leaf.shape,)}"
-
-
-def forget(made: Any) -> None:
-    """Trees that a call gives to another one have no names of their own."""

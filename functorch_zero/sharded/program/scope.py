@@ -6,17 +6,17 @@ knows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Protocol, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 from ...optim.base import Transform
 from ...step.scope import StepScope, scope_here
 from .donation import Donation
 from .kept import KeptTensors
-from .ledger import Ledger, LibraryCall, forget
+from .ledger import Ledger, LibraryCall
 
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -41,34 +41,28 @@ def ranks_here() -> RanksScope | None:
     return scope if isinstance(scope, RanksScope) else None
 
 
-class _Describing(Protocol):
-    def description_of(self, transform: Transform) -> Any: ...
-
-
 def compared(method: Function) -> Function:
     """Let ranks compare the calls of an engine's method, made by a program. See Note [words that
     wait] in `ledger`."""
 
     @wraps(method)
-    def run(engine: _Describing, *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         given, settings = (*args, *kwargs.values()), {}
         for argument in given:
             if isinstance(argument, Transform):
                 settings["the optimizer"] = engine.description_of(argument)
-        with calling(method.__name__, given, settings) as note_made:
-            made = method(engine, *args, **kwargs)
-            note_made(made)
-            return made
+        function = partial(method, engine, *args, **kwargs)
+        return of_call(method.__name__, given, settings, function)
 
     return run  # type: ignore[return-value]
 
 
-def calling(
-    name: str, given: Sequence[Any], settings: Mapping[str, Any]
-) -> AbstractContextManager[Callable[[Any], None]]:
-    """Around a call of the library, as `Ledger.calling`; outside of a program's step on ranks
-    nothing is noted."""
+def of_call(
+    name: str, given: Sequence[Any], settings: Mapping[str, Any], function: Callable[[], T]
+) -> T:
+    """The result of a call of the library, as of `Ledger.of_call`; outside of a program's step on
+    ranks nothing is noted."""
     scope = ranks_here()
     if scope is None:
-        return nullcontext(forget)
-    return scope.ledger.calling(LibraryCall(name, given, settings))
+        return function()
+    return scope.ledger.of_call(LibraryCall(name, given, settings), function)

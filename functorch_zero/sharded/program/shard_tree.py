@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -21,7 +22,7 @@ from ..options import Options
 from ..readable import told_values
 from ..tree_numbers import next_number
 from .engine import ShardedEngine
-from .scope import calling
+from .scope import of_call
 
 
 @overload
@@ -66,10 +67,8 @@ def shard_tree(
     >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
     ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
     """
-    with calling("shard_tree", (layout_like,), {}) as note_made:
-        made = _sharded(tree, level, group, layout_like)
-        note_made(made)
-        return made
+    function = partial(_sharded, tree, level, group, layout_like)
+    return of_call("shard_tree", (layout_like,), {}, function)
 
 
 def _sharded(

@@ -56,7 +56,6 @@ from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
 from .ledger import Ledger, name_nodes
-from .results import StepResults
 from .scope import RanksScope
 from .value import (
     ValueStructure,
@@ -302,8 +301,8 @@ class ShardedProgramStep:
             check_fits(value, new, rank)
             if kept is not None:
                 kept.check_next(self._parts.of(self._marked(state, new)))
-            results = StepResults(args, new, metrics, scope.streams.num_draws, look)
-            self._agreement.on_results(ledger, results)
+            ledger.note_results(new, metrics, scope.streams.num_draws)
+            self._agreement.on_results(ledger, args)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew

@@ -167,19 +167,6 @@ def unsharded_leaves(value: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
 
 
-def whole_leaves(node: ShardedTree | ShardedOptState) -> dict[str, Any]:
-    """By path, the leaves of a tree or state that every rank holds whole, as they are here."""
-    if isinstance(node, ShardedTree):
-        names, are_whole = [x.path for x in node.sharding.layout.leaves], node.holding.are_whole()
-        leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
-    else:
-        names, leaves = paths(node.as_it_lies), optree.tree_leaves(node.as_it_lies)
-        are_whole = [place is None or place.is_whole for place in node.holding.places()]
-    # A program may put a state of another structure in the place of its own
-    rows = zip(names, leaves, are_whole, strict=False)
-    return {path: leaf for path, leaf, is_whole in rows if is_whole and leaf is not None}
-
-
 def tensors_of_nodes(value: Any) -> list[list[Any]]:
     """Of each node of a value its tensors. Flats stand for leaves that nobody has read, and count
     the writes to them."""

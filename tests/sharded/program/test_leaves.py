@@ -338,7 +338,7 @@ def test_buffers_that_differ_between_ranks_are_refused(level: int) -> None:
         return fz.apply_updates(params, tree_map(torch.neg, grads)), {"loss": mean}
 
     step = fz.program_step(program, init=lambda params: params)
-    story = r"buffer 'scale' in call 1 \(value_and_grad\) is .* of 5 elements, digest .* on rank 0"
+    story = r"buffer 'scale' in call 1 \(value_and_grad\) is digest .* on rank 0"
     check_refused(step, level, MismatchError, story, UNLIKE)
     check_right(step, level, torch.cat([X[:4]] * 2))
 
