@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -184,8 +184,9 @@ class Piece(Tensor):
         return format(self.local, spec) if self.is_whole else format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        text = self.history.text
-        return _unpickled, (self.local, self.extent, self.is_whole, text, self.requires_grad)
+        form: Any = {"is_whole": self.is_whole, "requires_grad": self.requires_grad}
+        made = partial(Piece, history=History(self.history.text), **form)
+        return made, (self.local, self.extent)
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)
@@ -234,13 +235,6 @@ class Piece(Tensor):
 
 # Otherwise dynamo would trace its Python, with warnings, when a compiled function is given pieces
 run_untraced(Piece.__torch_dispatch__.__func__)  # type: ignore[attr-defined]
-
-
-def _unpickled(
-    local: Tensor, extent: Extent, is_whole: bool, text: str, requires_grad: bool
-) -> Piece:
-    history = History(text)
-    return Piece(local, extent, is_whole=is_whole, history=history, requires_grad=requires_grad)
 
 
 class _Kind(NamedTuple):

@@ -142,17 +142,6 @@ class Holding:
             return cut(flat, bucket.held, bucket.held_by(piece_number))
         return unpack(flat, bucket)
 
-    def shapes(self, bucket: Bucket) -> Sequence[tuple[int, ...]]:
-        """The shapes of the bucket's leaves as they are here."""
-        piece_number = self.sharding.piece_number
-        if self.form == "held":
-            if not level_of(bucket).cuts_params:
-                return bucket.shapes
-            bucket, piece_number = bucket.held, bucket.held_by(piece_number)
-        start = bucket.first(piece_number)
-        # Leaves' parts only; every other size is padding
-        return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
-
     def extents(self) -> list[Extent]:
         """Per leaf in tree order, the part of it that is here."""
         layout, piece_number = self.sharding.layout, self.sharding.piece_number
@@ -536,8 +525,7 @@ class ShardedTree(OnEngine):
         """The same under this name."""
         if name == self.holding.name or self.is_used_up:
             return self
-        made = ShardedTree(self._tree, replace(self.holding, name=name))
-        made._local, made._known = self._local, self._known
+        made = self._held_as(name=name)
         if self._tree is None and self._known is not None:
             # Each node has leaves of its own
             made._known = _Known(self._known.flats, own=self._known.own)
@@ -567,9 +555,7 @@ class ShardedTree(OnEngine):
 
     def apart(self) -> ShardedTree:
         """The same, of whose storage no step has taken anything, nor will from another tree."""
-        made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
-        made._local, made._known = self._local, self._known
-        return made
+        return self._held_as(donated=WeakIdKeyDictionary())
 
     def _check_not_used_up(self) -> None:
         # A step has taken flats of a tree that this one was made of: few trees come here
@@ -590,7 +576,11 @@ class ShardedTree(OnEngine):
 
     def cut_by(self, sharding: Sharding) -> ShardedTree:
         """The same leaves under another sharding, which is equal."""
-        made = ShardedTree(self._tree, replace(self.holding, sharding=sharding))
+        return self._held_as(sharding=sharding)
+
+    def _held_as(self, **changes: Any) -> ShardedTree:
+        """The same leaves under a holding with these changes."""
+        made = ShardedTree(self._tree, replace(self.holding, **changes))
         made._local, made._known = self._local, self._known
         return made
 

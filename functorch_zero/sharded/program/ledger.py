@@ -140,9 +140,7 @@ class Ledger:
         """Note how a tree was made, under a name of the tree."""
         story = node.story
         self.facts[name] = story.word
-        names = [path or "(root)" for path in node.leaf_paths]
-        # Somebody's own tree in a state's place may have another number of leaves
-        self.told[name] = lambda: dict(zip(names, story.texts, strict=False))
+        self.told[name] = partial(_by_path, node.leaf_paths, story.texts)
         if self.look:
             for n, leaf in enumerate(story.unread):
                 self._note_leaf(f"number {n} in {name}", leaf)
@@ -245,3 +243,10 @@ def name_nodes(tree: Any, origin: str = "", *, is_given: bool = False) -> None:
     for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
         if is_on_engine(node):
             node.named_from(".".join(filter(None, (origin, path))), is_given=is_given)
+
+
+def _by_path(leaf_paths: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
+    """Words for leaves by path, for errors."""
+    names = [path or "(root)" for path in leaf_paths]
+    # Somebody's own tree in a state's place may have another number of leaves
+    return dict(zip(names, texts, strict=False))
