@@ -163,9 +163,9 @@ def eval_step(
         fn: the function to evaluate.
         params: leaves to evaluate it on instead of the params: `(opt_state, params) -> params`, of
             the trained leaves (None elsewhere), such as `optim.ema_params`. Sharded, it sees and
-            gives 1-D pieces at every level; at level 0 a piece is all of its leaf. Functions of
-            them that aren't elementwise raise StructureError. Levels 1 and 2 gather what it gives,
-            one all-gather per trained bucket. With `state_axes="both"` there is one more along the
+            gives leaves in pieces, of which ranks hold parts at levels 1 to 3. Functions of parts
+            that aren't elementwise raise StructureError. Levels 1 and 2 gather what it gives, one
+            all-gather per trained bucket. With `state_axes="both"` there is one more along the
             replicate axis, at level 3 too.
         metrics: names of more metrics. "weight" is the sum of the weights over all ranks' batches,
             0-d float64: by it, means over batches become one over a data set.

@@ -194,6 +194,10 @@ def own_number(value: Any, noise: Tensor, rank: int) -> Any:
     return value._replace(gen_opt=torch.tensor(by_rank(rank), dtype=torch.float64)), {}
 
 
+def own_count(value: Any, noise: Tensor, rank: int) -> Any:
+    return value._replace(gen_opt=value.gen_opt + rank), {}
+
+
 def own_table(value: Any, noise: Tensor, rank: int) -> Any:
     table = torch.zeros(9, dtype=torch.float64)
     table[8] = by_rank(rank)
@@ -226,6 +230,7 @@ def first_of(third: Any) -> Callable[..., Any]:
 DIFFERENT: dict[Any, tuple[Any, str]] = {
     own_metric: (None, "metric 'own' is 0.1 on rank 0 and 0.10000000000000002 on rank 1 "),
     own_number: (torch.tensor(0.0).double(), "leaf 'gen_opt' is 0.1 on rank 0 and 0.1000000000000"),
+    own_count: (7, "leaf 'gen_opt' is 7 on rank 0 and 8 on rank 1 (this is rank "),
     own_table: (torch.zeros(9).double(), "leaf 'gen_opt' is digest "),
     own_factor: (
         None,
@@ -254,14 +259,21 @@ def test_numbers_that_differ_are_decimal_and_told_apart(program: Any) -> None:
         assert "0x" not in text and '"' not in text, text
 
 
-def test_values_that_differ_at_init_are_shown() -> None:
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (torch.tensor([1.0, 2.0]), "[1.0, 2.0] on rank 0 and [2.0, 3.0] on rank 1"),
+        (7, "7 on rank 0 and 8 on rank 1"),
+    ],
+)
+def test_values_that_differ_at_init_are_shown(first: Any, words: str) -> None:
     def run(group: Any) -> str:
-        third = torch.tensor([1.0, 2.0 + group.rank])
-        sharded = fz.shard(fz.program_step(train, init=first_of(third)), level=1, group=group)
+        step = fz.program_step(train, init=first_of(first + group.rank))
+        sharded = fz.shard(step, level=1, group=group)
         return refused(MismatchError, lambda: sharded.init(FIRST_GEN, FIRST_DISC))
 
-    words = "values of 'gen_opt' in the first value is [1.0, 2.0] on rank 0 and [1.0, 3.0] on rank"
-    assert all(words in text for text in run_ranks(run, 2))
+    found = f"values of 'gen_opt' in the first value is {words}"
+    assert all(found in text for text in run_ranks(run, 2))
 
 
 def test_long_words_are_shown_from_where_they_differ() -> None:

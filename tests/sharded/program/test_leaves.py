@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.optim.base import init_empty
 from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 torch.manual_seed(0)
 FIRST = {
@@ -129,6 +128,10 @@ def by_parameter(g: Tensor) -> Tensor:
     return (own / own.norm()).detach()
 
 
+def by_norm(g: Tensor) -> Tensor:
+    return g / g.norm()
+
+
 unscaled, halved = optim.scale(1), optim.scale(0.5)
 
 
@@ -161,6 +164,15 @@ def compiled(function: Callable[[Tensor], Tensor], backend: str, grads: Any) -> 
     return tree_map(torch.compile(function, backend=backend, dynamic=False), grads)
 
 
+def rows(table: dict[str, Any], quick: Sequence[tuple[str, int]] = ()) -> list[Any]:
+    """Names and levels. A compiler takes seconds, so its rows are thorough but for the quick
+    ones."""
+    slow = [(name, level) for name in table if "compiled" in name for level in LEVELS]
+    others = [name for name in table if "compiled" not in name]
+    thorough = [row for row in slow if row not in quick]
+    return [*crossed(others, LEVELS), *tiers(quick, thorough, rows=True)]
+
+
 # Right where ranks hold whole leaves; of parts refused, in these words
 WRONG: dict[str, tuple[Change, str]] = {
     "norm": (norm_by_hand, r"aten\.sum.* is not elementwise"),
@@ -186,6 +198,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         "not elementwise",
     ),
     "threads": (lambda g, p, x: in_threads(lambda g: g / g.norm(), g), "not elementwise"),
+    "compiled": (lambda g, p, x: compiled(by_norm, "eager", g), "linalg_vector_norm"),
+    "compiled by aot": (lambda g, p, x: compiled(by_norm, "aot_eager", g), "linalg_vector_norm"),
 }
 
 # Of parts, too
@@ -225,7 +239,7 @@ def promoted(g: Tensor) -> Tensor:
     return g / torch.tensor(3.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(WRONG, LEVELS))
+@pytest.mark.parametrize(("name", "level"), rows(WRONG, [("compiled", 1)]))
 def test_functions_that_are_not_elementwise(name: str, level: int) -> None:
     change, story = WRONG[name]
     if level == 0:  # gradients are whole
@@ -234,32 +248,7 @@ def test_functions_that_are_not_elementwise(name: str, level: int) -> None:
         check_refused(step_with(change), level, StructureError, REFUSED.format(story))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_functions_that_are_not_elementwise(backend: str) -> None:
-    step = step_with(lambda g, p, x: compiled(lambda g: g / g.norm(), backend, g))
-    check_refused(step, 1, StructureError, REFUSED.format("linalg_vector_norm"))
-
-
-def test_a_program_without_a_file() -> None:
-    """One that is typed into a terminal, say."""
-    names = {"fz": fz, "loss": loss, "tree_map": tree_map}
-    lines = [
-        "def program(params, x):",
-        "    _, grads = fz.value_and_grad(loss)(params, x)",
-        "    return fz.apply_updates(params, tree_map(lambda g: -g / g.norm(), grads)), {}",
-    ]
-    exec("\n".join(lines), names)
-    step = fz.program_step(names["program"], init=lambda params: params)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=3, group=group)
-        with pytest.raises(StructureError, match="as if they were whole"):
-            sharded(sharded.init(FIRST), part(X, group))
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, LEVELS))
+@pytest.mark.parametrize(("name", "level"), rows(RIGHT))
 def test_elementwise_functions_pass(name: str, level: int) -> None:
     check_right(step_with(RIGHT[name]), level)
 
@@ -316,7 +305,7 @@ def by_views(grads: Any, params: Any, x: Tensor) -> Any:
 UNLIKE = torch.cat([-X[:4].abs(), X[4:].abs()])
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(OWN, LEVELS))
+@pytest.mark.parametrize(("name", "level"), rows(OWN))
 def test_operations_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """Elementwise functions by numbers that a rank has made of its own part of the batch."""
     story = r"differ between ranks: .* in call \d.* is .* on rank 0 and .* on rank 1.*Remedy: "
@@ -475,48 +464,30 @@ def test_numbers_in_a_state_that_differ_between_ranks_are_refused(name: str, lev
     check_right(step, level, torch.cat([X[:4]] * 2))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_pieces_in_an_optimizers_state(level: int) -> None:
+def by_size(params: Any, state: Any) -> Any:
+    size = sum(mu.abs().sum() for mu in optree.tree_leaves(state.mu))
+    return tree_map(lambda p: p / size, params), state
+
+
+def restarted(params: Any, state: Any) -> Any:
+    """Of momentum, with the count of steps, which every rank has."""
+    kept = 1 / (1 + state.count)
+    return params, state._replace(mu=tree_map(lambda m: m * kept, state.mu))
+
+
+@pytest.mark.parametrize(("change", "level"), crossed([by_size, restarted], LEVELS))
+def test_pieces_in_an_optimizers_state(change: Any, level: int) -> None:
     def program(value: Any, x: Tensor, now: bool) -> Any:
         params, state = value
         loss_value, grads = fz.value_and_grad(loss)(params, x)
-        params, state = adam.apply(grads, state, params)
-        if now:
-            size = sum(mu.abs().sum() for mu in optree.tree_leaves(state.mu))
-            params = tree_map(lambda p: p / size, params)
-        return (params, state), {"loss": loss_value}
+        new = adam.apply(grads, state, params)
+        return (change(*new) if now else new), {"loss": loss_value}
 
     step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
-    if level == 0:
+    if change is restarted or level == 0:
         check_right(step, level)
     else:
         check_refused(step, level, StructureError, REFUSED.format("sum"))
-
-
-def test_an_optimizers_state_may_be_changed_elementwise() -> None:
-    """A restart of momentum, with the count of steps, which every rank has."""
-
-    def program(value: Any, x: Tensor) -> Any:
-        params, state = value
-        _, grads = fz.value_and_grad(loss)(params, x)
-        params, state = adam.apply(grads, state, params)
-        kept = 1 / (1 + state.count)
-        return (params, state._replace(mu=tree_map(lambda m: m * kept, state.mu))), {}
-
-    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
-    expected, _ = step(step.init(FIRST), X)
-
-    def run(group: Any) -> Any:
-        states = []
-        for level in (0, 2, 3):
-            sharded = fz.shard(step, level=level, group=group)
-            state, _ = sharded(sharded.init(FIRST), part(X, group))
-            states.append(sharded.unshard(state))
-        return states
-
-    for states in run_ranks(run, 2):
-        for whole in states:
-            assert_equal_values(expected, whole)
 
 
 def test_leaves_in_init() -> None:
@@ -534,68 +505,26 @@ def test_leaves_in_init() -> None:
     run_ranks(run, 2)
 
 
-def test_held_leaves_that_are_whole_may_be_used_at_will() -> None:
-    def program(params: Any, x: Tensor) -> Any:
-        value, grads = fz.value_and_grad(loss)(params, x)
+@pytest.mark.parametrize("level", LEVELS)
+def test_held_leaves_that_are_whole_may_be_used_at_will(level: int) -> None:
+    """One rank alone may log one."""
+    logged = []
+
+    def change(grads: Any, params: Any, x: Tensor) -> Any:
         size = sum(p.square().sum() for p in optree.tree_leaves(params))
-        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g / size, grads)), {"l": value}
+        if x.mean() > 0:
+            logged.append(float(params["a"].norm()))
+        return tree_map(lambda g: g / size, grads)
 
-    step = fz.program_step(program, init=lambda params: params)
-    expected, _ = step(step.init(FIRST), X)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=2, group=group)
-        state, _ = sharded(sharded.init(FIRST), part(X, group))
-        return sharded.unshard(state)
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
-
-
-class Holder:
-    """An object that a loss reads a leaf of."""
-
-    def __init__(self, leaf: Tensor):
-        self.leaf, self.other = leaf, 2.0
-
-    def scaled(self, params: Any, x: Tensor) -> Tensor:
-        return loss(params, x) * self.leaf.square().sum()
-
-    def __call__(self, params: Any, x: Tensor) -> Tensor:
-        return self.scaled(params, x)
-
-    def harmless(self, params: Any, x: Tensor) -> Tensor:
-        return loss(params, x) * self.other
-
-
-HELD_GLOBALLY: dict[str, Tensor] = {}
-
-
-def by_global(params: Any, x: Tensor) -> Tensor:
-    return loss(params, x) * HELD_GLOBALLY["leaf"].square().sum()
+    if level == 3:
+        check_refused(step_with(change), level, StructureError, REFUSED.format("sum"), UNLIKE)
+    else:
+        check_right(step_with(change), level, UNLIKE)
+        assert logged
 
 
 def scaled(params: Any, x: Tensor, leaf: Tensor, **more: Tensor) -> Tensor:
     return loss(params, x) * leaf.square().sum()
-
-
-def nested(leaf: Tensor) -> Callable[..., Tensor]:
-    def norm() -> Tensor:
-        return leaf.square().sum()
-
-    return lambda params, x: loss(params, x) * norm()
-
-
-def by_default(leaf: Tensor) -> Callable[..., Tensor]:
-    def with_default(params: Any, x: Tensor, leaf: Tensor = leaf) -> Tensor:
-        return scaled(params, x, leaf)
-
-    return with_default
-
-
-def globally(leaf: Tensor) -> Callable[..., Tensor]:
-    HELD_GLOBALLY["leaf"] = leaf
-    return by_global
 
 
 def in_batch(params: Any, x: Tensor, *, batch: Tensor) -> Tensor:
@@ -614,22 +543,13 @@ def size_of(leaf: Tensor) -> Tensor:
 Take = Callable[[Any, Tensor, Tensor], Any]
 USING_A_LEAF: dict[str, Take] = {
     "argument": lambda p, x, leaf: fz.value_and_grad(scaled)(p, x, leaf),
-    "argument's item": lambda p, x, leaf: fz.value_and_grad(
-        lambda p, x, kept: scaled(p, x, kept["leaf"])
-    )(p, x, {"leaf": leaf}),
     "batch": lambda p, x, leaf: fz.value_and_grad(in_batch)(p, x, batch=leaf),
     "buffer": lambda p, x, leaf: fz.value_and_grad(with_buffers)(p, x, buffers={"leaf": leaf}),
     "closure": lambda p, x, leaf: fz.value_and_grad(lambda p, x: scaled(p, x, leaf))(p, x),
-    "nested": lambda p, x, leaf: fz.value_and_grad(nested(leaf))(p, x),
     "hvp": lambda p, x, leaf: fz.hvp(lambda p, x: scaled(p, x, leaf))(p, fz.zero_updates(p), x),
     "twice": lambda p, x, leaf: twice_of(p, x, leaf),
     "own": lambda p, x, leaf: parameter_of(p, x, leaf),
     "partial": lambda p, x, leaf: fz.value_and_grad(partial(scaled, leaf=leaf))(p, x),
-    "default": lambda p, x, leaf: fz.value_and_grad(by_default(leaf))(p, x),
-    "global": lambda p, x, leaf: fz.value_and_grad(globally(leaf))(p, x),
-    "method": lambda p, x, leaf: fz.value_and_grad(Holder(leaf).scaled)(p, x),
-    "attribute": lambda p, x, leaf: read_of_holder(p, x, Holder(leaf)),
-    "callable": lambda p, x, leaf: fz.value_and_grad(Holder(leaf))(p, x),
     "compiled": lambda p, x, leaf: fz.value_and_grad(
         lambda p, x: loss(p, x) * torch.compile(size_of, backend="eager")(leaf)
     )(p, x),
@@ -647,10 +567,6 @@ def twice_of(params: Any, x: Tensor, leaf: Tensor) -> Any:
 def parameter_of(params: Any, x: Tensor, leaf: Tensor) -> Any:
     own = torch.nn.Parameter(leaf)  # made without an operator
     return fz.value_and_grad(lambda p, x: scaled(p, x, own))(params, x)
-
-
-def read_of_holder(params: Any, x: Tensor, held: Holder) -> Any:
-    return fz.value_and_grad(lambda p, x: scaled(p, x, held.leaf))(params, x)
 
 
 def step_using(take: Take, leaf_of: Callable[[Any, Any], Tensor]) -> Any:
@@ -713,37 +629,18 @@ def test_a_loss_that_returns_a_single_leaf(name: str) -> None:
 
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
 def test_a_loss_may_use_what_is_whole(level: int) -> None:
-    """Whole trees, single leaves where ranks hold them whole, tensors that are the same on all
-    ranks; and objects with a piece that the loss doesn't name."""
+    """Whole trees, and tensors that are the same on all ranks."""
 
     def program(value: Any, x: Tensor) -> Any:
         params, other, heat = value
         whole, twice = fz.unshard(other), 2 * heat
-        leaf = whole["v"] if level == 3 else other["v"]
-        grads = fz.value_and_grad(loss)(params, x)[1]
-        holder = Holder(grads["a"])
-        for take in (
-            lambda p, x: scaled(p, x, whole["v"]) + twice,
-            lambda p, x: scaled(p, x, leaf.detach()),
-            holder.harmless,
-            lambda p, x: loss(p, x) * holder.other,
-        ):
-            found = fz.value_and_grad(take)(params, x)[1]
-            params = fz.apply_updates(params, tree_map(lambda g: -0.01 * g, found))
-        found = fz.value_and_grad(scaled)(params, x, fz.unshard(grads)["a"])[1]
-        return (fz.apply_updates(params, tree_map(lambda g: -0.01 * g, found)), other, heat), {}
+        grads = fz.value_and_grad(lambda p, x: scaled(p, x, whole["v"]) + twice)(params, x)[1]
+        grads = fz.value_and_grad(scaled)(params, x, fz.unshard(grads)["a"])[1]
+        return (fz.apply_updates(params, tree_map(lambda g: -0.01 * g, grads)), other, heat), {}
 
     step = fz.program_step(program, init=lambda params, other, heat: (params, other, heat))
-    assert_sharded_equals_unsharded(
-        step,
-        FIRST,
-        OTHER,
-        torch.ones(()).double(),
-        [X, X],
-        levels=[level],
-        ranks=[2],
-        unused=["1.v"],
-    )
+    first = FIRST, OTHER, torch.ones(()).double()
+    assert_sharded_equals_unsharded(step, *first, [X, X], levels=[level], ranks=[2], unused=["1.v"])
 
 
 # ---- Leaves that an evaluation chooses ----
@@ -830,28 +727,3 @@ def test_choices_from_a_loaded_state(tmp_path: Any) -> None:
         evaluation(copy.deepcopy(sharded.init(FIRST)), part(X, group))
 
     run_ranks(run, 2)
-
-
-def test_one_rank_may_log_a_whole_leaf() -> None:
-    def program(value: Any, x: Tensor) -> Any:
-        params, rank = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        if LOGGING.get("rank") == threading.get_ident():
-            LOGGING["norm"] = float(params["a"].norm())
-        return (fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), rank), {"l": mean}
-
-    step = fz.program_step(program, init=lambda params: (params, 0))
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=1, group=group)
-        state = sharded.init(FIRST)
-        if group.rank == 0:
-            LOGGING["rank"] = threading.get_ident()
-        for _ in range(2):
-            state, _ = sharded(state, part(X, group))
-
-    run_ranks(run, 2)
-    assert LOGGING["norm"] > 0
-
-
-LOGGING: dict[str, Any] = {}

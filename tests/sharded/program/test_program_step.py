@@ -12,7 +12,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import FunctorchZeroError, MismatchError, PeerError, StructureError
+from functorch_zero.errors import FunctorchZeroError, PeerError, StructureError
 from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.runtime.reduce import Summed
@@ -206,62 +206,6 @@ def test_ranks_of_other_batches_draw_other_numbers() -> None:
 
     alone = run_ranks(run, 1)[0]
     assert len({alone, *run_ranks(run, 2), *run_ranks(run, 3)}) == 3  # means of other numbers
-
-
-def own_rank(x: Tensor) -> Tensor:
-    return x.double().sum()
-
-
-@pytest.mark.parametrize("where", ["init", "step"])
-def test_numbers_that_differ_between_ranks_are_refused(where: str) -> None:
-    def run(group: Any) -> str:
-        def first(params: Any) -> Any:
-            return {"params": params, "rate": 0.1 + group.rank * (where == "init")}
-
-        def program(value: Any, x: Tensor) -> Any:
-            return {**value, "rate": value["rate"] + group.rank}, {}
-
-        sharded = fz.shard(fz.program_step(program, init=first), level=3, group=group)
-        if where == "step":
-            state = sharded.init(first_noisy)
-        with pytest.raises(MismatchError) as caught:
-            if where == "init":
-                sharded.init(first_noisy)
-            else:
-                sharded(state, batches(1)[0]["noise"])
-        return str(caught.value)
-
-    for text in run_ranks(run, 2):
-        assert "rate" in text and "0.1" in text and "1.1" in text
-
-
-@pytest.mark.parametrize("what", ["metric", "leaf"])
-def test_results_that_differ_between_ranks_are_refused(what: str) -> None:
-    class Value(NamedTuple):
-        params: Any
-        seen: Tensor
-
-    def program(value: Value, x: Tensor) -> Any:
-        if what == "metric":
-            return value, {"sum": own_rank(x)}
-        return Value(value.params, own_rank(x)), {}
-
-    def first(params: Any) -> Value:
-        return Value(params, torch.zeros((), dtype=torch.float64))
-
-    step = fz.program_step(program, init=first)
-    x = batches(1)[0]["noise"]
-
-    def run(group: Any) -> str:
-        sharded = fz.shard(step, level=3, group=group)
-        state = sharded.init(first_noisy)
-        with pytest.raises(MismatchError) as caught:
-            sharded(state, part(x, group))
-        return str(caught.value)
-
-    for rank, text in enumerate(run_ranks(run, 2)):
-        assert {"metric": "metric 'sum'", "leaf": "leaf 'seen'"}[what] in text
-        assert f"this is rank {rank}" in text and "Aux(metrics=" in text
 
 
 def test_a_step_that_failed_on_one_rank_is_tried_again() -> None:
