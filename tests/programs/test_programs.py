@@ -10,7 +10,7 @@ import torch
 from optree import tree_map
 
 import functorch_zero as fz
-from functorch_zero.groups import ProcessGroup, launch, run_ranks
+from functorch_zero.groups import HybridGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.programs.cases import BY_RANK, BY_VALUES, CASES, OF_ONE_THREAD, Case
 from tests.tiers import crossed, tiers
@@ -125,6 +125,45 @@ def test_one_thread(name: str, level: int) -> None:
     case = OF_ONE_THREAD[name]()
     (result,) = run_ranks(lambda group: on_rank(group, case, level), 1)
     check(case, result, ranks=1)
+
+
+# Outside of a step, `fz.random` needs a seed, and what `tree_map` makes is read only
+LOOPS = [name for name in CASES if name not in ("adahessian", "reptile")]
+BY_LEAF = {"": 3, "2.weight": 1}
+
+
+def loop_on_rank(group: Any, case: Case, level: Any) -> Result:
+    """The program as a loop without a step, over trees of `fz.shard_tree`."""
+    trees = [fz.shard_tree(tree, level=level, group=group) for tree in case.trees()]
+    metrics = []
+    with torch.no_grad():
+        value = case.step.first_value(*trees)
+        for batch in case.batches():
+            own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
+            value, found = case.step.program(value, own)
+            metrics.append(found)
+        return {name: fz.unshard(tree) for name, tree in value._asdict().items()}, metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [*crossed(LOOPS, [0, 2, 3]), *tiers(thorough=product(LOOPS, [1, BY_LEAF]), rows=True)],
+)
+def test_loops_without_a_step(name: str, level: Any) -> None:
+    case = CASES[name]()
+    for result in run_ranks(lambda group: loop_on_rank(group, case, level), 2):
+        check(case, result, ranks=2)
+
+
+@pytest.mark.parametrize("level", tiers([3], [1, 0], [2]))
+def test_loops_over_a_mesh(level: int) -> None:
+    case = CASES["gan"]()
+
+    def run(group: Any) -> Result:
+        return loop_on_rank(HybridGroup(group, shard_size=2), case, level)
+
+    for result in run_ranks(run, 4):
+        check(case, result, ranks=4)
 
 
 OVER_GLOO = [(3, 2), (1, 3)]

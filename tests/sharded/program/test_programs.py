@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor
 
@@ -32,11 +29,9 @@ from functorch_zero.layout.sharded_tree import ShardedTree
 from functorch_zero.sharded.program import engine as engine_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
-from tests.tiers import crossed, thinned, tiers
+from tests.tiers import thinned
 
 LEVELS = [0, 1, 2, 3]
-RANKS = 2
-Shard = Callable[..., Any]  # a whole tree -> the tree that the program works on
 
 
 def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
@@ -48,159 +43,6 @@ def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
 def batches(rows: int, width: int, num: int = 3) -> list[Tensor]:
     made = torch.Generator().manual_seed(7)
     return [torch.randn(rows, width, generator=made, dtype=torch.float64) for _ in range(num)]
-
-
-def gan(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
-    """Two networks, two optimizers; the second network is read in the first one's loss."""
-    generate, params_g = model((3, 5, 4), 1)
-    judge, params_c = model((4, 7, 1), 2)
-    first_g, first_c = params_g, params_c
-    params_g, params_c = shard(params_g), shard(params_c)
-    adamw = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
-    lamb = optim.lamb(0.02)
-
-    def critic_loss(params_c: Any, params_g: Any, noise: Tensor, real: Tensor) -> Any:
-        fake = generate(params_g, noise)
-        gap = judge(params_c, fake).mean() - judge(params_c, real).mean()
-        return gap + judge(params_c, real).square().mean(), fz.Aux(metrics={"gap": gap})
-
-    def generator_loss(params_g: Any, params_c: Any, noise: Tensor) -> Tensor:
-        return -judge(params_c, generate(params_g, noise)).mean()
-
-    state_c, state_g = adamw.init(params_c), lamb.init(params_g)
-    values = []
-    for noise, real in zip(batches(12, 3), batches(12, 4), strict=True):
-        (value, metrics), grads = fz.value_and_grad(critic_loss)(
-            params_c, params_g, parts(noise), parts(real)
-        )
-        updates, state_c = adamw.update(grads, state_c, params_c)
-        params_c = fz.apply_updates(params_c, updates)
-        more, grads = fz.value_and_grad(generator_loss)(params_g, params_c, parts(noise))
-        updates, state_g = lamb.update(grads, state_g, params_g)
-        params_g = fz.apply_updates(params_g, updates)
-        values += [value, metrics["gap"], more]
-    moved = tree_map(torch.sub, fz.unshard(params_c), first_c)
-    return values, moved, tree_map(torch.sub, fz.unshard(params_g), first_g)
-
-
-def teacher(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
-    """A teacher that is a moving average of the student, and is read in its loss."""
-    apply, first = model((4, 6, 2), 3)
-    student = shard(first)
-    average = shard(tree_map(lambda p: p.detach() * 0.5, first), like=student)
-
-    def loss(student: Any, average: Any, x: Tensor) -> Tensor:
-        return F.mse_loss(apply(student, x), apply(average, x))
-
-    sgd = optim.sgd(0.1, momentum=0.9)
-    state = sgd.init(student)
-    values = []
-    for x in batches(4, 4):
-        value, grads = fz.value_and_grad(loss)(student, average, parts(x))
-        updates, state = sgd.update(grads, state, student)
-        student = fz.apply_updates(student, updates)
-        average = tree_map(lambda a, s: 0.9 * a + 0.1 * s.detach(), average, student)
-        values.append(value)
-    return values, tree_map(torch.sub, fz.unshard(student), first), fz.unshard(average)
-
-
-def displaced(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
-    """Sharpness-aware minimisation: the gradient at a displaced copy."""
-    apply, first = model((4, 6, 2), 4)
-    params = shard(first)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return apply(params, x).square().mean()
-
-    adam = optim.adam(0.01)
-    state = adam.init(params)
-    for x in batches(4, 4):
-        value, grads = fz.value_and_grad(loss)(params, parts(x))
-        scale = 0.05 / fz.dot(grads, grads).sqrt()
-        away = fz.apply_updates(params, tree_map(scale.mul, grads))
-        _, grads = fz.value_and_grad(loss)(away, parts(x))
-        updates, state = adam.update(grads, state, params)
-        params = fz.apply_updates(params, updates)
-    return [value], tree_map(torch.sub, fz.unshard(params), first)
-
-
-def two_trained(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
-    """One gradient of two trees, with weights, frozen leaves and a masked optimizer."""
-    encode, first_e = model((4, 5, 3), 5)
-    decode, first_d = model((3, 5, 4), 6)
-    first_e = type(first_e)(
-        ((k, p.detach().requires_grad_("norm" not in k)) for k, p in first_e.items()), first_e.units
-    )
-    both = {"encoder": shard(first_e), "decoder": shard(first_d)}
-
-    def loss(both: Any, x: Tensor) -> Any:
-        again = decode(both["decoder"], encode(both["encoder"], x))
-        return F.mse_loss(again, x), fz.Aux(weight=float(x[:, 0].abs().sum() > 1) * len(x))
-
-    def is_matrix(path: str, leaf: Tensor) -> bool:
-        return path.endswith("weight")
-
-    optimizer = optim.masked(optim.adamw(0.01), is_matrix)
-    states = {name: optimizer.init(tree) for name, tree in both.items()}
-    for x in batches(6, 4):
-        (value, _), grads = fz.value_and_grad(loss)(both, parts(x))
-        for name in both:
-            updates, states[name] = optimizer.update(grads[name], states[name], both[name])
-            both[name] = fz.apply_updates(both[name], updates)
-    moved = tree_map(torch.sub, fz.unshard(both), {"encoder": first_e, "decoder": first_d})
-    return [value], {k: v for k, v in fz.named_leaves(moved).items() if "encoder.norm" not in k}
-
-
-PROGRAMS = {f.__name__: f for f in (gan, teacher, displaced, two_trained)}
-
-
-def on_ranks(program: Any, level: Any, ranks: int = RANKS) -> list[Any]:
-    def run(group: fz.Group) -> Any:
-        def shard(tree: Any, like: Any = None) -> Any:
-            if like is not None:
-                return fz.shard_tree(tree, layout_like=like)
-            return fz.shard_tree(tree, level=level, group=group)
-
-        return program(shard, lambda x: x.chunk(ranks)[group.rank])
-
-    return run_ranks(run, ranks)
-
-
-def whole(tree: Any, like: Any = None) -> Any:
-    return tree
-
-
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        *crossed(PROGRAMS, [0, 2, 3]),
-        *tiers(thorough=itertools.product(PROGRAMS, [1, {"": 3, "layers": 1}]), rows=True),
-    ],
-)
-def test_programs_on_sharded_trees(name: str, level: Any) -> None:
-    expected_values, *expected = PROGRAMS[name](whole, lambda x: x)
-    for leaf in optree.tree_leaves(expected[0]):
-        assert torch.count_nonzero(leaf), "a program that moves nothing proves nothing"
-    for values, *got in on_ranks(PROGRAMS[name], level):
-        assert_equal_values(expected, got, grade="reordered")
-        torch.testing.assert_close(values, expected_values, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("level", tiers([3], [1, 0], [2]))
-def test_over_a_mesh(level: int) -> None:
-    expected_values, *expected = gan(whole, lambda x: x)
-
-    def run(group: fz.Group) -> Any:
-        mesh = fz.HybridGroup(group, shard_size=2)
-
-        def shard(tree: Any) -> Any:
-            return fz.shard_tree(tree, level=level, group=mesh)
-
-        return gan(shard, lambda x: x.chunk(4)[group.rank])
-
-    for values, *got in run_ranks(run, 4):
-        assert_equal_values(expected, got, grade="reordered")
-        torch.testing.assert_close(values, expected_values, rtol=1e-12, atol=0)
 
 
 def test_a_step_s_params_are_such_trees() -> None:
@@ -782,7 +624,7 @@ def test_trees_that_are_cut_in_each_step_are_forgotten(
         gc.collect()
         assert sum(layout() is not None for layout in layouts) <= 2
 
-    run_ranks(run, RANKS)
+    run_ranks(run, 2)
 
 
 def test_ranks_that_differentiate_other_trees_are_told() -> None:
