@@ -216,10 +216,13 @@ def test_a_tree_of_no_updates(tmp_path: Path) -> None:
         assert momentum == {"b": None, "w": None}
 
 
-@pytest.mark.parametrize(("ranks", "level"), crossed([2, 3], [1, 2, 3, 0], n=4))
-def test_adahessian(tmp_path: Path, ranks: int, level: int) -> None:
-    """Two trees in pieces: saved after two steps, the third moves params as without a stop."""
-    case = CASES["adahessian"]()
+@pytest.mark.parametrize(
+    ("name", "ranks", "level"), crossed(["adahessian", "gan"], [2, 3], [1, 2, 3, 0], n=4)
+)
+def test_cases(tmp_path: Path, name: str, ranks: int, level: int) -> None:
+    """Two trees, also in pieces: saved after two steps, the third moves params as without a
+    stop, on other ranks and in one process."""
+    case = CASES[name]()
     steps = case.batches()
 
     def on(group: Any, level: int) -> Any:
@@ -244,7 +247,9 @@ def test_adahessian(tmp_path: Path, ranks: int, level: int) -> None:
     for batch in steps:
         expected.append(case.step(expected[-1], batch)[0])
     run_ranks(save, ranks)
-    for before, after in run_ranks(go_on, 5 - ranks):
+    alone = checkpoint.load(tmp_path, case.step, like=case.step.init(*case.trees())).state
+    alone_after = case.step(alone, steps[2])[0]
+    for before, after in [*run_ranks(go_on, 5 - ranks), (alone, alone_after)]:
         assert_equal_values(expected[2].value, before.value)
         want, got = (
             tree_map(torch.sub, now.value, then.value)

@@ -90,6 +90,7 @@ LEVELS_BY_TREE = [
     ("byol", {"student": 1, "frozen": 3}),
     ("byol", {"student": 3, "frozen": 0}),
     ("gan", {"gen": 3, "disc": 1}),
+    ("gan", {"": 2, "gen.0": 3}),
     ("ppo", {"actor": 2, "critic": 3}),
 ]
 

@@ -79,14 +79,6 @@ def part(batch: Any, group: Any) -> Any:
     return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
 
 
-@pytest.mark.parametrize("level", [0, 3, {"gen": 3, "disc": 1}, {"": 2, "gen.layers.0": 3}])
-def test_a_gan(level: Any) -> None:
-    step = fz.program_step(gan, init=init)
-    assert_sharded_equals_unsharded(
-        step, first_gen, first_disc, batches(3), levels=[level], ranks=[2]
-    )
-
-
 def test_a_state_goes_whole_and_back() -> None:
     step = fz.program_step(gan, init=init)
 
@@ -102,33 +94,6 @@ def test_a_state_goes_whole_and_back() -> None:
 
     for one, other in run_ranks(run, 3):
         assert_equal_values(one, other, grade="bitwise")
-
-
-def test_a_checkpoint_at_another_level_and_number_of_ranks(tmp_path: Any) -> None:
-    step = fz.program_step(gan, init=init)
-    first, second = batches(2)
-    oracle, _ = step(step.init(first_gen, first_disc), first)
-    expected, _ = step(oracle, second)
-
-    def save(group: Any) -> None:
-        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
-        state, _ = sharded(sharded.init(first_gen, first_disc), part(first, group))
-        fz.checkpoint.save(tmp_path, sharded, state)
-
-    def go_on(group: Any) -> Any:
-        sharded = fz.shard(step, level=2, group=group)
-        like = sharded.init(first_gen, first_disc, seed=5)
-        state = fz.checkpoint.load(tmp_path, sharded, like=like).state
-        state, _ = sharded(state, part(second, group))
-        return sharded.unshard(state)
-
-    run_ranks(save, 2)
-    for whole in run_ranks(go_on, 3):
-        assert_equal_values(expected, whole)
-    # And without ranks
-    like = step.init(first_gen, first_disc)
-    alone, _ = step(fz.checkpoint.load(tmp_path, step, like=like).state, second)
-    assert_equal_values(expected, alone)
 
 
 class Noisy(NamedTuple):
