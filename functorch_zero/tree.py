@@ -393,17 +393,17 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
     digests = {}
     for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
         if leaf.device.type != "meta":
-            digests[path] = _digest(leaf.detach())
+            digests[path] = content_digest(leaf)
     return digests
 
 
-def _digest(leaf: Tensor) -> str:
+def content_digest(leaf: Tensor) -> str:
     """A checksum of the leaf's bytes, 16 hexadecimal digits. NaNs equal themselves, and it changes
     when two elements change places."""
     if leaf.layout != torch.strided:
-        elements = leaf.to_sparse().coalesce()
-        return _digest(elements.indices()) + _digest(elements.values())
-    plain = leaf.resolve_conj().resolve_neg().contiguous()
+        elements = leaf.detach().to_sparse().coalesce()
+        return content_digest(elements.indices()) + content_digest(elements.values())
+    plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8)  # (bytes,) uint8
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):

@@ -33,7 +33,7 @@ from .._torch_private import (
 )
 from ..errors import StructureError, explain, users_line
 from ..params import Story
-from ..tree import content_digests, has_values
+from ..tree import content_digest, has_values
 from .extent import Extent
 
 # Of one position each, though torch doesn't tag them so: copies, fills and casts
@@ -543,8 +543,7 @@ def content_word(leaf: Any, *, look: bool = False) -> str:
         return form_in_words(leaf)
     if leaf.dim() == 0 and leaf.layout == torch.strided:
         return repr(leaf.item())
-    (digest,) = content_digests({"": leaf}).values()
-    return digest
+    return content_digest(leaf)
 
 
 def form_in_words(leaf: Tensor) -> str:
