@@ -62,6 +62,7 @@ _POINTWISE = {
 # Their results share the storage of their operand
 _ALIASES = {"alias", "detach", "lift_fresh"}
 _LONG = 200  # characters of an operand's words
+_MANY = 16  # numbers of a piece
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -339,14 +340,24 @@ class _Operands:
     def __init__(self, call: _Call):
         self._func, self._first = call.func, call.first
         self.words: list[str] = []
-        self.numbers: list[Tensor] = []  # on a device, of which no host knows the values
+        self._numbers: list[Tensor] = []  # on a device, of which no host knows the values
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Those of the result, each once. Many are one, of which the device makes them: else they
+        would become more with each operator."""
+        once = _distinct(self._numbers)
+        if len(once) <= _MANY:
+            return once
+        weighted = [n * x.to(once[0].device, torch.float64) for n, x in enumerate(once, 1)]
+        return (torch.stack(weighted).sum(),)
 
     def local(self, operand: Any) -> Any:
         """The operand on this rank; its word is noted."""
         if isinstance(operand, Piece):
             self._check(operand)
             self.words.append(_operand_in_words(operand))
-            self.numbers += operand.history.numbers
+            self._numbers += operand.history.numbers
             return _as_operand(operand)
         if isinstance(operand, Tensor):
             if operand.dim() > 0:
@@ -361,7 +372,7 @@ class _Operands:
                 self.words.append(repr(operand.item()))
             else:
                 self.words.append(str(operand.dtype))
-                self.numbers.append(operand)
+                self._numbers.append(operand)
             return operand
         if isinstance(operand, list | tuple):
             return [self.local(x) for x in operand]
@@ -421,14 +432,14 @@ def _made(call: _Call, of: Piece, made: Tensor, text: str, operands: _Operands) 
     if made.shape != _as_operand(of).shape:
         refuse(f"{call.func} is not elementwise", of, _ASK)
     local = _as_local(made.resolve_conj().resolve_neg(), of.extent, is_whole=of.is_whole)
-    history = History(text, tuple(operands.numbers))
+    history = History(text, operands.numbers)
     return Piece(local, of.extent, is_whole=of.is_whole, history=history)
 
 
 def _written(call: _Call, text: str, operands: _Operands) -> Any:
     """The pieces that an operator has written to: made anew, in the words of their aliases, too."""
     for piece in _pieces_among(*call.written):
-        piece.note_write(text, tuple(operands.numbers), coming=0 if piece.is_inference() else 1)
+        piece.note_write(text, operands.numbers, coming=0 if piece.is_inference() else 1)
     return call.written[0] if len(call.written) == 1 else tuple(call.written)
 
 
@@ -502,6 +513,11 @@ def _is_readable(x: Tensor) -> bool:
     return x.is_cpu and has_values(x)
 
 
+def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Each object once."""
+    return tuple({id(x): x for x in tensors}.values())
+
+
 def story_of(leaves: Sequence[Any]) -> Story:
     """How a tree's leaves were made, which need not be pieces."""
     words: list[int] = []
@@ -518,7 +534,7 @@ def story_of(leaves: Sequence[Any]) -> Story:
         texts.append(text)
         if isinstance(leaf, Tensor) and not _is_readable(leaf):
             unread.append(leaf)
-    return Story(crc32(repr(words).encode()), texts, unread)
+    return Story(crc32(repr(words).encode()), texts, _distinct(unread))
 
 
 @cache

@@ -243,6 +243,20 @@ def test_words(make: Callable[[int], Piece]) -> None:
     assert len(long.history.text) < 300
 
 
+def test_numbers_on_a_device_stay_few() -> None:
+    """They are remembered unread, and neither double with each product nor grow with each step."""
+    p = piece_of(torch.ones(6, device="meta"), PART, "leaf 1")
+    rates = [torch.ones((), device="meta") for _ in range(100)]
+    made = (p * rates[0]) * (p * rates[1])
+    for _ in range(20):
+        made = made * made
+    assert [*map(id, made.history.numbers)] == [*map(id, rates[:2])]
+    for rate in rates:
+        made = 0.9 * made + rate
+        assert len(made.history.numbers) <= 16
+    assert len(story_of([made, made]).unread) <= 16
+
+
 @pytest.mark.parametrize("make", [part, whole])
 def test_aliases_have_one_word(make: Callable[[int], Piece]) -> None:
     p = make(1)
