@@ -31,6 +31,7 @@ from .._torch_private import (
     run_untraced,
     version_of,
 )
+from ..devices import number_on
 from ..errors import StructureError, explain, users_line
 from ..params import Story
 from ..tree import content_digest, has_values
@@ -349,7 +350,7 @@ class _Operands:
         once = _distinct(self._numbers)
         if len(once) <= _MANY:
             return once
-        weighted = [n * x.to(once[0].device, torch.float64) for n, x in enumerate(once, 1)]
+        weighted = [n * number_on(once[0].device, x) for n, x in enumerate(once, 1)]
         return (torch.stack(weighted).sum(),)
 
     def local(self, operand: Any) -> Any:
