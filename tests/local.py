@@ -1,10 +1,11 @@
-"""The tensors that a rank holds of a sharded tree or state."""
+"""The tensors that a rank holds of a sharded tree or state, and of a batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import optree
+from optree import tree_map
 
 from functorch_zero.layout.piece import Piece
 from functorch_zero.params import as_local
@@ -15,3 +16,8 @@ def local_leaves(tree: Any) -> list[Any]:
     sharded trees may be among them."""
     leaves = optree.tree_leaves(as_local(tree))
     return [leaf.local if isinstance(leaf, Piece) else leaf for leaf in leaves]
+
+
+def part(batch: Any, group: Any) -> Any:
+    """This rank's part of the rows of a batch."""
+    return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)

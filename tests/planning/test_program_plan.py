@@ -22,15 +22,11 @@ from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.planning.program import held_and_others
-from tests.local import local_leaves
+from tests.local import local_leaves, part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
 from tests.sharded.test_seams import OnDisk
 from tests.tiers import tiers
-
-
-def part(batch: Any, group: Any) -> Any:
-    return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
 
 
 def run(case: Case, ranks: int, **options: Any) -> list[tuple[Any, ...]]:

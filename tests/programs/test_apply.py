@@ -14,6 +14,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
+from tests.local import part
 
 torch.manual_seed(0)
 FIRST = {
@@ -40,10 +41,6 @@ def program_with(optimizer: Any) -> Any:
         return optimizer.apply(grads, state, params), {"loss": value}
 
     return fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -14,6 +14,7 @@ from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
+from tests.local import part
 from tests.runtime.test_memory import LiveBytes
 
 X = torch.randn(8, 3, dtype=torch.float64)
@@ -48,10 +49,6 @@ def init(student: Any, teacher: Any) -> Any:
 
 
 step = fz.program_step(program, init=init)
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 @pytest.mark.parametrize("level", [0, 1, 3, {"student": 3, "teacher": 0}], ids=str)

@@ -17,7 +17,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
-from tests.local import local_leaves
+from tests.local import local_leaves, part
 from tests.runtime.test_memory import LiveBytes
 
 torch.manual_seed(0)
@@ -49,10 +49,6 @@ def simple(value: Any, x: Tensor, optimizer: Any = adamw) -> Any:
 
 def init(params: Any) -> Any:
     return params, adamw.init(params)
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 def trained_by(step: Any, group: Any, level: int, *, donate: bool) -> tuple[Any, list[bool]]:

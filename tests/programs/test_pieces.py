@@ -14,6 +14,7 @@ from functorch_zero import optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import HybridGroup, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.local import part
 from tests.tiers import crossed, thinned
 
 LEVELS = [0, 1, 2, 3]
@@ -46,10 +47,6 @@ def pulled(value: Any, x: Tensor) -> Any:
 
 
 STEP = fz.program_step(pulled, init=lambda params: (params, fz.pieces(params), adamw.init(params)))
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 def run_plain(step: Any, batches: list[Tensor]) -> Any:

@@ -17,6 +17,7 @@ from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.optim import Transform
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing.equality import assert_equal_values
+from tests.local import part
 from tests.tiers import crossed, tiers
 
 LEVELS: tuple[Any, ...] = (0, 1, 2, 3, {"": 2, "block": 3, "gain": 0})
@@ -197,10 +198,6 @@ def program(value: Value, x: Tensor) -> Any:
 
 
 BATCHES = list(torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(1)).double())
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 @pytest.mark.parametrize(

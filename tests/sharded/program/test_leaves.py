@@ -24,6 +24,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.optim.base import init_empty
 from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.local import part
 from tests.tiers import crossed, thinned, tiers
 
 torch.manual_seed(0)
@@ -56,10 +57,6 @@ def step_with(change: Change) -> Any:
         return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
 
     return fz.program_step(program, init=lambda params: params)
-
-
-def part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
 
 
 def changed_at(k: int, step: Any, first: Any, x: Tensor) -> State:

@@ -18,6 +18,7 @@ from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.runtime.reduce import Summed
 from functorch_zero.sharded.program import step as program_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
+from tests.local import part
 from tests.models import MLP
 from tests.tiers import tiers
 
@@ -73,10 +74,6 @@ def batches(num: int) -> list[dict[str, Tensor]]:
         return torch.randn(12, width, generator=made, dtype=torch.float64)
 
     return [{"noise": rows(3), "real": rows(4)} for _ in range(num)]
-
-
-def part(batch: Any, group: Any) -> Any:
-    return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
 
 
 def test_a_state_goes_whole_and_back() -> None:

@@ -627,20 +627,6 @@ def test_trees_that_are_cut_in_each_step_are_forgotten(
     run_ranks(run, 2)
 
 
-def test_ranks_that_differentiate_other_trees_are_told() -> None:
-    def run(group: fz.Group) -> None:
-        trees = [
-            fz.shard_tree(
-                {"w": torch.full((4,), float(i), requires_grad=True)}, level=3, group=group
-            )
-            for i in (1, 2)
-        ]
-        with pytest.raises(GroupError, match="not started the same collectives"):
-            fz.value_and_grad(square)(trees[group.rank])
-
-    run_ranks(run, 2)
-
-
 def test_ranks_that_shard_other_values_are_told() -> None:
     def run(group: fz.Group) -> None:
         with pytest.raises(MismatchError, match=r"values\.w"):
@@ -665,16 +651,19 @@ def test_a_pickled_tree_has_the_same_leaves() -> None:
     assert optree.tree_structure(again) == optree.tree_structure(params)
 
 
-def test_states_that_are_cut_anew_are_told_apart() -> None:
-    """Ranks that differentiate other trees are told, also where `shard_state` made the trees."""
+@pytest.mark.parametrize("way", ["shard_tree", "shard_state"])
+def test_ranks_that_differentiate_other_trees_are_told(way: str) -> None:
     step = fz.train_step(lambda p, b, x: square(p) * x, optim.sgd(0.1))
 
     def run(group: fz.Group) -> None:
         sharded = fz.shard(step, level=3, group=group)
         trees = []
         for value in (1.0, 2.0):
-            whole = step.init({"w": torch.full((4,), value, requires_grad=True)})
-            trees.append(sharded.shard_state(whole).params)
+            whole = {"w": torch.full((4,), value, requires_grad=True)}
+            if way == "shard_tree":
+                trees.append(fz.shard_tree(whole, level=3, group=group))
+            else:
+                trees.append(sharded.shard_state(step.init(whole)).params)
         with pytest.raises(GroupError, match="not started the same collectives"):
             fz.value_and_grad(square)(trees[group.rank])
 

@@ -20,7 +20,7 @@ from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.local import local_leaves
+from tests.local import local_leaves, part
 from tests.sharded.test_seams import OnDisk
 from tests.tiers import thinned
 
@@ -74,13 +74,9 @@ def program_of(optimizer: Any) -> Any:
     return fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
 
 
-def own_part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(group.size)[group.rank]
-
-
 def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
     for x in batches:
-        state, _ = sharded(state, own_part(x, sharded.group))
+        state, _ = sharded(state, part(x, sharded.group))
     return state
 
 
@@ -187,9 +183,9 @@ def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> N
     def run(group: Any) -> None:
         storage = Negated()
         sharded = fz.shard(step, level=1, group=group, donate=True, state_storage=storage)
-        state, _ = sharded(sharded.init(FIRST), own_part(BATCHES[0], group))
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
         storage.moved.clear()
-        after, metrics = sharded(state, own_part(BATCHES[1], group))
+        after, metrics = sharded(state, part(BATCHES[1], group))
         # Two flats, for the field that is read, for the update, and for a look
         assert storage.moved == {"fetched": 2 * 3, "over": 2}
         assert metrics["count"] == 1 and metrics["learning_rate"] == 0.1
@@ -236,7 +232,7 @@ def test_outside_of_a_step() -> None:
             sharded = fz.shard(step, level=3, group=group, state_storage=storage)
             value = train(sharded, sharded.init(FIRST), BATCHES[:2]).value
             params, state = copy.deepcopy(value) if storage is None else value
-            _, grads = fz.value_and_grad(loss)(params, own_part(BATCHES[2], group))
+            _, grads = fz.value_and_grad(loss)(params, part(BATCHES[2], group))
             params, state = adamw.apply(grads, state, params)
             values.append((fz.unshard(params), fz.unshard(state)))
         assert_equal_values(*values, grade=EXACT)
