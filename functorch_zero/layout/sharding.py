@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -101,6 +101,10 @@ class Sharding:
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies have given nothing away, and a plan has classes of the user's own
         return Sharding, (self.layout, self.level, self.rank, self.mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """That of a copied state, which has given nothing away."""
+        return replace(self, donations=Donations())
 
     @property
     def piece_number(self) -> int:

@@ -203,7 +203,7 @@ class ShardedEvalStep:
         """
         pieces = pieces_of(flats, state.params.holding)
         opt_state = fetched(self.options.state_storage, state.opt_state)
-        known = _known_as_cut(opt_state, state)
+        known = _known_as_cut(opt_state, state, self.group.rank)
 
         def as_held(tree: Any) -> Any:
             shown = ShardedTree(tree, pieces.holding)
@@ -212,21 +212,26 @@ class ShardedEvalStep:
 
         # As in a program, of numbers that are the same on every rank
         with Streams(state.seed, state.step).of_program(flats[0].device):
-            if known is None:
-                chosen = self.unsharded.chosen(opt_state, pieces.local_tree)
-            else:
-                # Leaves are pieces, which refuse functions that whole leaves have another value of
-                chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
+            # Leaves are pieces, which refuse functions that whole leaves have another value of
+            chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
         return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)
 
 
-def _known_as_cut(opt_state: Any, state: State) -> ShardedOptState | None:
-    """The optimizer's state, which knows how it is cut; None: nobody knows, as of a state that was
-    pickled, or that has another optimizer's state by now."""
+def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:
+    """The optimizer's state, which knows how it is cut."""
     assert state.sharding is not None
     plan = state.sharding.plan
     if plan is None or optree.tree_structure(opt_state) != plan.treedef:
-        return None
+        raise StructureError(
+            explain(
+                "eval_step(params=...) was given a state of whose optimizer's state nobody knows "
+                "how it is cut",
+                expected="a state of a training step",
+                got="one that was pickled, or has another optimizer's state by now",
+                rank=rank,
+                remedy="step.shard_state(step.unshard(state)) with the training step",
+            )
+        )
     return ShardedOptState(opt_state, StateHolding(state.sharding, plan))
 
 
