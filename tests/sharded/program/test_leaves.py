@@ -302,6 +302,12 @@ def by_views(grads: Any, params: Any, x: Tensor) -> Any:
 UNLIKE = torch.cat([-X[:4].abs(), X[4:].abs()])
 
 
+def check_own(step: Any, level: int, story: str) -> None:
+    """Refused where it computes by numbers of ranks' own parts; right where these are equal."""
+    check_refused(step, level, MismatchError, story, UNLIKE)
+    check_right(step, level, torch.cat([X[:4]] * 2))
+
+
 @pytest.mark.parametrize(("name", "level"), rows(OWN))
 def test_operations_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """Elementwise functions by numbers that a rank has made of its own part of the batch."""
@@ -325,8 +331,7 @@ def test_buffers_that_differ_between_ranks_are_refused(level: int) -> None:
 
     step = fz.program_step(program, init=lambda params: params)
     story = r"buffer 'scale' in call 1 \(value_and_grad\) is digest .* on rank 0"
-    check_refused(step, level, MismatchError, story, UNLIKE)
-    check_right(step, level, torch.cat([X[:4]] * 2))
+    check_own(step, level, story)
 
 
 def test_an_optimizer_is_compared_as_it_was_at_its_init() -> None:
@@ -411,8 +416,7 @@ def test_displaced_params_that_differ_between_ranks_are_refused(name: str, level
         return (trained, new), {"loss": mean}
 
     step = fz.program_step(program, init=lambda p: (p, tree_map(lambda x: x * 1, p)))
-    check_refused(step, level, MismatchError, r"tree 1 in call \d \(value_and_grad\).* is", UNLIKE)
-    check_right(step, level, torch.cat([X[:4]] * 2))
+    check_own(step, level, r"tree 1 in call \d \(value_and_grad\).* is")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -428,8 +432,7 @@ def test_a_displaced_tree_that_is_only_read_is_compared(level: int) -> None:
 
     step = fz.program_step(program, init=lambda params: params)
     story = r"tree 2 in call \d \(value_and_grad\).a is"
-    check_refused(step, level, MismatchError, story, UNLIKE)
-    check_right(step, level, torch.cat([X[:4]] * 2))
+    check_own(step, level, story)
 
 
 adam = optim.scale_by_adam()
@@ -457,8 +460,7 @@ def test_numbers_in_a_state_that_differ_between_ranks_are_refused(name: str, lev
 
     step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
     story = r"the next value's tree '1'\.\w+.* is .* on rank 0 and .* on rank 1"
-    check_refused(step, level, MismatchError, story, UNLIKE)
-    check_right(step, level, torch.cat([X[:4]] * 2))
+    check_own(step, level, story)
 
 
 def by_size(params: Any, state: Any) -> Any:
@@ -668,25 +670,6 @@ REFUSED_CHOICES = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(REFUSED_CHOICES, LEVELS))
-def test_a_choice_that_is_not_elementwise(name: str, level: int) -> None:
-    """Refused by each call on ranks, however often the evaluation was called before."""
-    step, evaluate = evaluation_on(REFUSED_CHOICES[name])
-    expected = evaluated(step, evaluate, [X] * 4)
-
-    def run(group: Any) -> Any:
-        steps = [fz.shard(s, level=level, group=group) for s in (step, evaluate)]
-        if level == 0:
-            return evaluated(*steps, [part(X, group)] * 4)
-        for _ in range(2):
-            with pytest.raises(StructureError, match=r"used as if they were whole"):
-                evaluated(*steps, [part(X, group)])
-        return expected
-
-    for found in run_ranks(run, 2):
-        assert_equal_values(expected, found)
-
-
 PASSING_CHOICES = {
     "size": lambda s, p: tree_map(lambda a: a / a.numel(), s.ema),
     "mean": optim.ema_params,
@@ -696,14 +679,25 @@ PASSING_CHOICES = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(PASSING_CHOICES, LEVELS))
-def test_an_elementwise_choice_passes(name: str, level: int) -> None:
-    step, evaluate = evaluation_on(PASSING_CHOICES[name])
-    expected = evaluated(step, evaluate, [X] * 3)
+CHOICES = REFUSED_CHOICES | PASSING_CHOICES
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [*crossed(REFUSED_CHOICES, LEVELS), *crossed(PASSING_CHOICES, LEVELS)]
+)
+def test_choices(name: str, level: int) -> None:
+    """Of parts others than elementwise ones are refused, however often it was called before."""
+    step, evaluate = evaluation_on(CHOICES[name])
+    expected = evaluated(step, evaluate, [X] * 4)
 
     def run(group: Any) -> Any:
         steps = [fz.shard(s, level=level, group=group) for s in (step, evaluate)]
-        return evaluated(*steps, [part(X, group)] * 3)
+        if level == 0 or name in PASSING_CHOICES:
+            return evaluated(*steps, [part(X, group)] * 4)
+        for _ in range(2):
+            with pytest.raises(StructureError, match=r"used as if they were whole"):
+                evaluated(*steps, [part(X, group)])
+        return expected
 
     for found in run_ranks(run, 2):
         assert_equal_values(expected, found)
