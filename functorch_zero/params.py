@@ -77,9 +77,12 @@ class OnEngine:
 
     Attributes:
         num_uses: how often it was read so far, or given to a function of the library.
+        origin: where it comes from, in words that are the same on all ranks; "" where nobody has
+            named it.
     """
 
     num_uses: int
+    origin: str
 
     @property
     def engine(self) -> Engine:
@@ -96,9 +99,9 @@ class OnEngine:
         """How it is cut, in words for errors."""
         raise NotImplementedError
 
-    def named_from(self, origin: str, *, is_given: bool = False) -> None:
-        """Note where the tree comes from, in words that are the same on all ranks; and whether a
-        program was given it."""
+    def named_from(self, origin: str, *, place: str | None = None) -> None:
+        """Note where the tree comes from, in words that are the same on all ranks; and its path in
+        the value that a program was given, if it is of that."""
         raise NotImplementedError
 
     @property
@@ -127,8 +130,8 @@ class Story(NamedTuple):
     `layout.piece`."""
 
     word: int  # the same on all ranks that have made the tree alike
-    texts: Sequence[str]  # the same in words, leaf by leaf, for errors
     unread: Sequence[Any]  # tensors on a device that they were made with, of which words know forms
+    tell: Callable[[], Sequence[str]]  # the same in words, leaf by leaf, for errors
 
 
 def engine_of(*trees: Any) -> Engine | None:

@@ -15,7 +15,7 @@ def local_leaves(tree: Any) -> list[Any]:
     """The leaves of a tree as this rank holds them, plain tensors, in flatten order. Leaves of
     sharded trees may be among them."""
     leaves = optree.tree_leaves(as_local(tree))
-    return [leaf.local if isinstance(leaf, Piece) else leaf for leaf in leaves]
+    return [leaf.here if isinstance(leaf, Piece) else leaf for leaf in leaves]
 
 
 def part(batch: Any, group: Any) -> Any:

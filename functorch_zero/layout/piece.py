@@ -37,7 +37,7 @@ from ..params import Story
 from ..tree import content_digest, has_values
 from .extent import Extent
 
-# Of one position each, though torch doesn't tag them so: copies, fills and casts
+# Of one position each, though torch doesn't tag them so: copies, fills, casts and some arithmetic
 _POINTWISE = {
     "_conj",
     "_foreach_copy_",
@@ -50,7 +50,11 @@ _POINTWISE = {
     "detach",
     "empty_like",
     "fill_",
+    "floor_divide",
+    "floor_divide_",
     "full_like",
+    "hardswish",
+    "hardswish_",
     "lift_fresh",
     "masked_fill",
     "masked_fill_",
@@ -74,20 +78,16 @@ class History:
     Attributes:
         text: in words that are the same on all ranks.
         numbers: 0-d tensors on a device that it was made with, whose values nobody has read.
-        is_given: whether this is a leaf of the value that a program was given, which it may not
-            write to.
+        path: in the value that a program was given, of a leaf of it, which it may not write to.
         version: of the piece, after the last operator that is in the text; 0 as of a new tensor.
+        opened: the word of the values, once somebody may write to them without an operator.
     """
 
     text: str
     numbers: tuple[Tensor, ...] = ()
-    is_given: bool = field(default=False, kw_only=True)
+    path: str | None = field(default=None, kw_only=True)
     version: int = 0
-
-    @property
-    def word(self) -> int:
-        """A checksum of the text. Python's own hash of a number differs between processes."""
-        return crc32(self.text.encode())
+    opened: str | None = None
 
 
 class Piece(Tensor):
@@ -135,22 +135,38 @@ class Piece(Tensor):
         call = _Call(func, args, kwargs or {})
         if all(piece.is_whole for piece in call.pieces):
             return _run_on_whole(call)
-        # As (1,), whose dtypes are promoted as those of other leaves are
-        if func is torch.ops.aten.view.default and call.first.numel() == 1:
-            return call.first.reshaped([1] * len(args[1]))
+        if call.kind.makes_new:
+            return func(call.first.here, *args[1:], **call.kwargs)
+        if (shape := call.shape_alike) is not None:
+            return call.first.reshaped(shape)
         call.check()
         return _run_on_foreach(call) if call.kind.is_foreach else _run(call)
 
     @property
     def local(self) -> Tensor:
-        """The values that are here."""
+        """A copy of what this rank holds. A write to the values themselves would be in no
+        words."""
+        return self.here.clone()
+
+    @property
+    def here(self) -> Tensor:
+        """The values that are here, for this library."""
         self.note_foreign_writes()
         return self._local
 
     def note_foreign_writes(self) -> None:
-        """Note those by plain views, which whole leaves alone have. They count for the piece."""
-        if self.is_whole and self.history.version != _version_of(self):
+        """Note those by plain views and arrays, which whole leaves alone have. They count for the
+        piece."""
+        if self.is_whole and self._may_be_written():
             self.note_write(content_word(self._local))
+
+    def _may_be_written(self) -> bool:
+        """Whether somebody may have written to the values since the last operator."""
+        history = self.history
+        # Tensors of inference mode count no writes
+        if self.is_inference() or history.version != _version_of(self):
+            return True
+        return history.opened is not None and history.opened != content_word(self._local)
 
     def note_write(self, text: str, numbers: tuple[Tensor, ...] = (), *, coming: int = 0) -> None:
         """Note what was written to the piece, and so to its aliases; `coming`: the number of writes
@@ -158,15 +174,22 @@ class Piece(Tensor):
         history = self.history
         history.text, history.numbers = text, numbers
         history.version = _version_of(self) + coming
+        if history.opened is not None:
+            history.opened = content_word(self._local)
         # For those who hold the local tensor: operators in here don't count for it
         if not self._local.is_inference():
             increment_version(self._local)
 
     @property
-    def word(self) -> int:
-        """See Note [words]."""
+    def told(self) -> str:
+        """How it was made, in words. See Note [words]."""
         self.note_foreign_writes()
-        return self.history.word
+        return self.history.text
+
+    @property
+    def word(self) -> int:
+        """A checksum of these words."""
+        return crc32(self.told.encode())
 
     def filled_with(self, local: Tensor, text: str) -> Piece:
         """The same part of another leaf, which was made as the text says."""
@@ -175,20 +198,20 @@ class Piece(Tensor):
     def reshaped(self, shape: Sequence[int]) -> Piece:
         """An alias, in another shape of as many elements."""
         extent = replace(self.extent, shape=(*shape,))
-        return Piece(self.local, extent, is_whole=self.is_whole, history=self.history)
+        return Piece(self.here, extent, is_whole=self.is_whole, history=self.history)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.is_whole:
-            return f"Piece({self.local!r}, the whole leaf)"
-        return f"Piece({self.local!r}, {_told(self.extent)})"
+            return f"Piece({self.here!r}, the whole leaf)"
+        return f"Piece({self.here!r}, {_told(self.extent)})"
 
     def __format__(self, spec: str) -> str:
-        return format(self.local, spec) if self.is_whole else format(repr(self), spec)
+        return format(self.here, spec) if self.is_whole else format(repr(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         form: Any = {"is_whole": self.is_whole, "requires_grad": self.requires_grad}
-        made = partial(Piece, history=History(self.history.text), **form)
-        return made, (self.local, self.extent)
+        made = partial(Piece, history=History(self.told), **form)
+        return made, (self._local, self.extent)
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)
@@ -232,7 +255,9 @@ class Piece(Tensor):
     def _read(self, how: str) -> Tensor:
         if not self.is_whole:
             refuse(f"Tensor.{how} reads their values", self, _ASK)
-        return self.local
+        found = self.here
+        self.history.opened = content_word(found)
+        return found
 
 
 # Otherwise dynamo would trace its Python, with warnings, when a compiled function is given pieces
@@ -248,6 +273,7 @@ class _Kind(NamedTuple):
     is_foreach: bool
     reads_values: bool  # on the host
     makes_alias: bool
+    makes_new: bool  # from nothing but a dtype and a device
     written: list[tuple[int, str]]  # arguments, by position and by name
 
 
@@ -271,6 +297,7 @@ def _kind_of(func: Any) -> _Kind:
         is_foreach=is_foreach,
         reads_values=reads_values,
         makes_alias=packet in _ALIASES,
+        makes_new=packet.startswith("new_"),
         written=written,
     )
 
@@ -307,6 +334,19 @@ class _Call:
             found.append(self.args[i] if i < len(self.args) else self.kwargs.get(name))
         return found
 
+    @property
+    def shape_alike(self) -> Sequence[int] | None:
+        """The shape of a view in which every element keeps its place; None: it is no such view."""
+        if self.func not in (torch.ops.aten.view.default, torch.ops.aten.expand.default):
+            return None
+        shape, asked = self.first.shape, self.args[1]
+        is_same = len(asked) == len(shape)
+        if is_same and all(size in (-1, here) for size, here in zip(asked, shape, strict=True)):
+            return shape
+        # As (1,), whose dtypes are promoted as those of other leaves are
+        is_one = self.func is torch.ops.aten.view.default and self.first.numel() == 1
+        return [1] * len(asked) if is_one else None
+
     def check(self) -> None:
         """Raise unless parts may be given to this operator."""
         if self.kind.is_random:
@@ -322,12 +362,12 @@ class _Call:
     def check_written(self) -> None:
         """Raise if a leaf of the program's value is written to."""
         for piece in _pieces_among(*self.written):
-            if piece.history.is_given:
+            if piece.history.path is not None:
                 raise StructureError(
                     explain(
                         "a program has written to its value in place, and the state that it was "
                         f"given would change: by {self.func}{users_line()}",
-                        path=piece.history.text.removeprefix("value."),
+                        path=piece.history.path,
                         expected="new tensors: a step is a pure function",
                         got="a write to the value's own",
                         remedy=_WRITE,
@@ -361,7 +401,8 @@ class _Operands:
             self._numbers += operand.history.numbers
             return _as_operand(operand)
         if isinstance(operand, Tensor):
-            if operand.dim() > 0:
+            is_one = operand.numel() == 1 and operand.dim() <= self._first.dim()
+            if not is_one:
                 same = operand.shape == self._first.shape
                 refuse(
                     f"{self._func} combines them with a tensor of shape {tuple(operand.shape)}",
@@ -374,7 +415,8 @@ class _Operands:
             else:
                 self.words.append(str(operand.dtype))
                 self._numbers.append(operand)
-            return operand
+            # Parts are 1-D
+            return operand if operand.dim() == 0 or self._first.is_whole else operand.reshape(1)
         if isinstance(operand, list | tuple):
             return [self.local(x) for x in operand]
         # Ranks have devices of other numbers
@@ -391,17 +433,18 @@ class _Operands:
 
 def _operand_in_words(piece: Piece) -> str:
     """A piece in the words of what is made of it. Long ones would grow with each operator."""
-    piece.note_foreign_writes()
-    text = piece.history.text
-    return text if len(text) <= _LONG else f"#{piece.history.word:08x}"
+    text = piece.told
+    # Python's own hash of a text differs between processes
+    return text if len(text) <= _LONG else f"#{piece.word:08x}"
 
 
 def _as_operand(piece: Piece) -> Tensor:
     """The piece's values for an operator. Of a 0-d leaf they are 0-d, as dtypes are promoted by
     it; a rank that holds nothing of one computes with something, and drops the result."""
     if piece.extent.shape or piece.is_whole:
-        return piece.local
-    return piece.local.view(()) if piece.local.numel() else piece.local.new_zeros(())
+        return piece.here
+    # An integer may be divided by a one
+    return piece.here.view(()) if piece.here.numel() else piece.here.new_ones(())
 
 
 def _as_local(made: Tensor, extent: Extent, *, is_whole: bool) -> Tensor:
@@ -428,7 +471,7 @@ def _made(call: _Call, of: Piece, made: Tensor, text: str, operands: _Operands) 
     """The result of an operator on a leaf like this one."""
     # The same tensor, which knows the flat that it lies in
     if call.kind.makes_alias:
-        return Piece(of.local, of.extent, is_whole=of.is_whole, history=of.history)
+        return Piece(of.here, of.extent, is_whole=of.is_whole, history=of.history)
     # Overloads of one name are of both kinds, as `max` is
     if made.shape != _as_operand(of).shape:
         refuse(f"{call.func} is not elementwise", of, _ASK)
@@ -475,7 +518,7 @@ def _run_on_whole(call: _Call) -> Any:
     made = call.func(*args, **kwargs)
     # What is written to stays itself, and its word follows from its values
     for piece in _pieces_among(*call.written):
-        piece.note_write(content_word(piece.local))
+        piece.note_write(content_word(piece._local))
     if made is None or not call.kind.written:
         return made
     return call.written[0] if len(call.written) == 1 else tuple(call.written)
@@ -483,7 +526,7 @@ def _run_on_whole(call: _Call) -> Any:
 
 def _without_pieces(operand: Any) -> Any:
     if isinstance(operand, Piece):
-        return operand.local
+        return operand.here
     if isinstance(operand, list | tuple):
         return [_without_pieces(x) for x in operand]
     return operand
@@ -519,8 +562,43 @@ def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(x): x for x in tensors}.values())
 
 
-def story_of(leaves: Sequence[Any]) -> Story:
-    """How a tree's leaves were made, which need not be pieces."""
+class AsMade(NamedTuple):
+    """The leaves that the library has made, as somebody first reads them."""
+
+    origin: str  # see `OnEngine`
+    names: Sequence[str]
+    leaves: list[Any]
+    versions: list[int]  # of leaves that are plain tensors
+
+    @classmethod
+    def of(cls, origin: str, names: Sequence[str], leaves: list[Any]) -> AsMade:
+        return cls(origin, names, leaves, [*map(_plain_version, leaves)])
+
+    def still(self, leaves: Sequence[Any]) -> bool:
+        """Whether these are the leaves, to which nobody has written."""
+        rows = zip(self.names, self.leaves, self.versions, leaves, strict=False)
+        return len(leaves) == len(self.leaves) and all(self._is_still(*row) for row in rows)
+
+    def _is_still(self, name: str, made: Any, version: int, leaf: Any) -> bool:
+        if isinstance(leaf, Piece):
+            return leaf.told == text_from(self.origin, name)
+        return leaf is made and _plain_version(leaf) == version
+
+
+def _plain_version(leaf: Any) -> int:
+    is_counted = isinstance(leaf, Tensor) and type(leaf) is not Piece and not leaf.is_inference()
+    return version_of(leaf) if is_counted else 0
+
+
+def story_of(leaves: Sequence[Any], made: AsMade | None = None) -> Story:
+    """How a tree's leaves were made, which need not be pieces.
+
+    Args:
+        made: the leaves at first; None: the library hasn't made them. As long as they are the same,
+            it makes no difference whether a rank has read them.
+    """
+    if made is not None and made.still(leaves):
+        return story_from(made.origin, made.names)
     words: list[int] = []
     texts: list[str] = []
     unread: list[Tensor] = []
@@ -535,15 +613,12 @@ def story_of(leaves: Sequence[Any]) -> Story:
         texts.append(text)
         if isinstance(leaf, Tensor) and not _is_readable(leaf):
             unread.append(leaf)
-    return Story(crc32(repr(words).encode()), texts, _distinct(unread))
+    return Story(crc32(repr(words).encode()), _distinct(unread), lambda: texts)
 
 
-@cache
-def story_from(origin: str, names: tuple[str, ...]) -> Story:
+def story_from(origin: str, names: Sequence[str]) -> Story:
     """How the leaves of these names were made, which the library has made there."""
-    texts = [text_from(origin, name) for name in names]
-    words = [crc32(text.encode()) for text in texts]
-    return Story(crc32(repr(words).encode()), texts, ())
+    return Story(crc32(origin.encode()), (), lambda: [text_from(origin, name) for name in names])
 
 
 def text_from(origin: str, name: str) -> str:

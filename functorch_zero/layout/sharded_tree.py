@@ -36,7 +36,7 @@ from .flat_buffers import (
 )
 from .layout import Bucket, Layout
 from .levels import level_of
-from .piece import History, Piece, story_from, story_of, text_from
+from .piece import AsMade, History, Piece, story_from, story_of, text_from
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
@@ -198,7 +198,7 @@ class ShardedTree(OnEngine):
         holding: as given.
         origin: the call of the library that has made the tree, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
-        is_given: whether the tree is of the value that a program was given.
+        place: its path in the value that a program was given; None: it isn't of that.
         is_used_up: whether a step has taken its storage.
         num_uses: how often it was read so far, or given to a function of the library.
     """
@@ -209,7 +209,9 @@ class ShardedTree(OnEngine):
         self._local: Any = None  # the local tensors, where the library has made the tree of them
         self.holding = holding
         self._known: _Known | None = None  # flats that the leaves are known to be views of
-        self.origin, self.is_given = "", False
+        self._made: AsMade | None = None  # its leaves, once somebody has read them
+        self.origin: str = ""
+        self.place: str | None = None
         self.is_used_up, self.num_uses = False, 0
 
     @classmethod
@@ -305,7 +307,8 @@ class ShardedTree(OnEngine):
                 continue
             local = leaf.view(extent.shape) if is_whole else leaf
             text = text_from(self.origin, spec.path)
-            history = History(text, is_given=self.is_given)
+            place = None if self.place is None else text_from(self.place, spec.path)
+            history = History(text, path=place)
             piece = Piece(
                 local,
                 extent,
@@ -314,6 +317,7 @@ class ShardedTree(OnEngine):
                 requires_grad=is_trained and spec.trainable,
             )
             made.append(piece)
+        self._made = AsMade.of(self.origin, layout.paths, [*made])
         return layout.treedef.unflatten(made)
 
     @property
@@ -501,6 +505,11 @@ class ShardedTree(OnEngine):
         return self._known is not None and self._known.own
 
     @property
+    def is_uncut(self) -> bool:
+        """Whether the leaves are known to lie in flats, and nobody has read them."""
+        return self._known is not None and self._tree is None
+
+    @property
     def are_leaves_shown(self) -> bool:
         """Whether somebody has read the leaves, which become pieces when that happens."""
         return self._tree is not None
@@ -588,18 +597,22 @@ class ShardedTree(OnEngine):
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
 
-    def named_from(self, origin: str, *, is_given: bool = False) -> None:
-        """Note where the tree comes from: ranks have made it alike. Leaves that nobody has read
-        remember it."""
-        if self._tree is None:
-            self.origin, self.is_given = origin, is_given
+    def named_from(self, origin: str, *, place: str | None = None) -> None:
+        """Note where the tree comes from: ranks have made it alike. The leaves that somebody has
+        read are made anew for those who come later."""
+        if self._tree is not None:
+            leaves = self._leaves()
+            if self._known is not None and not self._known.still(self._shown(), leaves):
+                self._known = None
+            self._local, self._tree = self.sharding.layout.treedef.unflatten(leaves), None
+        self._made, self.origin, self.place = None, origin, place
 
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
         if self._tree is None:
             return story_from(self.origin, self.sharding.layout.paths)
-        return story_of(self._shown())
+        return story_of(self._shown(), self._made)
 
     @property
     def leaf_paths(self) -> Sequence[str]:
@@ -694,7 +707,7 @@ class _Fault(NamedTuple):
 def _local_of(leaf: Any, form: Form) -> Any:
     """A leaf that users see as this rank holds it; what isn't one stays as it is."""
     is_piece = isinstance(leaf, Piece)
-    local = leaf.local if is_piece else leaf
+    local = leaf.here if is_piece else leaf
     if not isinstance(local, Tensor):
         return local
     # Plain tensors are whole leaves; in the form of pieces these are 1-D, too

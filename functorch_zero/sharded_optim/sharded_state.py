@@ -16,7 +16,7 @@ from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
 from ..layout.levels import level_of
-from ..layout.piece import History, Piece, refuse, story_from, story_of, text_from
+from ..layout.piece import AsMade, History, Piece, refuse, story_from, story_of, text_from
 from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
         if isinstance(leaf, Piece):
             if (leaf.extent, leaf.is_whole) != (self.extent, self.is_whole):
                 refuse("a leaf of an optimizer's state was replaced by another leaf's", leaf)
-            return leaf.local.reshape(self.shape)
+            return leaf.here.reshape(self.shape)
         if not self.is_whole:
             raise StructureError(
                 explain(
@@ -126,7 +126,7 @@ class ShardedOptState(OnEngine):
         holding: as given.
         origin: the call of the library that has made the state, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
-        is_given: whether the state is of the value that a program was given.
+        place: its path in the value that a program was given; None: it isn't of that.
         is_used_up: whether a step has taken its storage.
         num_uses: how often it was read so far, or given to a function of the library.
         are_leaves_shown: whether somebody has read its leaves.
@@ -135,7 +135,9 @@ class ShardedOptState(OnEngine):
     def __init__(self, tree: Any, holding: StateHolding):
         self._tree, self.holding = tree, holding
         self._shown: Any = None  # the tree as users see it, once somebody has read it
-        self.origin, self.is_given = "", False
+        self._made: AsMade | None = None  # its leaves, where the library has made them
+        self.origin: str = ""
+        self.place: str | None = None
         self.is_used_up, self.num_uses = False, 0
 
     @classmethod
@@ -173,10 +175,12 @@ class ShardedOptState(OnEngine):
         rows = zip(leaves, self.holding.places(), self.leaf_paths, strict=True)
         for leaf, place, path in rows:
             if isinstance(leaf, Tensor) and place is not None:
-                history = History(text_from(self.origin, path), is_given=self.is_given)
+                given = None if self.place is None else text_from(self.place, path)
+                history = History(text_from(self.origin, path), path=given)
                 shown.append(place.piece(leaf, history))
             else:
                 shown.append(leaf)
+        self._made = AsMade.of(self.origin, self.leaf_paths, shown)
         return treedef.unflatten(shown)
 
     @property
@@ -184,17 +188,18 @@ class ShardedOptState(OnEngine):
         """Whether somebody has read the leaves."""
         return self._shown is not None
 
-    def named_from(self, origin: str, *, is_given: bool = False) -> None:
+    def named_from(self, origin: str, *, place: str | None = None) -> None:
         """Note where the state comes from: ranks have made it alike. The leaves that somebody has
         read are forgotten."""
-        self._shown, self.origin, self.is_given = None, origin, is_given
+        self._shown = self._made = None
+        self.origin, self.place = origin, place
 
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
         if self._shown is None:
             return story_from(self.origin, self.holding.plan.paths)
-        return story_of(optree.tree_leaves(self._shown))
+        return story_of(optree.tree_leaves(self._shown), self._made)
 
     @property
     def leaf_paths(self) -> Sequence[str]:

@@ -344,8 +344,7 @@ _PLAIN = (Tensor, Parameter)  # subclasses may be of several tensors
 def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
     """Raise, naming the first leaf, unless a program returns its value in the structure, shapes and
     dtypes that it was given."""
-    remedy = "return the value that the program was given, with new leaves"
-    same_structure(old, new, what="the program's next value", rank=rank, remedy=remedy)
+    check_next_structure(old, new, rank)
     check_savable(new, "the program's next value", rank)
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
@@ -358,9 +357,18 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
                     expected=expected,
                     got=got,
                     rank=rank,
-                    remedy=remedy,
+                    remedy=_AS_IT_WAS,
                 )
             )
+
+
+def check_next_structure(old: Any, new: Any, rank: int | None = None) -> None:
+    """Raise, naming the first path that differs, unless a program's next value has the structure of
+    the one that it was given."""
+    same_structure(old, new, what="the program's next value", rank=rank, remedy=_AS_IT_WAS)
+
+
+_AS_IT_WAS = "return the value that the program was given, with new leaves"
 
 
 def leaf_form(leaf: Any) -> Any:

@@ -62,5 +62,5 @@ def _draw_leaf(kind: Kind, key: int, path: str, like: Any) -> Any:
     extent = getattr(like, "extent", None)  # of a leaf of a sharded tree
     if extent is None:
         return draw_leaf(kind, key, path, like, None)
-    drawn = draw_leaf(kind, key, path, like.local, extent)
+    drawn = draw_leaf(kind, key, path, like.here, extent)
     return like.filled_with(drawn, f"{kind} numbers of {path!r} by {key}")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 import optree
 from torch import Tensor
@@ -105,7 +106,7 @@ class Ledger:
             made = function()
         finally:
             self._is_calling = False
-        name_nodes(made, f"the result of {place}")
+        name_nodes(made, f"step {self.step}'s result of {place}")
         return made
 
     def _note_given(self, place: str, call: LibraryCall) -> None:
@@ -117,6 +118,12 @@ class Ledger:
             self.facts[f"{name} in {place}"] = words
         for path, leaf in call.buffers.items():
             self._note_leaf(f"buffer {path!r} in {place}", leaf)
+
+    def note_given(self, value: Any) -> None:
+        """Note how the trees of the value were made that the step is given: somebody may have
+        changed them between the steps."""
+        for path, node in named_nodes(value).items():
+            self._note_story(f"the value's tree {path!r}", node)
 
     def note_results(self, value: Any, metrics: Metrics, num_draws: int) -> None:
         """Note the results of the step, after the calls that they follow from.
@@ -140,7 +147,7 @@ class Ledger:
         """Note how a tree was made, under a name of the tree."""
         story = node.story
         self.facts[name] = story.word
-        self.told[name] = partial(_by_path, node.leaf_paths, story.texts)
+        self.told[name] = partial(_by_path, node.leaf_paths, story.tell)
         if self.look:
             for n, leaf in enumerate(story.unread):
                 self._note_leaf(f"number {n} in {name}", leaf)
@@ -227,6 +234,13 @@ class LibraryCall:
         return " ".join(words)
 
     @property
+    def origin(self) -> str:
+        """That of the trees that the call gives back, where no ledger counts it: outside of steps,
+        and in threads that a program starts."""
+        told = [[node.story.word for node in self.nodes], dict(self.settings)]
+        return f"the result of {self.words} of #{crc32(repr(told).encode()):08x}"
+
+    @property
     def buffers(self) -> dict[str, Any]:
         """Those of a loss, by path: every rank must give it the same."""
         found: dict[str, Any] = {}
@@ -237,16 +251,35 @@ class LibraryCall:
         return found
 
 
-def name_nodes(tree: Any, origin: str = "", *, is_given: bool = False) -> None:
+def name_nodes(tree: Any, origin: str) -> None:
     """Name the sharded trees and states in a tree by where it comes from, and their paths."""
+    for path, node in named_nodes(tree).items():
+        node.named_from(f"{origin}.{path}".strip("."))
+
+
+def name_given(value: Any, step: int) -> None:
+    """Note that the sharded trees and states in a value are given to a program. Those that the step
+    before has made have their names."""
+    for path, node in named_nodes(value).items():
+        origin = node.origin or f"{value_of_step(step)}.{path}".strip(".")
+        node.named_from(origin, place=path)
+
+
+def named_nodes(tree: Any) -> dict[str, OnEngine]:
+    """The sharded trees and states in a tree, by path."""
     nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
-    for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
-        if is_on_engine(node):
-            node.named_from(".".join(filter(None, (origin, path))), is_given=is_given)
+    rows = zip(paths(tree, is_on_engine), nodes, strict=True)
+    return {path: node for path, node in rows if is_on_engine(node)}
 
 
-def _by_path(leaf_paths: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
+def value_of_step(number: int) -> str:
+    """The origin of the trees in the value that a step is given. It has the number, since a program
+    may keep trees of earlier steps."""
+    return f"step {number}'s value"
+
+
+def _by_path(leaf_paths: Sequence[str], tell: Callable[[], Sequence[str]]) -> dict[str, str]:
     """Words for leaves by path, for errors."""
     names = [path or "(root)" for path in leaf_paths]
     # Somebody's own tree in a state's place may have another number of leaves
-    return dict(zip(names, texts, strict=False))
+    return dict(zip(names, tell(), strict=False))

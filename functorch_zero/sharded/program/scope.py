@@ -14,7 +14,7 @@ from ...optim.base import Transform
 from ...step.scope import StepScope, scope_here
 from .donation import Donation
 from .kept import KeptTensors
-from .ledger import Ledger, LibraryCall
+from .ledger import Ledger, LibraryCall, name_nodes
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -61,8 +61,11 @@ def of_call(
     name: str, given: Sequence[Any], settings: Mapping[str, Any], function: Callable[[], T]
 ) -> T:
     """The result of a call of the library, as of `Ledger.of_call`; outside of a program's step on
-    ranks nothing is noted."""
-    scope = ranks_here()
-    if scope is None:
-        return function()
-    return scope.ledger.of_call(LibraryCall(name, given, settings), function)
+    ranks, and in its threads, nothing is noted, and trees are named by what they were made of."""
+    scope, call = ranks_here(), LibraryCall(name, given, settings)
+    if scope is not None:
+        return scope.ledger.of_call(call, function)
+    # Before the call, which may use up what it is given
+    origin, made = call.origin, function()
+    name_nodes(made, origin)
+    return made

@@ -55,7 +55,7 @@ from .agreement import Agreement, ProgramAgreement
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
-from .ledger import Ledger, name_nodes
+from .ledger import Ledger, name_given, name_nodes, value_of_step
 from .scope import RanksScope
 from .value import (
     ValueStructure,
@@ -70,6 +70,7 @@ from .value import (
     unsharded_leaves,
     used_up_nodes,
     whole_value,
+    without_pieces,
 )
 
 
@@ -194,7 +195,7 @@ class ShardedProgramStep:
             )
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
-        value = self.unsharded.first_value(*own)
+        value = without_pieces(self.unsharded.first_value(*own))
         check_value(value, self.group.rank)
         marked = as_marked(value)
         return State.first(
@@ -271,12 +272,13 @@ class ShardedProgramStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            value = self._marked(state, state.value)
+            value, number = self._marked(state, state.value), int(state.step)
             kept = self._kept_in(state, value)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
-            ledger = Ledger(int(state.step), self._agreement, look=look)
+            ledger = Ledger(number, self._agreement, look=look)
+            ledger.note_given(state.value)
             donates = self.options.donate
             donation = Donation(value, self._earlier, ledger.settle) if donates else None
             scope = RanksScope(
@@ -286,11 +288,12 @@ class ShardedProgramStep:
                 donation=donation,
                 kept=kept,
             )
-            name_nodes(value, "value", is_given=True)
+            name_given(value, number)
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             with running(scope, device_of_value(value)), noting_missing_graphs():
                 result = self._run(state, value, args, donation)
             new, metrics = check_result(result, rank)
+            new = without_pieces(new, value)
             note_writes(value)
             unwritten.check(
                 lambda node, leaf: paths(value, is_on_engine)[node], rank, used_up_nodes(value)
@@ -307,6 +310,7 @@ class ShardedProgramStep:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
             after = self._marked(state, self._stored(new))
+            name_nodes(after, value_of_step(number + 1))
             parts = None if kept is None else kept.next_parts(new, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after, parts=parts), metrics
 

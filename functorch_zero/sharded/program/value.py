@@ -16,12 +16,13 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import StructureError, explain
+from ...layout.piece import Piece, refuse
 from ...layout.sharded_tree import Holding, ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
 from ...params import as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ...step.program_step import check_next_value, device_of, leaf_form
+from ...step.program_step import check_next_structure, check_next_value, device_of, leaf_form
 from ...tree import paths, same_structure, settled
 from ..state import part_of_state
 
@@ -152,6 +153,32 @@ def trained_leaves(value: Any) -> list[bool]:
     return leaves
 
 
+def without_pieces(value: Any, old: Any = None) -> Any:
+    """A value that a program has returned, with plain tensors in the places of single leaves of
+    sharded trees: copies, since the trees' storage is theirs.
+
+    Args:
+        old: the value that the program was given; None: there was none.
+
+    Raises:
+        StructureError: ranks hold parts of such a leaf, or a tree has become single leaves.
+    """
+
+    def plain(node: Any) -> Any:
+        if not isinstance(node, Piece):
+            return node
+        if not node.is_whole:
+            if old is not None:
+                check_next_structure(old, value)
+            refuse("a leaf of them is in the program's value by itself", node, _TREES)
+        return node.local
+
+    return tree_map(plain, value, is_leaf=is_on_engine)
+
+
+_TREES = "keep a tree of them, which tree_map makes, or a whole leaf, fz.unshard(tree)['w'] say"
+
+
 def note_writes(value: Any) -> None:
     """Count writes to leaves of a value that somebody has read, also those by plain views."""
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
@@ -172,7 +199,7 @@ def tensors_of_nodes(value: Any) -> list[list[Any]]:
     the writes to them."""
     found = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        is_uncut = isinstance(node, ShardedTree) and not node.are_leaves_shown
+        is_uncut = isinstance(node, ShardedTree) and node.is_uncut
         found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
     return found
 

@@ -234,12 +234,12 @@ DIFFERENT: dict[Any, tuple[Any, str]] = {
     own_table: (torch.zeros(9).double(), "leaf 'gen_opt' is digest "),
     own_factor: (
         None,
-        "tree 1 in call 2 (apply).weight is aten.mul.Tensor(the result",
+        "tree 1 in call 2 (apply).weight is aten.mul.Tensor(step 0's result",
     ),
     own_rate: (None, "the optimizer in call 2 (apply).adam.learning_rate is 0.1 on rank 0 and "),
     own_branch: (
         None,
-        "tree 'gen'.weight is value.gen.weight on rank 0 and the result of",
+        "tree 'gen'.weight is step 0's value.gen.weight on rank 0 and step 0's result of",
     ),
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -220,6 +221,10 @@ RIGHT: dict[str, Change] = {
     "mapped": lambda g, p, x: tree_map(torch.mul, g, tree_map(Tensor.dim, g)),
     "by name": lambda g, p, x: tree_map(lambda g: g / torch.numel(input=g), g),
     "order": lambda g, p, x: tree_map(lambda g: g * len(g.dim_order()), g),
+    "same shape": lambda g, p, x: tree_map(lambda g: 2 * g.view_as(g).expand_as(g), g),
+    "new number": lambda g, p, x: tree_map(lambda g: g + g.new_ones(()) + g.new_tensor(0.5), g),
+    "one element": lambda g, p, x: tree_map(lambda g: g * 2 if g.ndim == 0 else g * HALF, g),
+    "whole quotients": lambda g, p, x: tree_map(lambda g: (8 // (1 + g.int())) * g // g.abs(), g),
     "promoted": lambda g, p, x: tree_map(lambda g: promoted(g.float()).double(), g),
     "threads": lambda g, p, x: in_threads(lambda g: g.clamp(-1, 1), g),
     "compiled": lambda g, p, x: compiled(lambda g: 2 * g.sin() / g.numel(), "eager", g),
@@ -229,6 +234,9 @@ RIGHT: dict[str, Change] = {
         g, optim.clip_by_global_norm(0.1).init(p), p
     )[0],
 }
+
+
+HALF = torch.tensor([0.5], dtype=torch.float64)
 
 
 def promoted(g: Tensor) -> Tensor:
@@ -277,6 +285,9 @@ OWN: dict[str, Change] = {
     "compiled": lambda g, p, x: compiled(lambda g: g * x.mean(), "eager", g),
     "foreach": lambda g, p, x: by_foreach(g, x.mean().item()),
     "whole views": lambda g, p, x: by_views(g, p, x),
+    "whole arrays": lambda g, p, x: by_arrays(g, x),
+    "inference mode": lambda g, p, x: in_inference_mode(g, p, x),
+    "one element": lambda g, p, x: tree_map(lambda g: g * x.mean().expand([1] * g.ndim), g),
     "pickled": lambda g, p, x: tree_map(
         lambda g: pickle.loads(pickle.dumps(g)) * (x.mean() > 0).double(), g
     ),
@@ -298,6 +309,23 @@ def by_views(grads: Any, params: Any, x: Tensor) -> Any:
     return made
 
 
+def by_arrays(grads: Any, x: Tensor) -> Any:
+    """Of whole leaves, by memory that numpy has."""
+    made = tree_map(torch.clone, grads)
+    for leaf in optree.tree_leaves(made):
+        if getattr(leaf, "is_whole", True):
+            leaf.numpy()[...] *= x.mean().item()
+        else:
+            leaf.mul_(x.mean())
+    return made
+
+
+def in_inference_mode(grads: Any, params: Any, x: Tensor) -> Any:
+    """Whose tensors count no writes."""
+    with torch.inference_mode():
+        return by_views(grads, params, x)
+
+
 # Rows with a negative mean for the first rank, and with a positive one for the other
 UNLIKE = torch.cat([-X[:4].abs(), X[4:].abs()])
 
@@ -313,6 +341,142 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
     """Elementwise functions by numbers that a rank has made of its own part of the batch."""
     story = r"differ between ranks: .* in call \d.* is .* on rank 0 and .* on rank 1.*Remedy: "
     check_refused(step_with(OWN[name]), level, MismatchError, story, UNLIKE)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_calls_in_a_thread_that_differ_between_ranks_are_refused(level: int) -> None:
+    """No ledger counts the calls of a thread that a program starts."""
+
+    def moved(grads: Any, params: Any, x: Tensor) -> Any:
+        updates = tree_map(lambda g: g * x.mean(), grads)
+        with ThreadPoolExecutor(1) as pool:
+            new = pool.submit(fz.apply_updates, params, updates).result()
+        return tree_map(torch.sub, fz.pieces(new), fz.pieces(params))
+
+    story = r"tree 2 in call 2 .*pieces of #.* on rank 0 and .*pieces of #.* on rank 1"
+    check_refused(step_with(moved), level, MismatchError, story, UNLIKE)
+    # But for rounding, where all ranks move alike
+    check_right(step_with(moved), level, torch.cat([X[:4]] * 2))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["gradients", "value"])
+def test_a_tree_of_an_earlier_step_on_one_rank_is_refused(kind: str, level: int) -> None:
+    kept: dict[Any, Any] = {}
+
+    def program(params: Any, x: Tensor, now: bool) -> Any:
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        used = grads if kind == "gradients" else fz.pieces(params)
+        me = threading.get_ident()
+        old, kept[me] = kept.get(me), used
+        if now and x.mean() > 0 and old is not None:
+            used = old
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, used)), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: params)
+    story = r"step 5's .* on rank 0 and .*step 4's .* on rank 1"
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        with pytest.raises(MismatchError, match=story if kind == "gradients" else "rank 1"):
+            changed_at(5, sharded, (FIRST,), part(UNLIKE, group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(("donate", "level"), crossed([False, True], LEVELS))
+def test_a_value_that_one_rank_changes_between_steps_is_refused(donate: bool, level: int) -> None:
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        return adam.apply(grads, state, params), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
+
+    def run(group: Any) -> None:
+        sharded, x = fz.shard(step, level=level, group=group, donate=donate), part(X, group)
+        for n in range(2):
+            state = sharded.init(FIRST)
+            for _ in range(5):
+                state, _ = sharded(state, x)
+            changed = [*state.value]
+            k = 1 + group.rank
+            changed[n] = tree_map(lambda leaf, k=k: leaf.detach() * k, changed[n])
+            with pytest.raises(MismatchError, match=rf"the value's tree '{n}'.* on rank 0 and"):
+                sharded(state.replace(value=(*changed,)), x)
+
+    run_ranks(run, 2)
+
+
+LOGGING: dict[str, int] = {}  # the thread of the rank that reads leaves
+
+
+@pytest.mark.parametrize(("donate", "level"), crossed([False, True], LEVELS))
+def test_one_rank_may_read_leaves(donate: bool, level: int) -> None:
+    """Of gradients with frozen leaves, of states with counts, and of a value between steps."""
+    first = FIRST | {"frozen": torch.ones(3, 40, dtype=torch.float64)}
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state, mean = value
+        value, grads = fz.value_and_grad(loss)(params, x)
+        mean = tree_map(lambda m, g: 0.9 * m + g, mean, grads)
+        read(grads, state, mean)
+        params, state = adam.apply(grads, state, params)
+        read(params, state)
+        return (params, state, mean), {"loss": value}
+
+    def read(*trees: Any) -> None:
+        if LOGGING.get("reader") == threading.get_ident():
+            for leaf in optree.tree_leaves(trees):
+                assert repr(getattr(leaf, "local", leaf))
+                if getattr(leaf, "is_whole", False):
+                    assert leaf.detach().numpy().shape == leaf.shape
+
+    def init(params: Any) -> Any:
+        return params, adam.init(params), fz.zero_updates(params)
+
+    step = fz.program_step(program, init=init)
+    expected = step.init(first)
+    for _ in range(6):
+        expected, _ = step(expected, X)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group, donate=donate)
+        state = sharded.init(first)
+        if group.rank == 0:
+            LOGGING["reader"] = threading.get_ident()
+        for _ in range(6):
+            state, _ = sharded(state, part(X, group))
+            read(*state.value)
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_single_leaf_in_the_value(level: int) -> None:
+    """Right where it is whole, also where the step donates the tree that it is of."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, kept = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        kept = {"a": 0.9 * kept["a"] + 0.1 * params["a"].detach(), "b": params["b"]}
+        return (fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), kept), {"loss": mean}
+
+    def init(params: Any) -> Any:
+        return params, {"a": params["a"].detach().clone(), "b": params["b"]}
+
+    step = fz.program_step(program, init=init)
+    if level < 3:
+        assert_sharded_equals_unsharded(step, FIRST, [X] * 4, levels=[level], ranks=[2])
+        return
+
+    def run(group: Any) -> None:
+        with pytest.raises(StructureError, match=r"value by itself .*unshard\(tree\)\['w'\]"):
+            fz.shard(step, level=level, group=group).init(FIRST)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("level", [0, 3])
@@ -374,7 +538,7 @@ def test_a_tree_that_one_rank_alone_returns_is_refused(level: int) -> None:
         return (value if now and x.mean() < 0 else new), {"loss": mean}
 
     step = fz.program_step(skips, init=lambda params: (params, sgd.init(params)))
-    story = r"the next value's tree '0'.a is value.0.a on rank 0 and the result of .* on rank 1"
+    story = r"the next value's tree '0'.a is step \d's value.0.a on rank 0 and step \d's result of"
     check_refused(step, level, MismatchError, story, UNLIKE)
     check_right(step, level, torch.cat([-X[:4].abs()] * 2))  # where all ranks skip
 
@@ -594,7 +758,7 @@ def test_a_loss_that_uses_a_single_leaf(way: str, level: int) -> None:
         if is_whole:
             check_right(step, level, first=(FIRST, OTHER))
         else:
-            story = REFUSED.format("sum|pow|view")
+            story = REFUSED.format("sum|pow|view|slice")
             check_refused(step, level, StructureError, story, first=(FIRST, OTHER))
 
 
