@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -48,6 +48,7 @@ class _Reading(NamedTuple):
     order: PrefetchOrder  # in which the last evaluation gathered units
     arguments: Callable[[Any], tuple[Any, ...]]  # of the function, from lazy params
     others: PyTree[Tensor]  # given to it as they are; None: it is given copies
+    words: str  # how the trees were made: the same on all ranks. See Note [words] in `piece`
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +94,7 @@ class ShardedEvalStep:
             )
             check_batch(batch, reading.device, self.group.rank)
             # Ranks compare it with their metrics
-            log = [f"evaluation at step {int(state.step)}"]
+            log = [f"evaluation at step {int(state.step)} of trees made as {reading.words}"]
             look = is_looked_at(next(self.unsharded.calls))
             run = self._pass(reading, log, look=look)
             found = self._call(run, reading, state, args, look=look)
@@ -154,15 +155,16 @@ class ShardedEvalStep:
         """A training step's params, or those that are chosen in their place."""
         layout = sharding_of(state, self.options).layout
         state = state.replace(params=own_params(state, self.group.rank))
-        flats = state.params.flats()
+        flats, words = state.params.flats(), _words_of([state.params])
         # An average, say, in flats of its own: the state's params stay
         if self.unsharded.params is not None:
-            flats = self._chosen_flats(state, layout, flats)
+            flats, words = self._chosen_flats(state, layout, flats)
 
         def arguments(params: Any) -> tuple[Any, ...]:
             return params, tree_map(torch.clone, state.buffers), batch
 
-        return _Reading(flats, layout, self.gather_order.of("params"), arguments, None)
+        order = self.gather_order.of("params")
+        return _Reading(flats, layout, order, arguments, None, words)
 
     def _of_program(self, state: State, args: tuple[Any, ...]) -> _Reading:
         """All sharded trees of a program's value, and of the other arguments."""
@@ -195,12 +197,17 @@ class ShardedEvalStep:
         others = tree_map(
             lambda x: x if isinstance(x, Tensor) else None, state.value, is_leaf=is_on_engine
         )
-        return _Reading(flats, joined.layout, order, arguments, others)
+        given = optree.tree_leaves((state.value, args), is_leaf=is_on_engine)
+        words = _words_of([node for node in given if _is_held(node)])
+        return _Reading(flats, joined.layout, order, arguments, others, words)
 
-    def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
+    def _chosen_flats(
+        self, state: State, layout: Layout, flats: list[Tensor]
+    ) -> tuple[list[Tensor], str]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
-        average say; as held between steps. Collectives: those of `publish`.
+        average say; as held between steps. And how they were made. Collectives: those of `publish`.
         """
+        found: list[ShardedTree] = []
         pieces = pieces_of(flats, state.params.holding)
         opt_state = fetched(self.options.state_storage, state.opt_state)
         known = _known_as_cut(opt_state, state, self.group.rank)
@@ -208,13 +215,15 @@ class ShardedEvalStep:
         def as_held(tree: Any) -> Any:
             shown = ShardedTree(tree, pieces.holding)
             shown.check_leaves(some=True)
+            found.append(shown)
             return shown.local_tree
 
         # As in a program, of numbers that are the same on every rank
         with Streams(state.seed, state.step).of_program(flats[0].device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
             chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
-        return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)
+        axes = self.options.axes
+        return held_flats_of(chosen, flats, layout, axes, self.options.gather), _words_of(found)
 
 
 def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:
@@ -233,6 +242,10 @@ def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:
             )
         )
     return ShardedOptState(opt_state, StateHolding(state.sharding, plan))
+
+
+def _words_of(trees: Sequence[ShardedTree]) -> str:
+    return " ".join(f"#{tree.story.word:08x}" for tree in trees) or "the state's"
 
 
 def _is_held(node: Any) -> bool:

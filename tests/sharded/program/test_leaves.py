@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import FunctorchZeroError, MismatchError, StructureError
+from functorch_zero.errors import (
+    FunctorchZeroError,
+    GroupError,
+    MismatchError,
+    StructureError,
+)
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.base import init_empty
 from functorch_zero.step.state import State
@@ -865,6 +870,32 @@ def test_choices(name: str, level: int) -> None:
 
     for found in run_ranks(run, 2):
         assert_equal_values(expected, found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_evaluations_of_what_differs_between_ranks_are_refused(level: int) -> None:
+    """A choice of params, and a program's value, by a rank's own number."""
+
+    def run(group: Any) -> None:
+        own, x = 1 + group.rank, part(X, group)
+        training, evaluate = evaluation_on(lambda s, p: tree_map(lambda a: a * own, s.ema))
+        steps = [fz.shard(s, level=level, group=group) for s in (training, evaluate)]
+        with pytest.raises(GroupError, match=r"trees made as #"):
+            evaluated(*steps, [x])
+
+        step = fz.shard(step_with(RIGHT["elementwise"]), level=level, group=group)
+        evaluation = fz.eval_step(lambda params, x: {"loss": loss(params, x)})
+        evaluation = fz.shard(evaluation, level=level, group=group)
+        state = changed_at(5, step, (FIRST,), x)
+        before = evaluation(state, x)
+        changed = state.replace(value=tree_map(lambda p: p.detach() * own, state.value))
+        with pytest.raises(GroupError, match=r"trees made as #"):
+            evaluation(changed, x)
+        if group.rank == 0:
+            tree_map(torch.clone, state.value)
+        assert_equal_values(before, evaluation(state, x))
+
+    run_ranks(run, 2)
 
 
 def test_choices_from_a_loaded_state(tmp_path: Any) -> None:
