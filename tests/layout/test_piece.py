@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "writes them to another",
     ),
     "out": (lambda p, q: torch.add(p, q, out=torch.empty(3, 4)), "writes them to another"),
+    "to new": (lambda p, q: p.new_zeros(3, 4).copy_(p), "writes them to another"),
     "data": (lambda p, q: setattr(p.clone(), "data", torch.zeros(3, 4)), "data is assigned to"),
     "func.jvp": (lambda p, q: torch.func.jvp(torch.sin, (p,), (q,)), "not elementwise"),
     "vmap": (lambda p, q: torch.func.vmap(lambda x: x / x.norm())(p), "not elementwise"),
@@ -344,6 +345,64 @@ def test_whole_leaves_of_two_shapes_make_plain_tensors() -> None:
     assert type(whole(1).sum()) is Tensor and type(whole(1)[0]) is Tensor
     assert f"{whole(1).sum():.1f}" == f"{values(1).sum():.1f}"
     assert torch.equal(torch.stack([whole(1), whole(2)]), torch.stack([values(1), values(2)]))
+
+
+def test_what_a_rank_holds_is_given_as_a_copy() -> None:
+    for make in (part, whole):
+        p = make(1)
+        before = p.word
+        p.local.zero_()
+        assert p.word == before and p.local.any()
+
+
+def test_a_write_to_an_array_of_a_whole_leaf() -> None:
+    p = whole(1)
+    before = p.word
+    array = p.numpy()
+    assert p.word == before
+    array[0] = 7
+    written = p.word
+    assert written != before and torch.equal(p.local, torch.from_numpy(array))
+    with torch.no_grad():
+        p.mul_(2)
+    after = p.word
+    array[0] = 8
+    assert len({written, after, p.word}) == 3
+
+
+def test_a_write_in_inference_mode() -> None:
+    with torch.inference_mode():
+        p = whole(1).clone()
+        before = p.word
+        p.view(-1)[:2].mul_(0.5)
+    assert p.word != before
+
+
+def test_views_of_the_same_shape_are_aliases() -> None:
+    p = part(1)
+    for made in (p.view_as(p), p.reshape(-1, 4), p.expand_as(p)):
+        assert made.extent == p.extent and made.history is p.history
+
+
+def test_new_tensors_of_a_part_are_plain() -> None:
+    p = part(1)
+    for made in (p.new_zeros(3), p.new_full((), 2.0), p.new_ones((2, 2)), p.new_empty(0)):
+        assert type(made) is Tensor and made.dtype == p.dtype
+
+
+def test_a_tensor_of_one_element_is_a_number() -> None:
+    for number_of in (torch.tensor([0.5]), torch.tensor([[0.5]]), torch.tensor(0.5)):
+        made = part(1) * number_of
+        assert torch.equal(made.local, part_of(values(1) * 0.5))
+        assert made.word == (part(1) * torch.tensor(0.5)).word
+    # Its result has a dim more
+    with pytest.raises(StructureError, match=r"of shape \(1, 1, 1\)"):
+        part(1) * torch.ones(1, 1, 1)
+
+
+def test_an_integer_without_dims_that_is_elsewhere_may_be_divided_by() -> None:
+    elsewhere = piece_of(torch.tensor([3])[:0], NO_NUMBER, "number")
+    assert (12 // elsewhere).local.shape == (0,)
 
 
 def test_copies_have_tensors_of_their_own() -> None:
