@@ -69,6 +69,7 @@ class Ledger:
 
     Args:
         step: its number.
+        era: of the ranks: a step that is tried again makes other trees than the one that failed.
         settlement: of all ranks.
         look: whether the step is looked at, so that nothing waits. See Note [words that wait].
 
@@ -81,8 +82,9 @@ class Ledger:
         told: by name of a fact that is a checksum, makes the same in words, for an error.
     """
 
-    def __init__(self, step: int, settlement: Settlement, *, look: bool):
+    def __init__(self, step: int, settlement: Settlement, *, look: bool, era: int = 0):
         self.step, self.look = step, look
+        self._name = f"step {step}'s" if era == 0 else f"step {step}'s (era {era})"
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
@@ -106,7 +108,7 @@ class Ledger:
             made = function()
         finally:
             self._is_calling = False
-        name_nodes(made, f"step {self.step}'s result of {place}")
+        name_nodes(made, f"{self._name} result of {place}")
         return made
 
     def _note_given(self, place: str, call: LibraryCall) -> None:

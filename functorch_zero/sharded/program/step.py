@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import StructureError, explain
 from ...groups import labelled
 from ...groups.era_counter import EraCounter
+from ...groups.forwarding import era_of
 from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
@@ -277,7 +278,7 @@ class ShardedProgramStep:
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
-            ledger = Ledger(number, self._agreement, look=look)
+            ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
             ledger.note_given(state.value)
             donates = self.options.donate
             donation = Donation(value, self._earlier, ledger.settle) if donates else None

@@ -389,6 +389,33 @@ def test_a_tree_of_an_earlier_step_on_one_rank_is_refused(kind: str, level: int)
     run_ranks(run, 2)
 
 
+def test_a_tree_of_a_step_that_failed_on_one_rank_is_refused() -> None:
+    """It has the number of the step that is tried again."""
+
+    def run(group: Any) -> None:
+        kept: list[Any] = []
+
+        def program(params: Any, x: Tensor, fails: bool) -> Any:
+            mean, grads = fz.value_and_grad(loss)(params, x)
+            kept.append(grads)
+            if fails:
+                raise KeyError("a bad row")
+            used = kept[-2] if group.rank and len(kept) == 7 else grads
+            return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, used)), {"loss": mean}
+
+        step = fz.program_step(program, init=lambda params: params)
+        sharded, x = fz.shard(step, level=1, group=group), part(X, group)
+        state = sharded.init(FIRST)
+        for _ in range(5):
+            state, _ = sharded(state, x, False)
+        with pytest.raises((KeyError, FunctorchZeroError)):
+            sharded(state, 2 * x, True)
+        with pytest.raises(MismatchError, match=r"step 5's \(era 1\) .*on rank 0 and .*step 5's r"):
+            sharded(state, x, False)
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize(("donate", "level"), crossed([False, True], LEVELS))
 def test_a_value_that_one_rank_changes_between_steps_is_refused(donate: bool, level: int) -> None:
     def program(value: Any, x: Tensor) -> Any:
