@@ -70,6 +70,7 @@ def plan(
     reduction: Reduction | None = None,
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
+    reduce_bucket: int | None = None,
 ) -> Plan:
     """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
@@ -95,7 +96,7 @@ def plan(
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
         donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
-            state_storage: as for `shard`.
+            state_storage, reduce_bucket: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -163,6 +164,7 @@ def plan(
         reduction=reduction,
         gather=gather,
         state_storage=state_storage,
+        reduce_bucket=reduce_bucket,
         loss_scale=loss_scale,
     )
     if program is not None:

@@ -6,7 +6,7 @@ They are passive: `runtime/unit.py` says which flat is reduced, and when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -16,10 +16,11 @@ from .._torch_private import profiler_enabled, version_of
 from ..devices import divided
 from ..errors import StructureError, explain
 from ..groups import labelled
-from ..groups.mesh import Axes
+from ..groups.mesh import Axes, Axis
 from ..groups.protocol import Group, Work
 from ..layout.layout import Bucket, Layout
 from ..profiling import NOTHING, ranged
+from .together import Summing, Together
 
 # How a tensor that a reduction keeps of a bucket is carried to another number of ranks
 Carried = Literal[
@@ -126,15 +127,6 @@ def _form_of(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}, {x.dtype} on {x.device}"
 
 
-class UnderWay(NamedTuple):
-    """One bucket's reduction under way."""
-
-    bucket: int
-    result: Tensor  # (piece,), or (numel,) of a bucket that is not cut; ready when the work is done
-    work: Work
-    is_last: bool  # the bucket's sum along the axis is complete with this one
-
-
 class GradientReduction:
     """A step's gradients on their way to the optimizer, over all passes.
 
@@ -142,6 +134,9 @@ class GradientReduction:
     per step. The results of several reductions add up. Along the replicate axis the sum is reduced
     once, as soon as it is complete: while backward goes on with other units. Ranks of the same data
     have the same gradients, and sum nothing; see Note [same data].
+
+    Small buckets of levels 0 to 2 may be summed together. One that waits for others is not under
+    way yet: nobody waits for it before `finish`, which lets all leave.
 
     Args:
         layout, axes: the step's.
@@ -153,6 +148,8 @@ class GradientReduction:
             rather than in the order of uses: where nothing else is gathered or reduced in backward.
         by: how a bucket is summed along the shard axis, or over all data where it is not cut.
         kept: the tensors that `by` has kept, by bucket.
+        num_bytes: of gradients that are summed as one, where they are summed as they are; 0: each
+            bucket's by itself.
 
     Attributes:
         kept: those that it keeps for the next step, by bucket, once the reduction is finished.
@@ -169,6 +166,7 @@ class GradientReduction:
         in_layout_order: bool = False,
         by: Reduction = SUMMED,
         kept: Mapping[int, Kept] | None = None,
+        num_bytes: int = 0,
     ):
         self._by = by
         # A copy: a step that is repeated begins with the same tensors
@@ -177,11 +175,14 @@ class GradientReduction:
         self.every_use, self.in_layout_order = every_use, in_layout_order
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
         self._buckets, self._axes, self._log = layout.buckets, axes, log
-        self._under_way: deque[list[UnderWay]] = deque()  # one list per unit, the oldest first
+        self._under_way: deque[list[Summing]] = deque()  # one list per unit, the oldest first
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
         self._complete: set[int] = set()  # buckets whose sums along the shard axis lack nothing
-        self._over_replicas: list[UnderWay] = []  # reductions of such sums along the replicate axis
+        self._over_replicas: list[Summing] = []  # reductions of such sums along the replicate axis
+        self._num_bytes = num_bytes
+        # By the axis, the dtype, and whether buckets are joined
+        self._together: dict[tuple[str, torch.dtype, bool], Together] = {}
 
     @property
     def keeps(self) -> bool:
@@ -205,9 +206,11 @@ class GradientReduction:
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
         self.whole[b] = flat
 
-    def make_room(self, num_under_way: int) -> None:
-        """Wait until another unit's reductions may start, so that those of at most `num_under_way`
-        units are under way. The reductions started next are that unit's."""
+    def make_room(self, num_under_way: int, buckets: Sequence[int]) -> None:
+        """Wait until another unit's reductions, of these buckets, may start, so that those of at
+        most `num_under_way` units are under way. The reductions started next are that unit's."""
+        if buckets and all(map(self._would_wait, buckets)):
+            return
         if self._under_way and not self._under_way[-1]:
             self._under_way.pop()  # of a unit that had nothing to reduce
         # That leaves room for the unit to come
@@ -233,6 +236,11 @@ class GradientReduction:
                 flat = divided(flat, self.divisor)
             # Rounded here, unless it is in the dtype of reductions already
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
+            if self._is_joined(b):
+                if not self._under_way:  # `make_room` has left all room for what waits
+                    self._under_way.append([])
+                self._under_way[-1] += self._together_of(b).add(b, flat, is_last=is_last)
+                return
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)
@@ -247,7 +255,7 @@ class GradientReduction:
                 self._check_read_only(bucket, kept, versions)
                 self._check_started(bucket, started, length, kept)
                 result, work, self.kept[b] = started
-        self._under_way[-1].append(UnderWay(b, result, work, is_last))
+        self._under_way[-1].append(Summing(b, result, work, is_last))
 
     def _check_read_only(self, bucket: Bucket, kept: Kept, versions: list[int]) -> None:
         """Raise if the reduction has written to what it keeps, since they had these versions."""
@@ -298,14 +306,16 @@ class GradientReduction:
     def finish(self) -> dict[int, Tensor]:
         """The sums over all ranks by bucket, (piece,) or (numel,); buckets nobody reduced are
         missing."""
+        self._under_way.append(self._leave(over_replicas=False))
         self.settle()
         self._reduce_over_replicas(self._sums)
+        self._over_replicas += self._leave(over_replicas=True)
         for reduction in self._over_replicas:
             self._wait_for(reduction)
         sums, self._sums = self._sums, {}  # given away
         return sums
 
-    def _wait_for(self, reduction: UnderWay) -> None:
+    def _wait_for(self, reduction: Summing) -> None:
         """Add the result to the bucket's sum."""
         b, result, work, _ = reduction
         bucket = self._buckets[b]
@@ -328,12 +338,41 @@ class GradientReduction:
         # In one order on every rank
         for b in sorted(b for b in buckets if self._is_cut(b)):
             self._complete.discard(b)
-            along = replicate.at(self._label(b))
             # In the dtype of reductions; with `both`, as many pieces as there are replicas
             part = self._sums.pop(b).to(self._buckets[b].reduce)
-            result = part.new_empty(part.numel() // along.size) if both else part  # (piece,)
-            work = along.sum_to_pieces(result, part) if both else along.sum(part)
-            self._over_replicas.append(UnderWay(b, result, work, is_last=True))
+            together = self._together_along(replicate, b, cut=both)
+            self._over_replicas += together.add(b, part, is_last=True)
+
+    def _is_joined(self, b: int) -> bool:
+        """Whether the bucket may be summed together with others."""
+        return self._num_bytes > 0 and self._buckets[b].cut.level < 3
+
+    def _would_wait(self, b: int) -> bool:
+        """Whether the bucket's gradients would wait for others, and start no collective."""
+        return self._is_joined(b) and self._together_of(b).has_room_for(b)
+
+    def _together_of(self, b: int) -> Together:
+        """The buckets that this one is summed with first."""
+        cut = self._is_cut(b)
+        axis = self._axes.shard if cut else Axis("data", self._axes.data)
+        return self._together_along(axis, b, cut=cut)
+
+    def _together_along(self, axis: Axis, b: int, *, cut: bool) -> Together:
+        """The buckets that this one is summed with along an axis."""
+        is_joined = self._is_joined(b)
+        key = axis.name, self._buckets[b].reduce, is_joined
+        if key not in self._together:
+            num_bytes = self._num_bytes if is_joined else 0
+            self._together[key] = Together(self._buckets, axis, cut=cut, num_bytes=num_bytes)
+        return self._together[key]
+
+    def _leave(self, *, over_replicas: bool) -> list[Summing]:
+        """Begin to sum all that waits for others: along the replicate axis, or the one before."""
+        begun = []
+        for (axis, _, _), together in self._together.items():
+            if (axis == "replicate") == over_replicas:
+                begun += together.leave()
+        return begun
 
     def _label(self, b: int) -> str:
         return f"{self._buckets[b].name}/reduce"

@@ -570,7 +570,7 @@ class Pass:
             raise _too_late(unit.name)
         # Before packing, so that the new flat takes the room that the oldest leaves
         if not reduction.in_layout_order:
-            reduction.make_room(self.overlap.num_under_way)
+            reduction.make_room(self.overlap.num_under_way, unit.content.trained)
         # Bucket by bucket, in the layout's order: every rank starts the same collectives
         for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
             bucket = self._layout.buckets[b]
@@ -609,7 +609,7 @@ class Pass:
                 reduction.add(b, self._scale(zeros, is_own=True))  # (numel,)
             ready = [*unit.content.trained]
         if ready:
-            reduction.make_room(self.overlap.num_under_way)
+            reduction.make_room(self.overlap.num_under_way, ready)
         for b in ready:
             reduction.start(b, reduction.whole.pop(b), is_last=True)
 

@@ -41,6 +41,7 @@ class _Options(TypedDict, total=False):
     reduction: Reduction | None
     gather: Gather | None
     state_storage: StateStorage | None
+    reduce_bucket: int | None
 
 
 @overload
@@ -69,6 +70,7 @@ def shard(
     reduction: Reduction | None = None,
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
+    reduce_bucket: int | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
     raises an error that says why not.
@@ -113,6 +115,10 @@ def shard(
         state_storage: the place of the optimizer's state between steps, of a program's optimizers
             between their updates: an object with the methods of `sharded.storage.StateStorage`.
             None: it lies beside the params.
+        reduce_bucket: the bytes of gradients, at levels 0 to 2, that are summed over ranks as one:
+            a small unit's wait for those of the next ones, until there are as many. Those of a unit
+            of as many bytes go by themselves, and none waits for the step's end. Results are
+            `reordered`, and the same to the bit on two ranks. None: each unit's by themselves.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. With k micro-batches: level 2 k + 1, level 3 at most
@@ -164,6 +170,7 @@ def shard(
         reduction=reduction,
         gather=gather,
         state_storage=state_storage,
+        reduce_bucket=reduce_bucket,
         loss_scale=_scales(step),
     )
     if isinstance(step, TrainStep):

@@ -54,7 +54,8 @@ class Description(NamedTuple):
     rank: int
     num_ranks: int
     optimizer: str  # as it prints
-    seams: str = ""  # the objects that `shard` was given for seams, as they print
+    # The objects that `shard` was given for seams, as they print, and its `reduce_bucket`
+    seams: str = ""
     mesh: str = ""  # the sizes of its axes, and the one of the same data
 
     @property
@@ -197,14 +198,17 @@ def describe(step: AnyStep, state: State) -> Description:
 def _on_this_rank(
     step: ShardedTrainStep | ShardedProgramStep, rows: Sequence[Row], optimizer: str
 ) -> Description:
-    seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
+    options = step.options
+    seams = [f"{name}={seam}" for name, seam in options.printed_seams.items()]
+    if options.reduce_bucket:
+        seams.append(f"reduce_bucket={options.reduce_bucket:,} bytes")
     return Description(
         rows=tuple(rows),
         rank=step.group.rank,
         num_ranks=step.group.size,
         optimizer=optimizer,
         seams=", ".join(seams),
-        mesh=step.options.axes.mesh,
+        mesh=options.axes.mesh,
     )
 
 

@@ -56,6 +56,7 @@ class Options:
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
+    reduce_bucket: int = 0  # bytes of gradients that are summed as one; 0: each bucket by itself
     aligned: bool = True  # as `make_layout` takes it; false in proofs
 
     @classmethod
@@ -72,6 +73,7 @@ class Options:
         reduction: Any = None,
         gather: Any = None,
         state_storage: Any = None,
+        reduce_bucket: Any = None,
         loss_scale: bool = False,
     ) -> Options:
         """The options that these arguments of `shard` stand for, each checked on its own before
@@ -96,6 +98,7 @@ class Options:
             reduction=check_reduction(reduction, loss_scale=loss_scale),
             gather=check_gather(gather),
             state_storage=check_state_storage(state_storage),
+            reduce_bucket=check_reduce_bucket(reduce_bucket, levels, reduction),
         )
 
     @property
@@ -116,6 +119,7 @@ class Options:
             "axes of the same data": self.axes.of_same_data,
             "state_axes": "both" if self.axes.both else "shard",
             "overlap": str(self.overlap),
+            "reduce_bucket": self.reduce_bucket,
             "aligned leaves": self.aligned,
             **self.printed_seams,
         }
@@ -277,6 +281,25 @@ def check_state_storage(value: Any) -> StateStorage | None:
         raise TypeError(
             f"state_storage must be an object with `fetch` and `store`, got {value!r}. Remedy: see "
             "sharded.storage.StateStorage"
+        )
+    return value
+
+
+def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:
+    """The number of bytes; 0 if it is None."""
+    if value is None:
+        return 0
+    if type(value) is not int or value < 1:
+        raise ValueError(f"reduce_bucket must be a number of bytes, at least 1, got {value!r}")
+    if levels.number == 3:
+        raise ValueError(
+            "reduce_bucket joins the gradients of several units, and level 3 works unit by unit, "
+            "to hold one unit's at a time. Remedy: leave it out, or choose larger units"
+        )
+    if reduction is not None:
+        raise NotImplementedError(
+            f"reduce_bucket joins gradients that are summed as they are, and reduction="
+            f"{type(reduction).__name__} is given each bucket's. Remedy: one of the two"
         )
     return value
 

@@ -87,6 +87,7 @@ def make_reduction(
         in_layout_order=in_layout_order,
         by=options.reduction,
         kept=kept,
+        num_bytes=options.reduce_bucket,
     )
 
 

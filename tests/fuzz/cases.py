@@ -59,6 +59,7 @@ class Case:
     accumulate: int = 1
     reduce_gradients: str | None = None
     overlap: str = "memory"
+    reduce_bucket: int | None = None
     nonfinite: str = "pass"
     loss_scale: bool = False
     between: str = "nothing"
@@ -143,6 +144,7 @@ AXES: dict[str, Sequence[Any]] = {
     "accumulate": [1, 1, 1, 1, 2, 3],
     "reduce_gradients": [None, None, "once", "every_microbatch"],
     "overlap": ["memory", "time"],
+    "reduce_bucket": [None, None, 1000, 2**20],
     "nonfinite": ["pass"] * 5 + ["skip", "raise"],
     "loss_scale": [False] * 5 + [True],
     "between": [

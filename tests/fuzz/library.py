@@ -228,6 +228,7 @@ class Sharded:
             "reshard_after_forward": case.reshard,
             "reduce_gradients": case.reduce_gradients,
             "overlap": case.overlap,
+            "reduce_bucket": None if level == 3 else case.reduce_bucket,
         }
 
     def _first(self) -> fz.State:

@@ -200,7 +200,7 @@ def test_gradients_that_come_after_the_last_ones_are_summed_apart() -> None:
     layout = make_layout({"w": torch.empty(64)}, 2, trainable=lambda path, leaf: True)
     reduction = GradientReduction(layout, axes, [])
     for value in (1.0, 2.0):
-        reduction.make_room(1)
+        reduction.make_room(1, [0])
         reduction.start(0, torch.full((64,), value), is_last=True)
     sums = reduction.finish()
     assert [*sums] == [0] and torch.equal(sums[0], torch.full((32,), 4 * (1.0 + 2.0)))

@@ -33,6 +33,7 @@ OTHERS: dict[str, Any] = {
     "reduction": ROUNDED,
     "gather": object(),
     "state_storage": object(),
+    "reduce_bucket": 2**20,
     "aligned": False,
 }
 

@@ -207,6 +207,7 @@ OPTIONS: dict[str, Option] = {
     "gradients add up whole": Option(
         train_step={"accumulate": 2}, shard={"reduce_gradients": "once"}
     ),
+    "gradients summed together": Option(shard={"reduce_bucket": 2000}),  # some of the units
     "uneven parts with weights": Option(loop={"parts": "uneven"}),
     "a rank has run out": Option(loop={"parts": "one empty"}),
     # recomputation
@@ -259,6 +260,7 @@ REFUSED: dict[frozenset[Any], str] = {  # of names of options and optimizers, an
     frozenset({"float16, loss scale", "not finite: pass"}): EXCLUDE,
     frozenset({"gradients add up in pieces", 0}): NO_PIECES,
     frozenset({"gradients add up in pieces", 1}): NO_PIECES,
+    frozenset({"gradients summed together", 3}): "level 3 works unit by unit",
     frozenset({"its own metrics", "adafactor"}): "this optimizer has no metric 'learning_rate'",
 }
 
