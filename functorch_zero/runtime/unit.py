@@ -246,7 +246,8 @@ class Pass:
         device: of the leaves.
         order: in which the pass before gathered units; None: it is not known.
         overlap: when gathers start, and reductions are waited for; None: the device's own choice.
-        keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
+        keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`), and for
+            the next pass, which is given the same.
         last: whether no other pass will give gradients to the same reduction.
         look: whether the values of flats are compared too, to see that the loss changes none.
     """
@@ -279,15 +280,19 @@ class Pass:
             self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
         by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
-        self.following = order.follow(by_name, self.overlap.distance)
+        # Flats that stayed were gathered in that order: here they would be gathered once more
+        stayed = any(flat.transient and flat.here is not None for flat in flats)
+        guide = PrefetchOrder() if stayed else order
+        self.following = guide.follow(by_name, self.overlap.distance)
         # None where no collective follows from a use, or the group can't ask
         self._gathers = any(unit.flats.moves for unit in self._units)
         self.uses: SameUses | None = None
         if self._gathers or (reduction is not None and reduction.follows_uses(last)):
             self.uses = order.compare(flats)
+        # Resident flats, and those that stayed from the pass before
         for here in self._units:
-            if not here.flats.transient:
-                here.untouched = Untouched(here.flats.unshard(), look=look)
+            if here.flats.here is not None:
+                here.untouched = Untouched(here.flats.here, look=look)
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
@@ -713,10 +718,11 @@ class Pass:
         return flats
 
     def _reshard(self, unit: UnitInPass) -> None:
-        """Free the unit's gathered flats. A loss must not have written to them: that would be
-        lost."""
-        flats = unit.flats
-        if not flats.transient:
+        """Free the unit's gathered flats, unless the next pass keeps them. A loss must not have
+        written to them: that would be lost."""
+        flats, stays = unit.flats, self._keeps and not self._last
+        # One that stays may be on its way
+        if not flats.transient or (stays and flats.here is None):
             return
         # The backend still writes to it: wait, then let go
         if flats.under_way is not None:
@@ -731,8 +737,8 @@ class Pass:
             raise changed_in_place(unit=unit.name)
         if unit.untouched is not None:
             unit.untouched.check(unit.name)
-            unit.untouched = None
-        flats.here = None
+        if not stays:
+            unit.untouched, flats.here = None, None
 
 
 def _changed(saved: Tensor, version: int) -> RuntimeError:

@@ -92,7 +92,8 @@ def shard(
             each rank keeps its own, which a program can't. Where a batch weighs 0 they stay as
             they are, and don't count in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again
-            in backward (least memory), or keep them (least traffic).
+            in backward (least memory), or keep them until backward has left the unit in the last
+            micro-batch (least traffic).
         reduce_gradients: with `accumulate=k`, of `train_step` or a program's `value_and_grad`, the
             form in which gradients add up over the micro-batches. "every_microbatch": in pieces,
             each reduced at once (least memory: S/N); "once": whole, reduced once per step or call
@@ -122,7 +123,7 @@ def shard(
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. With k micro-batches: level 2 k + 1, level 3 at most
-    3 k. Short buckets are padded to a multiple of the ranks.
+    3 k, k + 1 when not resharding. Short buckets are padded to a multiple of the ranks.
 
     The result is the unsharded step's where the loss is a mean over its batch, or returns its
     weight (`fz.Aux`). BatchNorm and dropout see each rank's own part.

@@ -22,6 +22,7 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.two_seeds import TwoSeeds
 from ..runtime.unit import Pass
+from ..runtime.unshard import UnitFlats
 from ..step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
 from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
 from ..step.micro_batches import joined, micro_batches
@@ -41,16 +42,16 @@ def run_pass(
     loss: Callable[[PyTree[Tensor]], Outcome],
     seed_of: Callable[[Outcome], LossSeed],
     before_backward: Callable[[Outcome], None],
-    flats: Sequence[Tensor],
+    flats: Sequence[UnitFlats],
     layout: Layout,
     reduction: GradientReduction,
     order: PrefetchOrder,
     options: Options,
-    log: list[str],
     *,
+    device: torch.device,
     look: bool,
-    held: ShardedTree | None = None,
-    last: bool = True,
+    first: bool,
+    last: bool,
 ) -> None:
     """Run a loss forward and backward. Its gradients go to the reduction, while backward runs.
 
@@ -62,24 +63,23 @@ def run_pass(
             it refuses the outcome.
         before_backward: takes the loss's outcome, which is still in its autograd graph, where all
             ranks are between the same collectives. It may start some.
-        flats: those that hold the params between steps, (numel,) or (piece,), bucket by bucket.
+        flats: each unit's; some may be here since an earlier pass.
         layout: of the params.
         reduction: takes the gradients. The caller finishes it, after its last pass.
         order: the units as the last pass gathered them. This pass's own order takes its place.
         options: those of `shard`.
-        log: the step, and the collectives started so far. This pass adds its own, and ranks compare
-            them afterwards.
+        device: of the leaves.
         look: whether slow questions about the loss are asked; see `is_looked_at`.
-        held: has leaves that were cut from the flats already; None: they are cut anew.
-        last: whether no other pass will give gradients to the same reduction.
+        first: whether no other pass has given gradients to the same reduction.
+        last: whether no other pass will.
 
     Raises:
         StructureError: the loss depends on no trained leaf.
     """
-    device, rank = flats[0].device, options.axes.world.rank
+    rank = options.axes.world.rank
     one_pass = Pass(
         layout,
-        make_unit_flats(flats, layout, options.axes, log, options.gather, held),
+        flats,
         reduction,
         device=device,
         order=order,
@@ -125,8 +125,10 @@ def run_pass(
     except BaseException:
         one_pass.abandon()
         raise
+    # Units that are here since an earlier pass were gathered before those of this one
+    stayed = [] if first or options.reshard_after_forward else order.units
     # Only after a pass that went well
-    order.record(one_pass.following.gathered, one_pass.uses)
+    order.record([*stayed, *one_pass.following.gathered], one_pass.uses)
 
 
 class LossOnData(NamedTuple):
@@ -169,9 +171,17 @@ def run_passes(
     look: bool,
     held: ShardedTree | None = None,
 ) -> Passed:
-    """One pass per micro-batch, whose gradients add up in the reduction.
+    """One pass per micro-batch, whose gradients add up in the reduction. With
+    `reshard_after_forward=False` each unit is gathered once for all of them.
 
-    `group`: for the means. For the other arguments, see `run_pass`.
+    Args:
+        given: the loss, and this rank's data.
+        flats: those that hold the params between steps, (numel,) or (piece,), bucket by bucket.
+        log: the step, and the collectives started so far. The passes add their own, and ranks
+            compare them afterwards.
+        group: for the means.
+        held: leaves that were cut from the flats already; None: they are cut anew.
+        layout, reduction, order, options, look: see `run_pass`.
     """
     axes, rank = options.axes, options.axes.world.rank
     parts = micro_batches(given.data, given.accumulate)
@@ -180,6 +190,11 @@ def run_passes(
     trained = [flat for flat, bucket in buckets if bucket.trainable]
     outcomes: list[Outcome] = []  # of the losses so far
     found: list[Passed] = []  # one, once the last loss is known
+
+    def of_units() -> list[UnitFlats]:
+        return make_unit_flats(flats, layout, axes, log, options.gather, held)
+
+    kept = None if options.reshard_after_forward else of_units()
 
     def passed(outcome: Outcome) -> Passed:
         metrics = {"loss": outcome.loss, **outcome.metrics}
@@ -216,14 +231,14 @@ def run_passes(
                 loss,
                 seed_of,
                 before_backward,
-                flats,
+                of_units() if kept is None else kept,
                 layout,
                 reduction,
                 order,
                 options,
-                log,
+                device=flats[0].device,
                 look=look,
-                held=held,
+                first=i == 0,
                 last=last,
             )
 
