@@ -26,6 +26,7 @@ from torch import Tensor
 from ..errors import explain
 from ..params import as_local
 from ..tree import PyTree, paths, same_structure
+from .causes import Evidence, Wrong, causes_of
 
 Grade = Literal["bitwise", "reordered", "approximate"]
 
@@ -94,6 +95,7 @@ class Difference(NamedTuple):
     got: Any
     error: float  # their distance
     allowed: float
+    leaf: Wrong | None = None  # None: not of tensors
 
     def __str__(self) -> str:
         place = f"{list(self.element)}" if self.element else ""
@@ -250,8 +252,8 @@ def are_scaled(
     for leaf in _leaf_updates(old, expected, old, got):
         if not leaf.old.numel():
             continue
-        wanted, update, hidden = factor * leaf.expected, leaf.got, _last_places(leaf.old, leaf.new)
-        allowed = RATIO * _largest(wanted) + max(1.0, factor) * hidden
+        wanted, update, hidden = factor * leaf.expected, leaf.got, last_places(leaf.old, leaf.new)
+        allowed = RATIO * largest(wanted) + max(1.0, factor) * hidden
         if not bool(((update - wanted).abs() <= allowed).all()):
             return False
         moved |= is_visible(leaf.old, leaf.new)
@@ -284,12 +286,12 @@ class _LeafUpdate(NamedTuple):
     @property
     def expected(self) -> Tensor:
         """The oracle's update, in the param's shape, float64 or complex128."""
-        return _wide(self.new) - _wide(self.old)
+        return wide(self.new) - wide(self.old)
 
     @property
     def got(self) -> Tensor:
         """The other's update, likewise."""
-        return _wide(self.new_got) - _wide(self.old_got)
+        return wide(self.new_got) - wide(self.old_got)
 
 
 def _leaf_updates(
@@ -329,7 +331,7 @@ def _check_update(
         story = "the expected update is zero, so the comparison would prove nothing"
         remedy = "give this leaf a gradient, freeze it, or name it in `unused`"
     elif equality.grade == "reordered" and not is_visible(leaf.old, leaf.new):
-        size = _largest(update)
+        size = largest(update)
         story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
         remedy = "take a larger learning rate, or float64, or name it in `unused`"
     else:
@@ -341,9 +343,9 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
     """Whether an update is well above the error that the params' last places may make. `old` has
     at least one element."""
     old, new = old.detach(), new.detach()
-    size = _largest(_wide(new) - _wide(old))
+    size = largest(wide(new) - wide(old))
     # The most that two roundings may hide, of the element with the largest last place
-    hidden = float(_last_places(old, new).max())
+    hidden = float(last_places(old, new).max())
     return size > 0 and size >= VISIBLE * hidden
 
 
@@ -355,8 +357,8 @@ def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Differ
         # Bit by bit goes by the params: a rounded update may hide a difference
         return _compare_bits(leaf.path, leaf.new, leaf.new_got, expected, got)
     # (the leaf's shape) float64: a part for the leaf, and one for each element
-    allowed = tolerance * _largest(expected) + slack + _last_places(leaf.old, leaf.new)
-    return _compare_within(leaf.path, expected, got, allowed)
+    allowed = tolerance * largest(expected) + slack + last_places(leaf.old, leaf.new)
+    return compare_within(leaf.path, expected, got, allowed)
 
 
 def _compare_values(
@@ -368,8 +370,8 @@ def _compare_values(
     if not tolerance or not expected.numel() or not is_rounded:
         return _compare_bits(path, expected, got, expected, got)
     distances = _distances(expected, got)
-    allowed = torch.full_like(distances, tolerance * _largest(expected) + slack)
-    return _compare_within(path, expected, got, allowed)
+    allowed = torch.full_like(distances, tolerance * largest(expected) + slack)
+    return compare_within(path, expected, got, allowed)
 
 
 def _compare_bits(
@@ -378,12 +380,12 @@ def _compare_bits(
     """The element that is furthest off, of those whose new values aren't the same bits."""
     if not new.numel():
         return None
-    bad = ~_same_bits(new, new_got)  # (the leaf's shape) bool
+    bad = ~same_bits(new, new_got)  # (the leaf's shape) bool
     nothing = torch.zeros_like(_distances(expected, got))
     return _furthest(path, bad, expected, got, nothing)
 
 
-def _compare_within(
+def compare_within(
     path: str,
     expected: Tensor,
     got: Tensor,
@@ -419,41 +421,42 @@ def _furthest(
         got=got[at].item(),
         error=float(error[at]),
         allowed=float(allowed[at]),
+        leaf=Wrong(0, path, wide(expected), wide(got), bad, allowed),
     )
 
 
-def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, bit by bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
 
     def bits(x: Tensor) -> Tensor:  # (*x.shape, bytes per element), uint8
         # (numel, 1), so that the view makes a row of bytes per element
         elements = x.contiguous().reshape(-1, 1)
-        return elements.view(torch.uint8).reshape(*x.shape, -1)
+        return elements.view(torch.uint8).reshape(*x.shape, x.element_size())
 
     return (bits(a) == bits(b)).all(-1)
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, float64."""
-    return (_wide(a) - _wide(b)).abs()
+    return (wide(a) - wide(b)).abs()
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     """The largest finite magnitude: a NaN or an infinity must not widen the bound for the other
     elements."""
-    sizes = _wide(x).abs()
+    sizes = wide(x).abs()
     return float(sizes.where(sizes.isfinite(), 0.0).max())
 
 
-def _last_places(old: Tensor, new: Tensor) -> Tensor:
+def last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
     if not (old.is_floating_point() or old.is_complex()):
         return old.new_zeros(old.shape, dtype=torch.float64)  # integers are not rounded
-    sizes = torch.maximum(_wide(old).abs(), _wide(new).abs())
+    sizes = torch.maximum(wide(old).abs(), wide(new).abs())
     # eps times a size is between one and two last places
     return LAST_PLACES * torch.finfo(old.dtype).eps * sizes
 
@@ -467,12 +470,23 @@ def _raise_if(
     first, *others = found
     more = ""
     if others:
-        names = _some([difference.path for difference in others])
+        names = some([difference.path for difference in others])
         more = f", and {len(others)} more leaves: {names}"
-    raise AssertionError(f"{story}{_told(context)}: {first}{more}. Grade: {equality.grade}.")
+    raise AssertionError(
+        f"{story}{_told(context)}: {first}{more}. Grade: {equality.grade}.{_causes(found, context)}"
+    )
 
 
-def _some(names: list[str], limit: int = 4) -> str:
+def _causes(found: list[Difference], context: Mapping[str, Any] | None) -> str:
+    """The mistakes that explain all differences, as a sentence."""
+    ranks = (context or {}).get("ranks")
+    sizes = {"ranks": ranks} if isinstance(ranks, int) else {}
+    leaves = [difference.leaf for difference in found if difference.leaf is not None]
+    causes = causes_of(Evidence("values", leaves, sizes)) if len(leaves) == len(found) else []
+    return f" What differs is {'; or '.join(causes)}." if causes else ""
+
+
+def some(names: list[str], limit: int = 4) -> str:
     """The first names, as "a, b, c, d, ..."."""
     shown = ", ".join(names[:limit])
     return shown + ", ..." if len(names) > limit else shown

@@ -90,6 +90,18 @@ def test_the_first_difference_is_named() -> None:
         assert part in message
 
 
+def test_the_cause_of_a_difference_is_told() -> None:
+    at = {"ranks": 2}
+    with pytest.raises(AssertionError, match=r"What differs is 2 times .* number of ranks"):
+        assert_equal_updates(params(), moved(0.1), moved(0.2), context=at)
+    with pytest.raises(AssertionError, match=r"What differs is missing: zero, or None\."):
+        assert_equal_values(moved(), tree_map(torch.zeros_like, moved()), context=at)
+    with pytest.raises(AssertionError) as caught:
+        got = tree_map(lambda x: x + torch.linspace(0.5, 2, x.numel()).view_as(x), moved())
+        assert_equal_values(moved(), got, context=at)
+    assert "What differs" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("size", "passes"), [(1e-16, True), (1e-14, False)])
 def test_reordered_allows_round_off_only(size: float, passes: bool) -> None:
     old, expected, got = (torch.full((3,), x, dtype=F64) for x in (1e-3, 2e-3, 2e-3 + size))

@@ -1,0 +1,602 @@
+"""`assert_parallel_equals_reference`: anybody's training loop on ranks, compared with one process.
+
+Note [measured]: sums in another order differ by roundings, and a model may amplify these. How far
+is measured on the reference: it runs again, from params that are off by one rounding. Ranks may be
+off by ten times what that changes: in each element, and by what it changes nine tenths of a leaf's
+elements at most, since a few runs miss some elements. In half precision that may be as much as the
+values themselves. So how many times the reference's a leaf is, as a whole, is measured and compared
+in the same way: there roundings cancel out, and a factor doesn't.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import explain
+from ..groups import ProcessGroup, launch, run_ranks
+from ..groups.protocol import Group
+from .causes import Evidence, causes_of, where
+from .comparison import ROUND_OFF
+from .equality import (
+    REORDERED,
+    Difference,
+    Equality,
+    Grade,
+    ProvesNothing,
+    as_equality,
+    compare_within,
+    is_visible,
+    largest,
+    last_places,
+    same_bits,
+    some,
+    wide,
+)
+from .recorder import (
+    KINDS,
+    Leaves,
+    Names,
+    RecordedStep,
+    Recorder,
+    Recording,
+    Share,
+    Task,
+    differences,
+)
+
+Loop: TypeAlias = Callable[[Recorder], object]
+
+_MEASURING_RUNS = 5
+_OFTEN = 0.9  # of a leaf's elements, see Note [measured]
+_TELLING = 0.25  # of itself, by which round-off may change a leaf as a whole
+_ROUNDINGS = 8  # of the largest gradient; a leaf's that are no larger may be nothing else
+_HALF = 2  # roundings that a value of half precision may always be off by
+
+
+def assert_parallel_equals_reference(
+    reference: Loop,
+    candidate: Loop,
+    ranks: int = 2,
+    *,
+    grade: Grade | Equality | Literal["measured"] = "measured",
+    rounding: torch.dtype | None = None,
+    resume_at: int | None = None,
+    names: Names | None = None,
+    sizes: Mapping[str, int] | None = None,
+    unused: Iterable[str] = (),
+    timeout: float = 120.0,
+    start_method: Literal["spawn", "fork", "threads"] = "spawn",
+) -> None:
+    """Prove a training loop on ranks, in whatever engine, by the same loop in one process.
+
+    Both are called with a `Recorder`, and tell it what each step computed. In this order, step by
+    step, are compared: the loss (the mean of the ranks' own), the gradients, the norm as logged,
+    the updates of the params, the optimizer's state, the buffers, and the params among ranks, bit
+    by bit. The first difference is raised, with the mistake that explains it, where one does.
+
+    Args:
+        reference: the loop in one process, this one. It must give the same numbers when it is
+            called again.
+        candidate: the loop on ranks, with torch.distributed initialised over gloo, or NCCL where
+            there is a GPU for each rank.
+        ranks: their number. With 3, more mistakes can be told from each other than with 2 or 4.
+        grade: how equal they must be. "measured": up to round-off as it carries in the reference,
+            and no less than "reordered" allows; float16 and bfloat16, too. "reordered" takes
+            float64 or float32; see `Equality`.
+        rounding: the coarsest dtype that the loops compute in, where it is not the params':
+            `torch.bfloat16` under autocast. Its roundings are measured then.
+        resume_at: also run the candidate up to this step, save it to `record.save_to`, and let
+            new ranks go on from `record.load_from`.
+        names: the reference's names for the candidate's, as a function or a dict. Those of DDP,
+            FSDP, torch.compile and checkpoint wrappers are taken off by themselves.
+        sizes: other numbers by which a mistake may multiply, by what they count:
+            `{"micro-batches": 4, "experts": 8}`. The axes of DTensors' meshes are found.
+        unused: paths, or patterns of paths, of trained leaves that the loss does not use, or whose
+            gradient is round-off. Of these only the replicas are compared.
+        timeout: seconds for the ranks of one run to end.
+        start_method: of `launch`; "spawn" needs functions of a module that can be imported. With
+            "threads" ranks are threads, for loops that communicate by `record.group` alone.
+
+    Raises:
+        AssertionError: naming the first leaf, step and rank that differ, by how much, and why.
+        ProvesNothing: an AssertionError, too: a trained leaf doesn't move, or round-off may change
+            a leaf that differs altogether.
+        TimeoutError: ranks still ran after `timeout` seconds.
+        Exception: the reference's or the first failing rank's, with that rank's traceback.
+    """
+    oracle = _Reference(reference, rounding)
+    run = partial(_run, candidate, ranks, timeout, start_method)
+    equality = None if grade == "measured" else as_equality(grade)
+    proof = partial(
+        _Proof, oracle, equality=equality, given_sizes=dict(sizes or {}), unused=tuple(unused)
+    )
+    oracle.check_moves(tuple(unused))
+    proof(run(Task(names=names))).run()
+    if resume_at is None:
+        return
+    if not 0 < resume_at < oracle.num_steps:
+        raise ValueError(
+            explain(
+                "no step is left on one side of the interruption",
+                expected=f"resume_at from 1 to {oracle.num_steps - 1}",
+                got=resume_at,
+            )
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(names=names, folder=Path(folder))
+        run(task.until(resume_at))
+        proof(run(task.since(resume_at))).run()
+
+
+def _run(
+    candidate: Loop, ranks: int, timeout: float, start_method: str, task: Task
+) -> list[Recording]:
+    """The candidate's recordings, by rank."""
+    on_a_rank = partial(_record, candidate, task)
+    if start_method == "threads":
+        return run_ranks(on_a_rank, ranks, timeout=timeout)
+    found = launch(on_a_rank, ranks, timeout=timeout, start_method=start_method)  # type: ignore[arg-type]
+    if len(found) != ranks:
+        raise RuntimeError(
+            explain(
+                "a launcher has started this process, so that its ranks can't be compared here",
+                expected=f"{ranks} recordings",
+                got=len(found),
+                remedy="start the proof with python, without torchrun or srun",
+            )
+        )
+    return found
+
+
+def _record(candidate: Loop, task: Task, group: Group | None = None) -> Recording:
+    """Run the candidate on this rank."""
+    recorder = Recorder(group or ProcessGroup(), task)
+    candidate(recorder)
+    return recorder.recording
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The loop in one process, and how it runs."""
+
+    loop: Loop
+    rounding: torch.dtype | None = None  # the dtype whose roundings are measured
+
+    def run(self, jitter: int | None = None, share: Share | None = None) -> Recording:
+        recorder = Recorder(
+            task=Task(is_reference=True, share=share, jitter=jitter, rounding=self.rounding)
+        )
+        with torch.random.fork_rng(devices=[]):  # the caller's stream goes on as it was
+            self.loop(recorder)
+        return recorder.recording
+
+    @cached_property
+    def recording(self) -> Recording:
+        return self.run()
+
+    @cached_property
+    def measuring(self) -> list[Recording]:
+        """Runs that begin with params that are off by one rounding."""
+        return [self.run(jitter=seed) for seed in range(_MEASURING_RUNS)]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.recording.steps)
+
+    def check_moves(self, unused: tuple[str, ...]) -> None:
+        """Refuse a run that would prove nothing."""
+        run = self.recording
+        if not run.steps:
+            raise ProvesNothing("the reference has recorded no step. Remedy: call record.step")
+        for name in run.trained or run.start:
+            if any(fnmatchcase(name, pattern) for pattern in unused):
+                continue
+            every = [run.params(k)[name] for k in range(-1, self.num_steps)]
+            pairs = itertools.pairwise(every)
+            if every[0].numel() and not any(is_visible(old, new) for old, new in pairs):
+                raise ProvesNothing(
+                    explain(
+                        "no step of the reference moves this leaf visibly, so that a comparison "
+                        "would prove nothing",
+                        path=name,
+                        remedy="give it a gradient, take a larger learning rate or float64, or "
+                        "name it in `unused`",
+                    )
+                )
+
+    def check_repeats(self, k: int, kind: str) -> None:
+        """Refuse a loop that draws other numbers each time: neither round-off nor causes can be
+        told then."""
+        first, again = (self.values(k, kind, run) or {} for run in (None, self.run()))
+        if not all(
+            bool(same_bits(x, y).all()) for x, y in zip(first.values(), again.values(), strict=True)
+        ):
+            raise AssertionError(
+                "The reference gives other numbers when it runs again. Remedy: seed all that it "
+                "draws, and make model and optimizer anew in each call."
+            )
+
+    def values(self, k: int, kind: str, run: Recording | None = None) -> Leaves | None:
+        """The values of a kind in step k. Those of the start are the params themselves, or how far
+        they are from the start where a run is resumed after step k."""
+        run = run or self.recording
+        if kind != "start":
+            return run.values(k, kind)
+        return run.start if k < 0 else differences(run.params(k), run.start)
+
+    def spread(self, k: int, kind: str) -> Leaves:
+        """How far round-off may carry, by leaf, elementwise; see Note [measured]."""
+        found = {}
+        for name, leaf in (self.values(k, kind) or {}).items():
+            if leaf.numel():
+                others = [(self.values(k, kind, run) or {})[name] for run in self.measuring]
+                most = torch.stack([(wide(x) - wide(leaf)).abs() for x in others]).amax(0)
+                often = most.flatten().kthvalue(math.ceil(_OFTEN * most.numel())).values
+                found[name] = ROUND_OFF * torch.maximum(most, often)
+        return found
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """One run of the candidate beside the reference's."""
+
+    oracle: _Reference
+    got: Sequence[Recording]  # by rank
+    equality: Equality | None  # None: round-off is measured
+    given_sizes: Mapping[str, int]
+    unused: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """The number of this run's first step: 0, or where it was resumed."""
+        return self.got[0].first
+
+    def run(self) -> None:
+        """Raise at the first difference."""
+        expected = self.oracle.num_steps - self.first
+        for rank, run in enumerate(self.got):
+            if len(run.steps) != expected:
+                raise AssertionError(
+                    explain(
+                        "the candidate and the reference recorded other numbers of steps",
+                        expected=expected,
+                        got=len(run.steps),
+                        rank=rank,
+                        remedy="call record.step once for each batch of record.batches",
+                    )
+                )
+        self._compare(self.first - 1, "start")
+        for k in range(self.first, self.oracle.num_steps):
+            for kind in KINDS:
+                self._compare(k, kind)
+            self._compare_ranks(k)
+
+    def _got(self, k: int, kind: str) -> list[Leaves] | None:
+        """What each rank has recorded; of the losses, their mean alone."""
+        origin = self.oracle.recording.start
+        ranks: list[Leaves | None] = []
+        for run in self.got:
+            if kind == "start":
+                ranks.append(run.start if k < 0 else differences(run.start, origin))
+            else:
+                ranks.append(run.values(k, kind))
+        told = [values or {} for values in ranks]
+        if kind == "loss" and all(told):
+            told = [{kind: torch.stack([wide(values[kind]) for values in told]).mean(0)}]
+        return told if any(values is not None for values in ranks) else None
+
+    def _compare(self, k: int, kind: str) -> None:
+        """Raise where some rank's values differ from the reference's."""
+        expected, got = self.oracle.values(k, kind), self._got(k, kind)
+        if expected is None and got is None:
+            return
+        expected, got = expected or {}, got or [{}]
+        self._check_names(kind, expected, got)
+        found = self._differences(k, kind, expected, got)
+        if found:
+            self.oracle.check_repeats(k, kind)
+        if found and self.equality is None:
+            spread = self.oracle.spread(k, kind)
+            beyond = self._differences(k, kind, expected, got, spread)
+            found = beyond or self._off_as_a_whole(k, kind, found, spread)
+        if found:
+            self._check_is_more_than_round_off(k, kind, found[0].path, expected)
+            raise AssertionError(self._story(k, kind, found, got))
+
+    def _check_names(self, kind: str, expected: Leaves, got: list[Leaves]) -> None:
+        """Raise unless each leaf of the reference is on some rank, in its shape, and no other."""
+        held = {name: leaf for values in got for name, leaf in values.items()}
+        for name in [*expected, *held]:
+            kinds = [_kind(x[name]) if name in x else "no such leaf" for x in (expected, held)]
+            if kinds[0] != kinds[1]:
+                raise AssertionError(
+                    explain(
+                        f"the candidate and the reference recorded other leaves ({kind})",
+                        path=name,
+                        expected=kinds[0],
+                        got=kinds[1],
+                        remedy="record the same in both; names={...} maps the candidate's names, "
+                        "and a dict of whole tensors may stand for a module or an optimizer",
+                    )
+                )
+
+    def _differences(
+        self,
+        k: int,
+        kind: str,
+        expected: Leaves,
+        got: list[Leaves],
+        spread: Leaves | None = None,
+    ) -> list[Difference]:
+        found = []
+        for rank, values in enumerate(got):
+            for name, leaf in expected.items():
+                if name not in values or not leaf.numel() or self._is_unused(name):
+                    continue
+                allowed = self._allowed(k, kind, name, leaf)
+                if spread is not None:
+                    allowed = allowed + spread[name]
+                difference = compare_within(name, leaf, values[name], allowed)
+                if difference is not None and difference.leaf is not None:
+                    here = difference.leaf._replace(rank=rank)
+                    found.append(difference._replace(leaf=here))
+        return found
+
+    def _allowed(self, k: int, kind: str, name: str, leaf: Tensor) -> Tensor:
+        """How far the elements of a leaf may be apart without measuring."""
+        nothing = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return nothing
+        run = self.oracle.recording
+        dtypes = {leaf.dtype, *(x.dtype for x in run.start.values())}
+        if self.oracle.rounding is not None:
+            dtypes.add(self.oracle.rounding)
+        tolerance = _floor(dtypes) if self.equality is None else self.equality.tolerance(dtypes)
+        allowed = nothing + tolerance * largest(leaf)
+        if tolerance and kind == "updates":
+            allowed += last_places(run.params(k - 1)[name], run.params(k)[name])
+        elif tolerance and kind == "start" and k >= 0:
+            allowed += last_places(run.start[name], run.params(k)[name])
+        return allowed
+
+    def _off_as_a_whole(
+        self, k: int, kind: str, found: list[Difference], spread: Leaves
+    ) -> list[Difference]:
+        """Of leaves whose elements are near enough, those that are another multiple of the
+        reference's; see Note [measured]."""
+        off = []
+        for difference in found:
+            name, leaf = difference.path, difference.leaf
+            if leaf is None:
+                continue
+            runs = [self.oracle.values(k, kind, run) or {} for run in self.oracle.measuring]
+            apart = max(abs(_ratio(leaf.expected, wide(values[name])) - 1) for values in runs)
+            allowed = ROUND_OFF * apart + _floor([torch.float32])
+            if not allowed <= _TELLING:  # a NaN, too
+                raise ProvesNothing(
+                    explain(
+                        f"it can't be told whether {_differ(kind)}{self._at(k)}: params that are "
+                        f"off by one rounding change this leaf as a whole by {apart:.1%}",
+                        path=name,
+                        remedy="prove it in float64, or name it in `unused` where its true "
+                        "gradient is zero",
+                    )
+                )
+            if abs(_ratio(leaf.expected, leaf.got) - 1) > allowed:
+                # As near to what explains it as round-off lets it be
+                measured = leaf._replace(allowed=leaf.allowed + spread[name])
+                off.append(difference._replace(leaf=measured))
+        return off
+
+    def _check_is_more_than_round_off(self, k: int, kind: str, name: str, expected: Leaves) -> None:
+        """Refuse a gradient that is about zero beside the others: a few runs may round it alike."""
+        if kind != "gradients":
+            return
+        size = largest(expected[name])
+        most = max(largest(leaf) for leaf in expected.values() if leaf.numel())
+        if 0 < size <= _ROUNDINGS * torch.finfo(expected[name].dtype).eps * most:
+            raise ProvesNothing(
+                explain(
+                    f"it can't be told whether {_differ(kind)}{self._at(k)}: this leaf's are at "
+                    f"most {size:.3g}, and others' {most:.3g}",
+                    path=name,
+                    remedy="name it in `unused` if its true gradient is zero, or take float64",
+                )
+            )
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether the values of a leaf, or what an optimizer keeps for it, may be round-off."""
+        return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in self.unused)
+
+    def _compare_ranks(self, k: int) -> None:
+        """Raise unless the params that several ranks hold are the same, to the bit."""
+        for rank, run in enumerate(self.got):
+            for name, leaf in run.params(k).items():
+                first = next(r.params(k)[name] for r in self.got if name in r.params(k))
+                if not bool(same_bits(first, leaf).all()):
+                    apart = float((wide(first) - wide(leaf)).abs().max())
+                    raise AssertionError(
+                        explain(
+                            f"the replicas of a leaf differ{self._at(k)}: by {apart:.3g}, no "
+                            "more than round-off, but they will drift apart",
+                            path=name,
+                            rank=rank,
+                            remedy="let all ranks start from the same params, and update them by "
+                            "the same sums, in one order",
+                        )
+                    )
+
+    # The story of a difference
+
+    def _at(self, k: int) -> str:
+        resumed = f", in the run that was resumed at step {self.first}" if self.first else ""
+        return f" at step {k}{resumed}" if k >= self.first else f" at the start{resumed}"
+
+    def _story(self, k: int, kind: str, found: list[Difference], got: list[Leaves]) -> str:
+        """Which values differ, where, and why."""
+        first, *others = found
+        evidence = self._evidence(k, kind, found, got)
+        what = f"{_differ(kind)}{self._at(k)}"
+        names = [name for name in dict.fromkeys(d.path for d in others) if name != first.path]
+        more = f", and {len(names)} more leaves: {some(names)}" if names else ""
+        lines = [f"{what}: {first}{more}."]
+        if place := where(evidence):
+            lines.append(f"Where: {place}.")
+        lines += self._facts(k, kind, first)
+        return "\n".join([*lines, self._why(kind, evidence)])
+
+    def _why(self, kind: str, evidence: Evidence) -> str:
+        """The mistake that explains the difference, or at least that of its first leaf."""
+        causes, of = causes_of(evidence), ""
+        if not causes:
+            leaf = evidence.wrong[0].leaf
+            its = [row for row in evidence.wrong if row.leaf == leaf]
+            causes, of = causes_of(replace(evidence, wrong=its)), f" of {leaf}"
+        if kind == "start" and self.first and any("missing" in cause for cause in causes):
+            return "These are the params of the start: nothing was loaded."
+        if causes:
+            return f"What differs{of} is {'; or '.join(causes)}."
+        unknown = "No mistake that is known here explains it."
+        if self._all_take_batches:
+            return unknown
+        return f"{unknown} More is known where both loops take record.batches."
+
+    def _evidence(self, k: int, kind: str, found: list[Difference], got: list[Leaves]) -> Evidence:
+        oracle, run = self.oracle, self.oracle.recording
+
+        def wide_values(values: Leaves | None) -> Leaves | None:
+            return None if values is None else {n: wide(x) for n, x in values.items()}
+
+        def shares() -> list[Leaves]:
+            parts = max(run.shares[1] for run in self.got if run.shares is not None)
+            runs = [oracle.run(share=Share(k, part, parts)) for part in range(parts)]
+            return [wide_values(run.values(k, kind)) or {} for run in runs]
+
+        inside = k >= self.first
+        wrong = [d.leaf for d in found if d.leaf is not None]
+        last = k + 1 == oracle.num_steps
+        return Evidence(
+            kind,
+            wrong,
+            self._sizes,
+            num_leaves=len({name for values in got for name in values}),
+            ranks=[wide_values(values) or {} for values in got],
+            uses=run.uses,
+            earlier=wide_values(oracle.values(k - 1, kind)) if inside and k > 0 else None,
+            later=wide_values(self.got[0].values(k + 1, kind)) if inside and not last else None,
+            shares=shares if inside and self._has_shares else None,
+            share_of=[run.shares[0] for run in self.got if run.shares],
+            gradients=wide_values(oracle.values(k, "gradients")) if inside else None,
+            params=wide_values(run.params(k - 1)) if inside else None,
+            adam=self._adam(k, wrong[0].leaf) if kind == "updates" else None,
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Numbers by which a mistake may multiply, by what they count."""
+        num, first = len(self.got), self.got[0]
+        found = {"ranks": num}
+        if first.shares is not None:
+            found["parts of the batch"] = first.shares[1]
+        found |= first.axes
+        others = {what: size for what, size in found.items() if size != num}
+        return {"ranks": num, **others, **self.given_sizes}
+
+    @property
+    def _all_take_batches(self) -> bool:
+        return all(run.shares is not None for run in (self.oracle.recording, *self.got))
+
+    @property
+    def _has_shares(self) -> bool:
+        """Whether the reference can be run on the rows of one rank."""
+        parts = {run.shares[1] for run in self.got if run.shares is not None}
+        return self._all_take_batches and len(parts) == 1 and max(parts) > 1
+
+    def _adam(self, k: int, name: str) -> tuple[float, float, int] | None:
+        """b1, b2 and the number of the step, where the reference's optimizer is some Adam."""
+        step = self.oracle.recording.at(k)
+        settings = step.settings.get(name, {})
+        counted = step.others.get("optimizer state", {}).get(f"{name}.step")
+        if "betas.0" not in settings or counted is None:
+            return None
+        return settings["betas.0"], settings["betas.1"], int(counted)
+
+    def _facts(self, k: int, kind: str, first: Difference) -> list[str]:
+        """What else is seen beside the first difference, which may be its cause."""
+        run = self.oracle.recording
+        if k < 0:
+            return ["Ranks must start from the reference's params: seed all alike, or broadcast."]
+        if k < self.first or first.leaf is None:
+            return []
+        rank = first.leaf.rank
+        ours, theirs = run.at(k), self.got[rank].at(k)
+        lines = []
+        # An optimizer's state is named by its param and a key
+        for param in (first.path, first.path.rpartition(".")[0]):
+            lines += _other_settings(param, ours, theirs)
+        if ours.draws or theirs.draws:
+            pairs = (("the reference", ours), (f"rank {rank}", theirs))
+            who = " and ".join(name for name, step in pairs if step.draws)
+            lines.append(
+                f"In this step {who} drew random numbers: dropout on ranks isn't the reference's."
+            )
+        return lines
+
+
+_SUBJECTS = {
+    "loss": "the loss differs",
+    "norm": "the norm differs",
+    "optimizer state": "the optimizer's state differs",
+    "start": "the params differ",
+}
+
+
+def _differ(kind: str) -> str:
+    return _SUBJECTS.get(kind, f"the {kind} differ")
+
+
+def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> list[str]:
+    """What torch's optimizers say of a param: other settings, or another number of steps."""
+    if theirs.settings and param in ours.settings and param not in theirs.settings:
+        return [f"The candidate's optimizer has no param group with {param}."]
+    wanted, found = (step.settings.get(param, {}) for step in (ours, theirs))
+    lines = []
+    for key, value in wanted.items():
+        if key in found and not math.isclose(value, found[key]):
+            lines.append(
+                f"The optimizer's {key} is {found[key]:g}, and {value:g} in the reference."
+            )
+    states = [step.others.get("optimizer state", {}) for step in (theirs, ours)]
+    counts = [float(state.get(f"{param}.step", math.nan)) for state in states]
+    if abs(counts[0] - counts[1]) >= 1:
+        lines.append(
+            f"The optimizer counts step {counts[0]:g}, and {counts[1]:g} in the reference."
+        )
+    return lines
+
+
+def _floor(dtypes: Iterable[torch.dtype]) -> float:
+    """What values may be off by without measuring, relative to the largest of their leaf."""
+    real = [dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max((REORDERED.get(d, _HALF * torch.finfo(d).eps) for d in real), default=0.0)
+
+
+def _ratio(expected: Tensor, got: Tensor) -> float:
+    """The multiple of the expected values that comes closest to what there is."""
+    return float((expected.conj() * got).real.sum() / expected.abs().square().sum())
+
+
+def _kind(leaf: Tensor) -> str:
+    """A leaf's shape and dtype; numbers have no dtype that counts."""
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if leaf.dim() else "a number"

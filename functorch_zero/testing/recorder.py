@@ -1,0 +1,372 @@
+"""`Recorder`: a training loop tells it what each step computed. `Recording` is what it keeps.
+
+All values are kept whole, on the CPU, by the names that a plain module gives its params.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Number
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+
+from ..errors import explain
+from ..groups import SingleRank
+from ..groups.protocol import Group
+from ..tree import PyTree, named_leaves
+from .equality import wide
+from .runs import split
+
+Leaves: TypeAlias = dict[str, Tensor]  # by name; whole, on the CPU
+Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+# In the order in which they are compared; by the first that differs the others are spoilt
+KINDS = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
+
+# Names that wrappers of modules put between a module and its params
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+@dataclass
+class RecordedStep:
+    """One step; a kind that wasn't recorded is left out."""
+
+    params: Leaves  # after it
+    others: dict[str, Leaves]  # by kind: all but the updates
+    settings: dict[str, dict[str, float]]  # by param, torch's optimizer's: lr, weight_decay, ...
+    draws: bool  # whether random numbers were drawn
+
+
+@dataclass
+class Recording:
+    """One run, as one rank recorded it."""
+
+    first: int = 0  # the number of the first step
+    start: Leaves = field(default_factory=dict)  # the params before it
+    trained: set[str] = field(default_factory=set)
+    uses: dict[str, int] = field(default_factory=dict)  # of tied params: how many names each has
+    axes: dict[str, int] = field(default_factory=dict)  # of the meshes that DTensors lie on
+    shares: tuple[int, int] | None = None  # which part of the batches this is, of how many
+    steps: list[RecordedStep] = field(default_factory=list)
+
+    def at(self, k: int) -> RecordedStep:
+        return self.steps[k - self.first]
+
+    def params(self, k: int) -> Leaves:
+        """The params after step k; those of the start before the first one."""
+        return self.start if k < self.first else self.at(k).params
+
+    def values(self, k: int, kind: str) -> Leaves | None:
+        """The values of a kind in step k, if they were recorded."""
+        if kind == "updates":
+            return differences(self.params(k), self.params(k - 1))
+        return self.at(k).others.get(kind)
+
+
+class Share(NamedTuple):
+    """A run that takes batches whole, but of one of them a rank's rows, and ends there."""
+
+    step: int
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which run a recorder is for."""
+
+    first: int = 0  # the number of the first step
+    stop: int | None = None  # and of the one that is not run any more
+    folder: Path | None = None  # where a run is saved that stops, or is loaded from
+    names: Names | None = None
+    jitter: int | None = None  # seeds params that are off by a rounding at the start
+    rounding: torch.dtype | None = None  # the dtype of that rounding; None: each param's own
+    share: Share | None = None  # of the reference's batches
+    is_reference: bool = False
+
+    def until(self, step: int) -> Task:
+        """The first part of this run, which is saved."""
+        return replace(self, stop=step)
+
+    def since(self, step: int) -> Task:
+        """The second part, which is loaded."""
+        return replace(self, first=step)
+
+
+class Recorder:
+    """What a reference and a candidate of `assert_parallel_equals_reference` are given: it says
+    what to run, and is told what came out.
+
+    Attributes:
+        group: the ranks, with their collectives: `group.rank`, `group.size`. In the reference there
+            is one. In processes torch.distributed is initialised, too.
+        save_to: where this run is to be saved after its last batch, a folder that all ranks share;
+            or None.
+        load_from: the folder from which this run goes on; or None.
+
+    >>> import torch
+    >>> from functorch_zero.testing import assert_parallel_equals_reference
+    >>> def train(record):
+    ...     model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    ...     with torch.no_grad():
+    ...         model.weight.fill_(0.5), model.bias.fill_(0.1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ...     record.start(model)
+    ...     for x in record.batches([torch.arange(12.0, dtype=torch.float64).view(4, 3)] * 2):
+    ...         loss = model(x).square().mean()
+    ...         loss.backward()
+    ...         for p in model.parameters():
+    ...             flat = p.grad.view(-1)
+    ...             record.group.all_reduce(flat).wait()
+    ...             flat /= record.group.size
+    ...         record.gradients(model)
+    ...         optimizer.step()
+    ...         record.step(model, optimizer, loss=loss)
+    ...         optimizer.zero_grad()
+    >>> assert_parallel_equals_reference(train, train, ranks=2, start_method="threads")
+    """
+
+    def __init__(self, group: Group | None = None, task: Task | None = None) -> None:
+        self.group: Group = group or SingleRank()
+        self._task = task = task or Task(is_reference=True)
+        self.save_to = task.folder if task.stop is not None else None
+        self.load_from = task.folder if task.first else None
+        self.recording = Recording(task.first)
+        self._gradients: Leaves | None = None  # of the step that isn't recorded yet
+        self._random = torch.get_rng_state()  # uint8, of the CPU's generator
+
+    def start(self, params: PyTree[Tensor]) -> PyTree[Tensor]:
+        """Tell the params before the first step, and take the ones to train.
+
+        A module is returned itself; of a tree take what is returned. To measure how far one
+        rounding carries, some runs of the reference start with params that are off by one.
+
+        Args:
+            params: a module, or a tree of tensors. DTensors are made whole, here and in the other
+                methods, so that all ranks must call them alike. With `load_from`: the loaded ones.
+        """
+        if self._task.jitter is not None:
+            params = _off_by_a_rounding(params, self._task.jitter, self._task.rounding)
+        named = self._named(params)
+        recording = self.recording
+        recording.start = self._all_whole(named)
+        recording.trained = {name for name, leaf in named.items() if leaf.requires_grad}
+        recording.uses = _uses(params, named)
+        self._random = torch.get_rng_state()
+        return params
+
+    def batches(
+        self, batches: Iterable[Any], *, part: int | None = None, parts: int | None = None
+    ) -> Iterator[Any]:
+        """The batches of this run: whole in the reference, and this rank's rows of each on ranks.
+
+        Batches are cut into consecutive rows; numbers stay whole, so that `range(5)` gives the
+        steps' numbers to those who load batches themselves. A run that is resumed gets the batches
+        from its first step on.
+
+        Args:
+            batches: trees of tensors with rows along dim 0, one per step.
+            part: which part of the rows is this rank's. None: its number.
+            parts: into how many parts each batch is cut. None: the number of ranks. Ranks along a
+                tensor-parallel axis take the same part. The reference ignores both.
+        """
+        task = self._task
+        if task.is_reference:
+            part, parts = 0, 1
+        part = self.group.rank if part is None else part
+        parts = self.group.size if parts is None else parts
+        self.recording.shares = (part, parts)
+        for k, batch in enumerate(itertools.islice(batches, task.stop)):
+            if task.share is not None and k == task.share.step:
+                yield split(batch, task.share.parts)[task.share.part]
+                return
+            if k >= task.first:
+                yield batch if parts == 1 else split(batch, parts)[part]
+
+    def gradients(self, gradients: PyTree[Tensor]) -> None:
+        """Tell the gradients of this step, reduced over ranks and before they are clipped.
+
+        Args:
+            gradients: a module, whose params have them in `grad`, or a tree of tensors, named as
+                the params are. A module's gradient of None counts as zero; what a tree leaves out
+                is held by other ranks.
+        """
+        self._check_started()
+        named = self._named(gradients)
+        if isinstance(gradients, nn.Module):
+            zeros = {name: torch.zeros_like(leaf) for name, leaf in self.recording.start.items()}
+            named = {
+                name: zeros[name] if leaf.grad is None else leaf.grad
+                for name, leaf in named.items()
+                if leaf.requires_grad
+            }
+        self._gradients = self._all_whole(named)
+
+    def step(
+        self,
+        params: PyTree[Tensor],
+        optimizer: Any = None,
+        *,
+        loss: Any = None,
+        norm: Any = None,
+        buffers: PyTree[Tensor] | None = None,
+    ) -> None:
+        """Tell the results of this step, after the optimizer's. Whatever the reference tells, the
+        candidate must tell, too.
+
+        Args:
+            params: a module, or a tree of tensors.
+            optimizer: one of torch, or the state as a tree. A rank may leave out what other ranks
+                hold.
+            loss: a number. Of ranks' losses the mean is taken.
+            norm: the gradients' norm as it is logged: the same on all ranks.
+            buffers: a tree. A module's own are taken by themselves.
+        """
+        self._check_started()
+        named = self._named(params)
+        told: dict[str, Any] = {}
+        if loss is not None:
+            told["loss"] = {"loss": loss}
+        if norm is not None:
+            told["norm"] = {"norm": norm}
+        if self._gradients is not None:
+            told["gradients"] = self._gradients
+        if buffers is not None:
+            told["buffers"] = named_leaves(buffers)
+        elif isinstance(params, nn.Module):
+            told["buffers"] = self._renamed(dict(params.named_buffers()))
+        settings: dict[str, dict[str, float]] = {}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            settings = _settings_of(optimizer, named)
+            told["optimizer state"] = _state_of(optimizer, named)
+        elif optimizer is not None:
+            told["optimizer state"] = named_leaves(optimizer)
+        others = {}
+        for kind in KINDS:  # in this order on all ranks, since DTensors are made whole
+            if kind in told:
+                others[kind] = self._all_whole(told[kind])
+        random, self._random = self._random, torch.get_rng_state()
+        draws = not torch.equal(random, self._random)
+        params = self._all_whole(named)
+        self.recording.steps.append(RecordedStep(params, others, settings, draws))
+        self._gradients = None
+
+    def _check_started(self) -> None:
+        if not self.recording.start:
+            raise ValueError(
+                explain("a step was told before the start", remedy="call record.start(model)")
+            )
+
+    def _named(self, tree: PyTree[Any]) -> dict[str, Any]:
+        """A module's params, or a tree's leaves, by their names in the reference."""
+        is_module = isinstance(tree, nn.Module)
+        return self._renamed(dict(tree.named_parameters()) if is_module else named_leaves(tree))
+
+    def _renamed(self, named: dict[str, Any]) -> dict[str, Any]:
+        names = self._task.names
+        plain = _without_wrappers(list(named))
+        if callable(names):
+            plain = [names(name) for name in plain]
+        elif names is not None:
+            plain = [names.get(name, name) for name in plain]
+        return dict(zip(plain, named.values(), strict=True))
+
+    def _all_whole(self, named: dict[str, Any]) -> Leaves:
+        return {name: self._whole(value) for name, value in named.items()}
+
+    def _whole(self, value: Any) -> Tensor:
+        """A copy of a value on the CPU; all of a DTensor, whose ranks must all come here."""
+        if hasattr(value, "full_tensor"):
+            mesh = value.device_mesh
+            for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+                self.recording.axes[f"ranks along {axis}"] = size
+            value = value.full_tensor()
+        if not isinstance(value, Tensor):  # a number, or an array
+            value = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        found: Tensor = value.detach()
+        if found.layout != torch.strided:  # gradients of a sparse embedding
+            found = found.to_dense()
+        return found.cpu().clone()
+
+
+def differences(new: Leaves, old: Leaves) -> Leaves:
+    """`new - old` of the leaves that both have, float64 or complex128."""
+    return {name: wide(leaf) - wide(old[name]) for name, leaf in new.items() if name in old}
+
+
+def _without_wrappers(names: list[str]) -> list[str]:
+    """The names without those of wrappers; DDP and DeepSpeed put "module" before all of them."""
+    parts = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
+    while parts and all(part[0] == "module" and len(part) > 1 for part in parts):
+        parts = [part[1:] for part in parts]
+    return [".".join(part) for part in parts]
+
+
+def _uses(params: PyTree[Tensor], named: dict[str, Tensor]) -> dict[str, int]:
+    """How many names each tied param of a module has."""
+    if not isinstance(params, nn.Module):
+        return {}
+    every = [id(p) for _, p in params.named_parameters(remove_duplicate=False)]
+    return {name: every.count(id(p)) for name, p in named.items() if every.count(id(p)) > 1}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and tensors that an optimizer keeps for each param."""
+    found = {}
+    for name, param in named.items():
+        for key, value in named_leaves(dict(optimizer.state.get(param, {}))).items():
+            if isinstance(value, Tensor | Number):
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def _settings_of(
+    optimizer: torch.optim.Optimizer, named: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """The numbers in each param's group; flags choose kernels, and are left out."""
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    found: dict[str, dict[str, float]] = {}
+    for name, param in named.items():
+        if id(param) in groups:
+            given = {
+                key: x
+                for key, x in groups[id(param)].items()
+                if key not in ("params", "initial_lr")
+            }
+            found[name] = {
+                key: float(x)  # type: ignore[arg-type]
+                for key, x in named_leaves(given).items()
+                if isinstance(x, Tensor | Number) and not isinstance(x, bool)
+            }
+    return found
+
+
+def _off_by_a_rounding(
+    params: PyTree[Tensor], seed: int, dtype: torch.dtype | None
+) -> PyTree[Tensor]:
+    """The params with each element off by a rounding to a dtype: a module's in place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def off(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        signs = (
+            2 * torch.randint(2, leaf.shape, generator=generator, device="cpu").to(leaf.device) - 1
+        )
+        # A bit more than the most that rounding may do, so that one of this dtype does move
+        unit = 0.51 * torch.finfo(dtype or leaf.dtype).eps
+        moved = wide(leaf.detach()) * (1 + unit * signs)
+        return moved.to(leaf.dtype).requires_grad_(leaf.requires_grad)
+
+    if not isinstance(params, nn.Module):
+        return tree_map(off, params)
+    for param in params.parameters():
+        param.data.copy_(off(param).detach())
+    return params
