@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 Box = tuple[tuple[int, int], ...]  # for each dim of a leaf, a half-open range
 
 
@@ -17,8 +19,8 @@ class Extent:
     Attributes:
         shape: of the whole leaf. Transforms decide by it, so that all ranks decide alike.
         start, stop: in the flattened box.
-        box: for each dim, the half-open range that the box takes of it; None: the whole leaf, as in
-            all layouts here. With a box a piece can lie in some columns of a matrix.
+        box: for each dim, the half-open range that the box takes of it; None: the whole leaf. With
+            a box a piece can lie in some columns of a matrix, as torch's tensor parallelism cuts.
     """
 
     shape: tuple[int, ...]
@@ -74,3 +76,10 @@ class Extent:
                 "which don't need one"
             )
         return slice(self.start, self.stop)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The piece's elements as a view of a whole leaf: (n,), or of the shape of the box."""
+        if self.box is None:
+            return whole.view(-1)[self.in_leaf]
+        assert self.num_here == prod(self.box_shape), self
+        return whole[tuple(slice(*ends) for ends in self.box)]

@@ -18,7 +18,7 @@ of a param is a view of what its rank holds.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -129,6 +129,18 @@ class Bucket:
         start = _clamp(first, 0, numel)
         stop = _clamp(first + self.piece, 0, numel)
         return Extent(self.shapes[k], start, stop)
+
+    def holders(self, k: int) -> Sequence[int]:
+        """The numbers of the pieces that have elements of the k-th leaf, of a bucket that is
+        cut."""
+        if not self.numels[k]:
+            return range(0)
+        first, last = self.offsets[k], self.offsets[k] + self.numels[k] - 1
+        return range(first // self.piece, last // self.piece + 1)
+
+    def counts(self, rank: int) -> bool:
+        """Whether a sum over ranks counts this rank's elements, which no rank before holds, too."""
+        return True
 
     def parts(self, start: int, stop: int) -> tuple[int, ...]:
         """The sizes of the parts that the elements [start, stop) consist of: padding, leaf,

@@ -1,6 +1,6 @@
 """Optimizers as pure transforms that declare the part of a tensor that they must see."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
 from . import contrib
 from .base import (
@@ -89,6 +89,9 @@ from .wrappers.wrappers import (
     params_ema,
     sam,
 )
+
+if TYPE_CHECKING:
+    from ..sharded.to_torch import to_torch as to_torch
 
 # Transforms: the words of an author, and their plain data
 __all__ = [
@@ -210,10 +213,16 @@ __all__ += [
     "import_torch_state",
     "replace_states",
     "state_metrics",
+    "to_torch",
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Say where a name of the long tail is."""
+def __getattr__(name: str) -> Any:
+    """Import `to_torch`, which lies above this folder, when it is first used; and say where a name
+    of the long tail is."""
+    if name == "to_torch":
+        from importlib import import_module
+
+        return import_module("..sharded.to_torch", __name__).to_torch
     where = f": it is optim.contrib.{name}" if name in contrib.__all__ else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")

@@ -39,9 +39,9 @@ from ..optim.across import (
 )
 from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
-from ..tree import PyTree, copied_if_in, select
+from ..tree import PyTree, copied_if_in, same_structure, select
 from .dim_reductions import reduce_piece, spread_over_piece
-from .pointwise import PointwiseOnFlats
+from .pointwise import Donate, PointwiseOnFlats
 from .state_plan import EVERYONE, owners_of
 from .whole_leaf import Exchange, batches, run_batch
 
@@ -56,7 +56,8 @@ class Sharded(Across):
     Args:
         layout: how the params are cut over the group.
         group: the ranks.
-        donate: pointwise updates may overwrite the updates and the state they are given.
+        donate: pointwise updates may overwrite the updates and the state they are given; or the
+            state alone.
         mask: the leaves that the trees have; None: all trained ones.
     """
 
@@ -65,7 +66,7 @@ class Sharded(Across):
         layout: Layout,
         group: Group,
         *,
-        donate: bool = False,
+        donate: Donate = False,
         mask: PyTree[bool] | None = None,
     ):
         self._layout, self._group, self._donate = layout, group, donate
@@ -73,6 +74,10 @@ class Sharded(Across):
         self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
         # Per leaf, whether its pieces lie on several ranks; not so at level 0, or on one rank
         self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
+        # Per leaf, whether this rank's elements count in sums: no rank before it holds them, too
+        counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.places]
+        self._counts = select(layout.treedef.unflatten(counts), mask)
+        self._all_count = all(counts)
         self._on_flats = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
@@ -102,11 +107,12 @@ class Sharded(Across):
             cuts += self._cut_leaves(tree)
         if op != "norm":
             shares = tree_map(lambda x: reduce_leaf(x, op), list(trees))  # of this rank, 0-d
-            return tuple(self._reduce(shares, op, cuts))
+            return tuple(self._reduce(self._counted(shares, op), op, cuts))
         # Squares add up over ranks, norms don't
         leaves, treedef = optree.tree_flatten(list(trees))
         squares = treedef.unflatten(on_numbers(torch.square, norms_of(leaves)))
-        return tuple(on_numbers(torch.sqrt, self._reduce(squares, "sum", cuts)))
+        shares = self._counted(squares, "sum")
+        return tuple(on_numbers(torch.sqrt, self._reduce(shares, "sum", cuts)))
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduce_leaf_dims(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
@@ -122,7 +128,7 @@ class Sharded(Across):
             share = self._per_leaf(reduce_leaf_dims, tree, dim)
             shares.append(share)
             cuts += optree.tree_leaves(tree_map(cut_if_asked, self._is_cut, share))
-        return tuple(self._reduce(shares, op, cuts))
+        return tuple(self._reduce(self._counted(shares, op), op, cuts))
 
     def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         shares: list[Tensor] = []  # per product, the sum over its cut leaves here, 0-d
@@ -130,6 +136,8 @@ class Sharded(Across):
         whole_sums: list[list[Tensor]] = []  # per product, of each leaf that is not cut, 0-d
         for product in products:
             sums, cuts = sums_of(product), self._cut_leaves(product[0])
+            treedef = optree.tree_structure(product[0])
+            sums = optree.tree_leaves(self._counted([treedef.unflatten(sums)], "sum"))
             # Cut leaves add up before they travel: one number per product
             shares.append(total_of(list(compress(sums, cuts))))
             some_cut.append(any(cuts))
@@ -145,6 +153,21 @@ class Sharded(Across):
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         return self._per_leaf(spread_over_piece, tree, dim)
+
+    def _counted(self, shares: Sequence[Tree], op: ReduceOp) -> Sequence[Tree]:
+        """This rank's shares for a collective, 0 where another rank brings them, in the dtype that
+        all bring. A maximum may be brought twice."""
+        if self._all_count or op == "max":
+            return shares
+
+        def counted(counts: bool, cut: bool, x: Tensor | None) -> Tensor | None:
+            return x if x is None or counts or not cut else torch.zeros_like(x)
+
+        found = []
+        for tree in shares:
+            same_structure(self._counts, tree, what="the tree of a question", none_is_leaf=True)
+            found.append(tree_map(counted, self._counts, self._is_cut, tree))
+        return found
 
     def _cut_leaves(self, tree: Tree) -> list[bool]:
         """For each leaf of a tree, whether it is cut.

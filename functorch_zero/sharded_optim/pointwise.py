@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import optree
@@ -30,10 +30,15 @@ from torch import Tensor
 from .._torch_private import storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
+from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
+
+
+# What may be overwritten: updates and state, neither, or the state alone
+Donate = bool | Literal["state"]
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,10 @@ class PointwiseOnFlats:
 
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
-        donate: updates and state may be overwritten.
+        donate: updates and state may be overwritten; or the state alone.
     """
 
-    def __init__(self, layout: Layout, mask: PyTree[bool], piece_number: int, *, donate: bool):
+    def __init__(self, layout: Layout, mask: PyTree[bool], piece_number: int, *, donate: Donate):
         self._layout, self._mask, self._donate = layout, mask, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
@@ -122,7 +127,7 @@ class PointwiseOnFlats:
                 tensor, place = states[n][i], regrouping.places[n][i]
                 lies_in = _share(old_state[place.positions[0]], tensor)
                 # A count is never written over: each batch reads the same old one
-                donated = self._donate and place.follows and lies_in
+                donated = bool(self._donate) and place.follows and lies_in
                 operands.append(_Operand(tensor, place.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
@@ -149,7 +154,7 @@ class PointwiseOnFlats:
 
     def _writable_storages(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
         """The storages of updates that results may be written to."""
-        if not self._donate:
+        if self._donate is not True:
             return set()
         # An update may be a param itself, which is only read here
         return self._storages_of_one_group(updates) - storages(params)
@@ -174,7 +179,7 @@ class PointwiseOnFlats:
         that are left to be added, and the state."""
         flats = self.flats(params)
         # A kernel that wrote to a copy would leave the params as they are
-        may_write = self._donate and storages(flats) <= storages(params)
+        may_write = self._donate is True and storages(flats) <= storages(params)
         if not (may_write and self.fuses(fused, plain, flats)):
             return self.update(plain, updates, state, params)
         state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)
@@ -275,7 +280,7 @@ class PointwiseOnFlats:
         one = plan_of(of_one)
         if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
-        return _Regrouping(full, one, self._groups, remember=self._donate)
+        return _Regrouping(full, one, self._groups, remember=bool(self._donate))
 
 
 def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> list[FlatGroup]:
@@ -285,7 +290,8 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> 
     groups = []
     for bucket in layout.buckets:
         chosen = tuple(number for number in bucket.leaves if number in positions)
-        if len(chosen) == len(bucket.leaves):
+        # torch's leaves lie in no common flat
+        if len(chosen) == len(bucket.leaves) and not isinstance(bucket, PlacedBucket):
             own_positions = tuple(positions[number] for number in chosen)
             groups.append(FlatGroup(chosen, own_positions, bucket, piece_number))
         else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..groups.protocol import Group
 from ..layout.extent import Extent
 from ..layout.layout import Bucket, Layout
+from ..layout.placed import PlacedBucket
 from ..optim.across import Owned, WholeLeaf
 from .mail import Mail
 from .state_plan import EVERYONE
@@ -40,15 +41,27 @@ class _Leaf:
         """The elements that `rank` holds."""
         return self.bucket.extent(self.index, rank)
 
-    def holders(self) -> range:
-        """The ranks that hold at least one element: neighbours, since a bucket is cut in order."""
-        numel = self.bucket.numels[self.index]
-        if numel == 0:
-            return range(0)
-        # Rank r holds the bucket's elements [r * piece, (r + 1) * piece)
-        first = self.bucket.offsets[self.index]
-        last = first + numel - 1
-        return range(first // self.bucket.piece, last // self.bucket.piece + 1)
+    def holders(self) -> Sequence[int]:
+        """The ranks that hold at least one element."""
+        return self.bucket.holders(self.index)
+
+    def senders(self) -> list[int]:
+        """Of the holders, those that bring each element once."""
+        return [rank for rank in self.holders() if self.bucket.counts(rank)]
+
+    def join(self, runs: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The senders' runs (n,) as the whole leaf; a single run as it is, without a copy."""
+        extents = [self.extent(rank) for rank in self.senders()]
+        # Neighbours, since a bucket is cut in order; but not where torch has cut it
+        if isinstance(self.bucket, PlacedBucket) and len(runs) > 1:
+            whole = like.new_empty(self.shape)
+            for run, extent in zip(runs, extents, strict=True):
+                part = extent.part_of(whole)
+                part.copy_(run.view(part.shape))
+            return whole
+        # A leaf without elements has no run at all
+        joined = runs[0] if len(runs) == 1 else torch.cat([like.new_empty(0), *runs])
+        return joined.reshape(self.shape)
 
 
 class _Travelling(NamedTuple):
@@ -118,17 +131,18 @@ class Exchange:
         for key in travelling:
             leaf, owner = self._leaves[key.position], owners[key.position]
             # For EVERYONE this is an all-gather of uneven pieces
-            for receiver in range(self._group.size) if owner == EVERYONE else (owner,):
+            receivers = range(self._group.size) if owner == EVERYONE else (owner,)
+            for receiver in receivers if leaf.bucket.counts(self._group.rank) else ():
                 mail.send(receiver, trees[key.tree][key.position])
             if owner in (self._group.rank, EVERYONE):
-                for holder in leaf.holders():
-                    mail.expect(holder, key, leaf.extent(holder).num_here)
+                for sender in leaf.senders():
+                    mail.expect(sender, key, leaf.extent(sender).num_here)
         arrived = mail.exchange(like)
         for key in travelling:
             if owners[key.position] in (self._group.rank, EVERYONE):
-                # Runs come in the order of senders, which is that of elements
-                joined = _join(arrived[key], like)
-                whole[key.tree][key.position] = joined.reshape(self._leaves[key.position].shape)
+                # Runs come in the order of senders
+                leaf = self._leaves[key.position]
+                whole[key.tree][key.position] = leaf.join(arrived[key], like)
 
     def from_owners(
         self, results: Mapping[int, Tensor], pieces: Sequence[Tensor], owners: Sequence[int]
@@ -172,19 +186,13 @@ class Exchange:
             # One run per leaf, empty where this rank holds nothing of it
             mail.expect(owners[i], i, leaf.extent(here).num_here)
             if owners[i] == here:
-                flat = results[i].reshape(-1)  # (numel,)
+                whole = results[i].contiguous()
                 for holder in leaf.holders():
-                    mail.send(holder, flat[leaf.extent(holder).in_leaf])
+                    mail.send(holder, leaf.extent(holder).part_of(whole).reshape(-1))
         arrived = mail.exchange(like)
         for i in travelling:
             # A view of the received buffer could be taken for a view of a bucket's flat
             found[i] = arrived[i][0].clone()
-
-
-def _join(runs: list[Tensor], like: Tensor) -> Tensor:
-    """Runs in element order as one flat (numel,); a single run as it is, without a copy."""
-    # A leaf without elements has no run at all
-    return runs[0] if len(runs) == 1 else torch.cat([like.new_empty(0), *runs])
 
 
 def batches(part: WholeLeaf, whole: Mapping[int, Tensor]) -> list[list[int]]:

@@ -1,0 +1,201 @@
+"""torch's DTensors: which ranks they are cut over, and how; and the ways in and out of one.
+
+A model may have params on a mesh and on parts of it: with `fully_shard` over tensor parallelism,
+those that the plan doesn't name lie along one axis. They are the same along the other one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StructureError, explain
+from .mesh import as_group
+from .process import ProcessGroup
+from .protocol import Group
+from .single import SingleRank
+from .torch_distributed import parent_group, part_of
+
+_SUPPORTED = (
+    "plain tensors, and DTensors that are replicated or cut along dims, as fully_shard, HSDP and "
+    "tensor parallelism cut them"
+)
+
+
+class Placed(NamedTuple):
+    """How torch has put some leaves on ranks.
+
+    Attributes:
+        everyone: all ranks of their mesh.
+        group: the ranks over which leaves are cut; those of one replica, where there are several.
+        sizes: of the axes of `group`, along which its ranks are numbered, the last one fastest.
+        cuts: by path, (axis, dim), one after the other: the dim is cut along that axis.
+        mesh: torch's, of the DTensors that `sharded_by_rows` makes; None: all leaves are plain.
+        axes: of all of the mesh's, those of `sizes`.
+    """
+
+    everyone: Group
+    group: Group
+    sizes: tuple[int, ...]
+    cuts: dict[str, tuple[tuple[int, int], ...]]
+    mesh: Any
+    axes: tuple[int, ...]
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether it is a DTensor."""
+    # Their module takes a while to import, and whoever has one has imported it
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local_of(x: Any) -> Tensor:
+    """The tensor that is on this rank: a DTensor's own, or the tensor itself. Without grad."""
+    local: Tensor = x.to_local() if is_dtensor(x) else x
+    return local
+
+
+def like_dtensor(local: Tensor, like: Any) -> Tensor:
+    """A tensor that lies as the local part of `like` does, as a DTensor like it."""
+    if not is_dtensor(like):
+        return local
+    return _from_local(local, like.device_mesh, like.placements, like.shape)
+
+
+def sharded_by_rows(local: Tensor, shape: tuple[int, ...], placed: Placed) -> Tensor:
+    """Rows of a tensor of this shape, cut over `placed.group`, as a DTensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements: list[Any] = [Replicate()] * placed.mesh.ndim
+    for axis in placed.axes:
+        placements[axis] = Shard(0)
+    return _from_local(local, placed.mesh, placements, shape)
+
+
+def _from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(shape, device="meta")
+    made: Tensor = DTensor.from_local(
+        *(local, mesh, placements), run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
+def placed(leaves: Mapping[str, Tensor]) -> Placed:
+    """How these leaves lie on ranks. Makes groups: every rank of the mesh calls it.
+
+    Raises:
+        StructureError: a leaf's placement, or its mesh, is none that is supported; by path.
+    """
+    dtensors = {path: x for path, x in leaves.items() if is_dtensor(x)}
+    if not dtensors:
+        alone = SingleRank()
+        return Placed(alone, alone, (1,), dict.fromkeys(leaves, ()), None, ())
+    first = max(dtensors, key=lambda path: dtensors[path].device_mesh.ndim)
+    mesh = dtensors[first].device_mesh
+    cuts = {path: _cuts_of(path, x, first, mesh) for path, x in dtensors.items()}
+    axes = tuple(sorted({axis for own in cuts.values() for axis, _ in own}))
+    numbered = {axis: n for n, axis in enumerate(axes)}
+    by_path: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(leaves, ())
+    for path, own in cuts.items():
+        by_path[path] = tuple((numbered[axis], dim) for axis, dim in own)
+    # This rank's place, and the ranks that differ from it along the axes of the cuts alone
+    place = mesh.get_coordinate()
+    own_ranks = mesh.mesh[tuple(slice(None) if a in axes else n for a, n in enumerate(place))]
+    everyone = _group_of(mesh.mesh)
+    group = everyone if own_ranks.numel() == mesh.mesh.numel() else _group_of(own_ranks)
+    sizes = tuple(mesh.size(axis) for axis in axes) or (1,)
+    return Placed(everyone, group, sizes, by_path, mesh, axes)
+
+
+def _cuts_of(path: str, leaf: Any, first: str, mesh: Any) -> list[tuple[int, int]]:
+    """(axis of the mesh, dim) of a leaf, in the order in which torch cuts.
+
+    Args:
+        first: the path of a leaf that lies on all of `mesh`.
+    """
+    own = leaf.device_mesh
+    axes = _axes_in(own, mesh)
+    if axes is None:
+        raise StructureError(
+            explain(
+                f"params lie on different meshes: that of {first} is {mesh}",
+                path=path,
+                expected="the same mesh, or some of its axes by name",
+                got=own,
+                remedy="one optimizer for each mesh, optim.to_torch(transform, "
+                "dict(part.named_parameters()))",
+            )
+        )
+    cuts, later = [], []
+    for axis, placement in zip(axes, leaf.placements, strict=True):
+        # torch cuts along this axis last: a piece of fully_shard in one of tensor parallelism
+        strided = getattr(placement, "split_factor", None)
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard() and strided is None:
+            _refuse(path, leaf)
+        (cuts if strided is None else later).append((axis, placement.dim % leaf.ndim))
+        if strided is not None:
+            rows = zip(axes, leaf.placements, strict=True)
+            inside = [mesh.size(a) for a, p in rows if a > axis and p.is_shard(placement.dim)]
+            if strided != prod(inside):
+                _refuse(path, leaf)
+    return cuts + later
+
+
+def _refuse(path: str, leaf: Any) -> None:
+    raise StructureError(
+        explain(
+            "a param has a placement that optim.to_torch doesn't know",
+            path=path,
+            expected=_SUPPORTED,
+            got=leaf.placements,
+            remedy="redistribute it, or leave it to another optimizer",
+        )
+    )
+
+
+def _axes_in(own: Any, mesh: Any) -> list[int] | None:
+    """The numbers that the axes of a mesh have in another one; None if it is no part of that."""
+    if own == mesh:
+        return list(range(mesh.ndim))
+    names, all_names = own.mesh_dim_names, mesh.mesh_dim_names
+    if not names or not all_names or not set(names) <= set(all_names):
+        return None
+    axes = [all_names.index(name) for name in names]
+    place = mesh.get_coordinate()
+    part = mesh.mesh[tuple(slice(None) if a in axes else n for a, n in enumerate(place))]
+    # In the order of the whole mesh, as `part` is
+    return axes if axes == sorted(axes) and part.equal(own.mesh) else None
+
+
+def _group_of(ranks: Tensor) -> Group:
+    """The group of these ranks of the world, numbered in this order."""
+    numbers = ranks.reshape(-1).tolist()
+    if len(numbers) == 1:
+        return SingleRank()
+    if numbers != sorted(numbers):
+        raise StructureError(
+            explain(
+                "a mesh numbers its ranks in another order than the world does",
+                expected=sorted(numbers),
+                got=numbers,
+                remedy="init_device_mesh makes one in order",
+            )
+        )
+    return ProcessGroup(part_of(parent_group(None), numbers))
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Group]:
+    """The module inside of a DistributedDataParallel, with the group of its ranks; others as they
+    are, alone."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module, as_group(model.process_group)
+    return model, SingleRank()

@@ -1,0 +1,512 @@
+"""`optim.to_torch`: a transform as a torch.optim.Optimizer, for params that torch holds, whole or
+as DTensors.
+
+The params and their gradients stay torch's. A layout says what each rank holds of each leaf, and
+`Sharded` answers the transform's questions, as for a sharded step. `torch_state` has the ways of
+the state into torch's state dicts, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from ..errors import MismatchError, StructureError, explain
+from ..groups import labelled
+from ..groups.dtensors import is_dtensor, local_of, placed, unwrapped
+from ..groups.protocol import Group
+from ..layout.placed import PlacedLeaf, placed_layout
+from ..optim.apply_updates import check_no_complex_for_real
+from ..optim.base import Transform, split_fused
+from ..optim.claims.check import check_claims
+from ..optim.naming import NamedFunction, described
+from ..sharded_optim.across import Sharded
+from ..sharded_optim.state_plan import StatePlan, plan_state
+from ..tree import content_digests, same_structure
+from .agreement import agree, releases_and_ranks
+from .failures import sharing_failures
+from .torch_state import ByParam, TorchState
+from .words import exchange_data
+
+# In torch's state of each param: the steps that it took part in
+NUM_STEPS = "num_steps"
+_OWN_RATE = 1.0  # in the param group of a transform that has a learning rate of its own
+
+# From a learning rate, which is a schedule, to a transform
+OfRate = Callable[[Any], Transform]
+
+
+def to_torch(
+    transform: Transform | OfRate,
+    model_or_params: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    lr: float | None = None,
+) -> torch.optim.Optimizer:
+    """A transform as a torch.optim.Optimizer, the mirror of `from_torch`: for loops and engines
+    that hold the params themselves.
+
+    `step()` after `backward()` makes the update that the transform makes of the whole params in one
+    process. The params may be plain, of `DistributedDataParallel`, of `fully_shard` along one axis
+    or with replicas (HSDP), of torch's tensor parallelism, or of both. Each rank holds of the state
+    what it holds of the params: whole where these are whole, in pieces where they are DTensors.
+    Ranks communicate as in a sharded step: not at all in pointwise updates, an all-reduce per
+    question about statistics, two all-to-alls for whole leaves, among the ranks over which params
+    are cut.
+
+    Args:
+        transform: one with a learning rate of its own; or a function from the learning rate to a
+            transform, such as `optim.adamw`, with `lr`.
+        model_or_params: a module, whose params with `requires_grad` are trained; or params by name,
+            `module.named_parameters()`. Masks and labels are given these names.
+        lr: the first learning rate. The function is called once, with a schedule that reads
+            `param_groups[0]["lr"]` at each step: so schedulers of torch change it, on each rank
+            alike. Without it that entry is 1 and must stay so.
+
+    Every rank calls it, `step`, `state_dict` and `load_state_dict`. At construction ranks compare
+    transforms, leaves, and the values that several of them hold, in three exchanges; and the
+    transform's claims are checked. `state_dict` is torch's, with DTensors placed as the params are.
+    State at one owner (Shampoo's) is spread by rows there, by an all-to-all. Gradients that are
+    None count as in torch, but for a param that had none in a step and has one later.
+
+    Raises:
+        StructureError: a placement is none of those above, or params lie on different meshes.
+        MismatchError: on every rank, if ranks were given different things.
+        TransformError: a transform does what its `needs` says it does not.
+
+    >>> from functorch_zero import optim
+    >>> model = nn.Linear(3, 1)
+    >>> def with_clipping(lr):
+    ...     return optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr))
+    >>> optimizer = optim.to_torch(with_clipping, model, lr=1e-3)
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> optimizer.step()
+    """
+    if isinstance(transform, Transform) == (lr is not None) or not callable(
+        getattr(transform, "update_fn", transform)
+    ):
+        raise TypeError(
+            explain(
+                "lr goes with a function of the learning rate, and a transform without it",
+                expected="to_torch(optim.adamw(1e-3), model) or to_torch(optim.adamw, model, "
+                "lr=1e-3)",
+                got=f"{transform} with lr={lr}",
+                remedy="lambda lr: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr)) is "
+                "such a function",
+            )
+        )
+    if isinstance(model_or_params, nn.Module):
+        module, group = unwrapped(model_or_params)
+        named = {path: p for path, p in module.named_parameters() if p.requires_grad}
+        return TorchOptimizer(transform, named, lr, module, group)
+    return TorchOptimizer(transform, _by_name(model_or_params), lr)
+
+
+def _by_name(params: Any) -> dict[str, Any]:
+    """Params by name, of a mapping or of pairs."""
+    pairs = [*(params.items() if isinstance(params, Mapping) else params)]
+    are_named = all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs)
+    if not are_named:
+        raise TypeError(
+            explain(
+                "params came without names, by which masks and checkpoints know them",
+                expected="a module, or pairs of a name and a param",
+                got=type(params).__name__,
+                remedy="pass the model, or model.named_parameters()",
+            )
+        )
+    return dict(pairs)
+
+
+class TorchOptimizer(torch.optim.Optimizer):
+    """Made by `to_torch`.
+
+    Attributes:
+        transform: that makes the updates.
+    """
+
+    def __init__(
+        self,
+        transform: Transform | OfRate,
+        named: Mapping[str, Any],
+        lr: float | None,
+        module: nn.Module | None = None,
+        ranks_of_module: Group | None = None,
+    ):
+        self._module, self._ranks_of_module = module, ranks_of_module
+        self._is_ready = False
+        super().__init__([*named.items()], {"lr": _OWN_RATE if lr is None else lr})
+        self._has_own_rate = lr is None
+        if isinstance(transform, Transform):
+            self.transform = transform
+        else:
+            rate = NamedFunction(lambda count: self._options["lr"], name="lr of param_groups")
+            self.transform = transform(rate)
+        self._split = split_fused(self.transform)
+        self._prepare()
+        self._is_ready = True
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """torch's one group: the params, their names, and the learning rate."""
+        return self.param_groups[0]
+
+    # At construction: plans, which follow from the places of params
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Plan, compare ranks, and make a first state. Every rank calls it."""
+        named = dict(zip(self._options["param_names"], self._options["params"], strict=True))
+        self._given = tuple(self._options["params"])
+        self._params = {path: named[path] for path in sorted(named)}  # in optree's order
+        self._placed = where = placed(self._params)
+        everyone = where.everyone if where.mesh is not None else self._ranks_of_module
+        groups = dict.fromkeys([everyone or where.group, where.group])
+        self._groups = [group for group in groups if group.size > 1]
+        with sharing_failures(*self._groups, call="optim.to_torch"):
+            leaves = {
+                path: PlacedLeaf((*p.shape,), p.dtype, where.cuts[path])
+                for path, p in self._params.items()
+            }
+            self._layout = layout = placed_layout(leaves, where.sizes)
+            self._check_locals()
+            self._agree()
+            metas = {x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves}
+            check_claims(self.transform, metas)
+            # Not the gradients, which somebody may read after a step
+            group = labelled(where.group, "optimizer/update")
+            self._across = Sharded(layout, group, donate="state")
+            pieces = _pieces(self._params)
+            tree = self._across.keep(self.transform.init(pieces, self._across), pieces)
+            plan = self._plan(layout.trainable)
+            self._state = TorchState(tree, plan, layout, self._params, where)
+        self._num_steps = dict.fromkeys(self._params, 0)
+        self._plans: dict[frozenset[str], StatePlan] = {}  # by the params that rest
+
+    def _plan(self, mask: Any) -> StatePlan:
+        return plan_state(self.transform.init_fn, self._layout, mask, self._placed.group.size)
+
+    def _check_locals(self) -> None:
+        """Raise unless each leaf's local part is what its placements say."""
+        rank = self._placed.group.rank
+        for leaf, bucket in zip(self._layout.leaves, self._layout.buckets, strict=True):
+            local, extent = local_of(self._params[leaf.path]), bucket.extent(0, rank)
+            if local.is_meta or local.numel() != extent.num_here:
+                raise StructureError(
+                    explain(
+                        "a param's part on this rank is not what its placements say",
+                        path=leaf.path,
+                        expected=f"{extent.num_here} elements with values",
+                        got=f"shape {(*local.shape,)} on {local.device}",
+                        rank=rank,
+                        remedy="make it with distribute_tensor or fully_shard, and fill it first",
+                    )
+                )
+
+    def _agree(self) -> None:
+        """Raise on every rank unless all have the same transform and leaves, and those that hold
+        the same part of a leaf have the same values."""
+        if not self._groups:
+            return
+        everyone = labelled(self._groups[0], "to_torch/agreement")
+        facts = releases_and_ranks(everyone)
+        facts |= {"lr": repr(self._options["lr"]), "optimizer": described(self.transform)}
+        facts |= {"layout": self._layout.describe(), "cuts": repr(self._placed.cuts)}
+        agree(everyone, facts)
+        rank = self._placed.group.rank
+        parts = [repr(bucket.extent(0, rank)) for bucket in self._layout.buckets]
+        digests = content_digests({path: local_of(p) for path, p in self._params.items()})
+        told = exchange_data(everyone, [parts, [*digests.values()]])
+        for n, path in enumerate(self._params):
+            seen: dict[str, tuple[int, str]] = {}  # part -> the first rank that has it, its digest
+            for other, (parts, values) in enumerate(told):
+                first, value = seen.setdefault(parts[n], (other, values[n]))
+                if value != values[n]:
+                    raise MismatchError(
+                        explain(
+                            "ranks have the same part of a param with different values",
+                            path=path,
+                            expected=f"those of rank {first}",
+                            got=f"others on rank {other}",
+                            rank=everyone.rank,
+                            remedy="build the model from one seed on all ranks, or load the same "
+                            "weights, before optim.to_torch",
+                        )
+                    )
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the params by their gradients. Returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # accelerate puts sharded params in the place of whole ones
+        if any(p is not q for p, q in zip(self._options["params"], self._given, strict=True)):
+            self._take_others()
+        with sharing_failures(*self._groups, call="optimizer step"):
+            self._check_model()
+            self._check_rate()
+            grads = self._gradients()
+            # Without any gradient, torch takes no step
+            if any(grad is not None for grad in grads.values()):
+                self._update(grads)
+        return loss
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """This rank's pieces (n,) of gradients; None where a param has none."""
+        num_steps = max(self._num_steps.values())
+        grads: dict[str, Tensor | None] = {}
+        for path, param in self._params.items():
+            grad = param.grad
+            if grad is not None:
+                wanted = getattr(param, "placements", "a plain tensor")
+                got = getattr(grad, "placements", "a plain tensor")
+                if got != wanted:
+                    raise _wrong_gradient(path, wanted, got)
+                if self._num_steps[path] != num_steps:
+                    raise _late_gradient(path, num_steps - self._num_steps[path])
+                grad = local_of(grad)
+                grad = (grad if grad.layout == torch.strided else grad.to_dense()).reshape(-1)
+            grads[path] = grad
+        return grads
+
+    def _update(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Update the params that have a gradient; the others rest."""
+        chosen = {p: param for p, param in self._params.items() if grads[p] is not None}
+        across, state, plan = self._across, self._state.tree, None
+        if len(chosen) < len(grads):
+            plan = self._plan_without(frozenset(grads.keys() - chosen.keys()))
+            across = across.select({path: path in chosen for path in grads})
+            state = self._state.narrowed(plan)
+        params = _pieces({path: chosen.get(path) for path in grads})
+        updates, state = self._run(across, grads, state, params)
+        # A state in which gradients or params lie would change with them
+        state = across.keep(state, grads, params)
+        self._state.tree = state if plan is None else self._state.widened(state, plan)
+        for path in chosen:
+            self._num_steps[path] += 1
+        if updates is not None:
+            same_structure(params, updates, what="the optimizer's updates")
+            leaves = [local_of(param) for param in chosen.values()]
+            moves = [updates[path] for path in chosen]
+            check_no_complex_for_real(moves, leaves, [*chosen].__getitem__)
+            rows = zip(leaves, moves, strict=True)
+            torch._foreach_add_(leaves, [move.to(p.dtype).view(p.shape) for p, move in rows])
+
+    def _run(
+        self, across: Sharded, grads: Any, state: Any, params: Any
+    ) -> tuple[dict[str, Tensor] | None, Any]:
+        """The updates to add, None where a kernel has added them, and the next state."""
+        # A kernel writes to the params themselves
+        if self._split is not None and all(map(_is_contiguous, self._params.values())):
+            head, end = self._split
+            flats = across.flats(params)
+            if across.fuses(end, flats):
+                before: tuple[Any, ...] = ()
+                updates = grads
+                if head is not None:
+                    *old, state = state
+                    updates, before = head.update(grads, tuple(old), params, across)
+                    before = across.keep(before, grads, params)
+                state = across.fused(end, across.flats(updates), state, flats, donate=True)
+                return None, (*before, state) if head is not None else state
+        return self.transform.update(grads, state, params, across)
+
+    def _plan_without(self, resting: frozenset[str]) -> StatePlan:
+        """The plan of the state of the other params."""
+        if resting not in self._plans:
+            if self._state.has_owners:
+                raise StructureError(
+                    explain(
+                        "a param has no gradient, and the optimizer has state at owners, which "
+                        "are chosen for all params together",
+                        path=min(resting),
+                        expected="a gradient",
+                        got=None,
+                        remedy="param.requires_grad_(False) before optim.to_torch, or a gradient "
+                        "of zeros",
+                    )
+                )
+            mask = {path: path not in resting for path in self._params}
+            self._plans[resting] = self._plan(mask)
+        return self._plans[resting]
+
+    def _check_model(self) -> None:
+        """Raise if the model has a gradient for a param that this optimizer doesn't have."""
+        if self._module is None:
+            return
+        known = set(map(id, self._options["params"]))
+        for path, param in self._module.named_parameters():
+            if param.grad is not None and id(param) not in known:
+                raise StructureError(
+                    explain(
+                        "a param of the model has a gradient, and is none of the optimizer's: it "
+                        "was added, unfrozen, or replaced, as fully_shard replaces params",
+                        path=path,
+                        expected="the params of the model that optim.to_torch was given",
+                        got="another one",
+                        remedy="call optim.to_torch after the last change of the model",
+                    )
+                )
+
+    def _check_rate(self) -> None:
+        """Raise if somebody has changed a learning rate that the transform doesn't read."""
+        if self._has_own_rate and self._options["lr"] != _OWN_RATE:
+            raise ValueError(
+                explain(
+                    "the learning rate in param_groups was changed, and the transform has one of "
+                    "its own",
+                    expected=_OWN_RATE,
+                    got=self._options["lr"],
+                    remedy="optim.to_torch(function, model, lr=...), with a function from the "
+                    "learning rate to the transform; or a schedule of optim in the transform, and "
+                    "none of torch's",
+                )
+            )
+
+    def _take_others(self) -> None:
+        """Begin anew with the params that somebody has put into the param group."""
+        if any(self._num_steps.values()):
+            raise StructureError(
+                explain(
+                    "the params in param_groups were replaced after the first step, and the state "
+                    "is of the others",
+                    expected="the same params in all steps",
+                    got="others",
+                    remedy="make a new optimizer by optim.to_torch, and load the state dict of "
+                    "this one",
+                )
+            )
+        self._prepare()
+
+    # State dicts, as torch has them
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
+        """torch's view of the state: per param, tensors by name. It is made anew each time."""
+        if not self._is_ready:
+            return {}
+        return self._by_torch(self._state.shown())
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch sets an empty one at construction. The state is not kept there."""
+
+    def _by_torch(self, shown: ByParam) -> dict[Tensor, dict[str, Any]]:
+        found = {}
+        for path, tensors in shown.items():
+            count = torch.tensor(self._num_steps[path], device="cpu")
+            found[self._params[path]] = tensors | {NUM_STEPS: count}
+        return found
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: of each param tensors by name, which lie as the param does.
+
+        They are the optimizer's own, except those at owners. One all-to-all per dtype of these.
+        """
+        packed = super().state_dict()
+        with sharing_failures(*self._groups, call="optimizer state_dict"):
+            if self._state.has_owners:
+                saved = self._by_torch(self._state.saved())
+                for n, param in enumerate(self._options["params"]):
+                    packed["state"][n] = saved[param]
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the state of a state dict, and the learning rate. Whole tensors may stand for
+        DTensors. One all-to-all per dtype of what is at owners.
+
+        Raises:
+            StructureError: it is of another optimizer, or of other params; nothing has changed.
+        """
+        with sharing_failures(*self._groups, call="optimizer load_state_dict"):
+            (options,) = state_dict["param_groups"]
+            keys, names = options["params"], options.get("param_names")
+            if set(keys) == self._params.keys():
+                names = keys  # by torch.distributed.checkpoint.state_dict
+            names = self._options["param_names"] if names is None else names
+            if sorted(names) != [*self._params] or len(keys) != len(names):
+                differs = sorted(set(names) ^ self._params.keys())
+                raise StructureError(
+                    explain(
+                        "a state dict is of other params",
+                        path=next(iter(differs), None),
+                        expected=f"{len(self._params)} params",
+                        got=f"{len(keys)}",
+                        remedy="load the state of an optimizer of the same model",
+                    )
+                )
+            given = {}
+            num_steps = {}
+            for key, path in zip(keys, names, strict=True):
+                tensors = dict(state_dict["state"].get(key, {}))
+                num_steps[path] = int(tensors.pop(NUM_STEPS, 0))
+                given[path] = tensors
+            self._state.load(given)
+        self._num_steps = num_steps
+        kept = ("params", "param_names")
+        self._options.update({k: v for k, v in options.items() if k not in kept})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the construction: masks and labels choose among the params of one group."""
+        if self._is_ready:
+            raise NotImplementedError(
+                explain(
+                    "optim.to_torch makes an optimizer of one param group",
+                    expected="all params at construction",
+                    got="another group",
+                    remedy="optim.partition treats leaves by their paths, and a new optimizer has "
+                    "the params of now",
+                )
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "an optimizer of optim.to_torch is bound to its ranks, and can't be copied or pickled. "
+            "Remedy: save its state_dict()"
+        )
+
+
+def _pieces(leaves: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """This rank's pieces (n,) of params, views where these lie without gaps."""
+    return {p: None if x is None else local_of(x).detach().reshape(-1) for p, x in leaves.items()}
+
+
+def _is_contiguous(param: Tensor) -> bool:
+    return local_of(param).is_contiguous()
+
+
+def _wrong_gradient(path: str, wanted: object, got: object) -> StructureError:
+    return StructureError(
+        explain(
+            "a gradient lies otherwise than its param",
+            path=path,
+            expected=wanted,
+            got=got,
+            remedy="leave gradients as backward made them, or redistribute this one",
+        )
+    )
+
+
+def _late_gradient(path: str, num_steps: int) -> StructureError:
+    return StructureError(
+        explain(
+            "a param has a gradient again after steps without one: torch would count its steps "
+            "apart, and here the counts are those of all params",
+            path=path,
+            expected="a gradient in every step, or in none",
+            got=f"none in {num_steps} of them",
+            remedy="a gradient of zeros in those steps, and optim.apply_if_nonzero, in which each "
+            "leaf has a count of its own",
+        )
+    )

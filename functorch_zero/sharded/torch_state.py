@@ -1,0 +1,252 @@
+"""A transform's state as torch's state dicts have it: for each param a dict of tensors by name.
+
+A leaf of the state that follows a param lies under that param, as a DTensor like it; so does one
+whose path ends in a param's, such as Adafactor's rows. Others, such as counts, lie under the first
+param. A leaf at one owner is spread by rows over the ranks, as a DTensor that torch can gather and
+cut anew. The names are the state's paths without the param's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..groups.dtensors import Placed, is_dtensor, like_dtensor, local_of, sharded_by_rows
+from ..layout.extent import Extent
+from ..layout.layout import Layout
+from ..layout.placed import PlacedLeaf, placed_layout
+from ..sharded_optim.state_plan import EVERYONE, StateLeaf, StatePlan
+from ..sharded_optim.whole_leaf import Exchange
+
+ByParam = dict[str, dict[str, Any]]  # path of a param -> name -> tensor
+
+
+class _Entry(NamedTuple):
+    """The place of a leaf of the state in a state dict."""
+
+    param: str
+    name: str
+    leaf: StateLeaf
+
+    @property
+    def has_owner(self) -> bool:
+        return self.leaf.kind == "owned" and self.leaf.owner != EVERYONE
+
+
+class TorchState:
+    """The state of a transform on this rank.
+
+    Args:
+        tree: as `init` made it.
+        plan: which of its leaves follow a param, and which have an owner.
+        layout: of the params.
+        params: by path, in the layout's order.
+        placed: how torch has put them on ranks.
+
+    Attributes:
+        tree: the present state.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        plan: StatePlan,
+        layout: Layout,
+        params: Mapping[str, Tensor],
+        placed: Placed,
+    ):
+        self.tree, self._plan, self._layout = tree, plan, layout
+        self._params, self._placed = params, placed
+        rows = zip(plan.paths, plan.leaves, strict=True)
+        paths = dict.fromkeys(layout.paths)
+        self._entries = [_entry(path, leaf, paths) for path, leaf in rows]
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether a leaf is at one owner alone."""
+        return any(entry.has_owner for entry in self._entries)
+
+    def shown(self) -> ByParam:
+        """Tensors by param and name, without communication: of one at another owner, none of its
+        elements."""
+        return self._by_param(optree.tree_leaves(self.tree))
+
+    def saved(self) -> ByParam:
+        """The same with all elements. One all-to-all per dtype where leaves have owners."""
+        leaves = optree.tree_leaves(self.tree)
+        for spread in self._spreads(leaves, [i for i, e in enumerate(self._entries) if e.has_owner]):
+            for i, rows in spread.to_rows(leaves).items():
+                leaves[i] = sharded_by_rows(rows, spread.shapes[i], self._placed)
+        return self._by_param(leaves)
+
+    def load(self, given: ByParam) -> None:
+        """Take the values of a state dict, where whole tensors may stand for DTensors. One
+        all-to-all per dtype where leaves have owners.
+
+        Raises:
+            StructureError: tensors are missing, not expected, or of other shapes, dtypes or
+                placements; nothing has been changed.
+        """
+        leaves, treedef = optree.tree_flatten(self.tree)
+        known = {(entry.param, entry.name) for entry in self._entries}
+        for param, tensors in given.items():
+            for name in tensors:
+                if (param, name) not in known:
+                    raise _unfit(param, name, "no tensor of this name", "one")
+        new, by_rows = [], []
+        for i, (entry, leaf) in enumerate(zip(self._entries, leaves, strict=True)):
+            value = given.get(entry.param, {}).get(entry.name)
+            new.append(self._fitting(entry, leaf, value))
+            if entry.has_owner and is_dtensor(value):
+                by_rows.append(i)
+        for spread in self._spreads(leaves, by_rows):
+            for i, whole in spread.from_rows(new).items():
+                new[i] = whole
+        # All of it fits: only now is something written. Leaves that lie in flats stay there
+        for i, entry in enumerate(self._entries):
+            if entry.leaf.kind == "follows":
+                new[i] = leaves[i].copy_(new[i])
+        self.tree = treedef.unflatten(new)
+
+    def _fitting(self, entry: _Entry, leaf: Tensor, value: Any) -> Tensor:
+        """This rank's part of a value that is to take a leaf's place; of one at an owner, which
+        came by rows, this rank's rows (n,)."""
+        kind = entry.leaf.kind
+        like: Any = self._params[entry.param] if kind == "follows" else leaf
+        shape = entry.leaf.shape if kind == "owned" else (*like.shape,)
+        if value is None:
+            raise _unfit(entry.param, entry.name, f"a tensor of shape {shape}", "none")
+        if not isinstance(value, Tensor) or value.dtype != leaf.dtype:
+            got = getattr(value, "dtype", type(value).__name__)
+            raise _unfit(entry.param, entry.name, leaf.dtype, got)
+        is_cut = is_dtensor(value)
+        # A number at an owner has a row
+        wanted = shape or (1,) if entry.has_owner and is_cut else shape
+        if (*value.shape,) != wanted:
+            raise _unfit(entry.param, entry.name, f"shape {wanted}", f"shape {(*value.shape,)}")
+        if kind == "follows" and is_cut:
+            if value.placements != like.placements or value.device_mesh != like.device_mesh:
+                raise _unfit(entry.param, entry.name, like.placements, value.placements)
+            return local_of(value).reshape(-1)
+        if kind == "follows":
+            return self._extent(entry).part_of(value.contiguous()).reshape(-1)
+        if entry.has_owner and is_cut:
+            return local_of(value).reshape(-1)
+        is_elsewhere = entry.has_owner and entry.leaf.owner != self._placed.group.rank
+        return leaf if is_elsewhere else value.to(leaf.device, copy=True)
+
+    def _extent(self, entry: _Entry) -> Extent:
+        b, k = self._layout.places[entry.leaf.leaf]
+        return self._layout.buckets[b].extent(k, self._placed.group.rank)
+
+    def _by_param(self, leaves: list[Any]) -> ByParam:
+        found: ByParam = {path: {} for path in self._params}
+        for entry, x in zip(self._entries, leaves, strict=True):
+            if entry.leaf.kind == "follows":
+                param = self._params[entry.param]
+                x = like_dtensor(x.view(local_of(param).shape), param)
+            found[entry.param][entry.name] = x
+        return found
+
+    def _spreads(self, leaves: list[Tensor], positions: list[int]) -> Iterator[_ByRows]:
+        """By device: counts lie on the CPU, and go from rank to rank by another backend."""
+        by_device: defaultdict[str, list[int]] = defaultdict(list)
+        for i in positions:
+            by_device[leaves[i].device.type].append(i)
+        for own in by_device.values():
+            yield _ByRows({i: self._entries[i].leaf for i in own}, self._placed)
+
+    # For a step in which some params rest
+
+    def narrowed(self, plan: StatePlan) -> Any:
+        """The state of some params alone, as `plan` has it."""
+        by_path = dict(zip(self._plan.paths, optree.tree_leaves(self.tree), strict=True))
+        return plan.treedef.unflatten([by_path[path] for path in plan.paths])
+
+    def widened(self, tree: Any, plan: StatePlan) -> Any:
+        """The inverse: the whole state, of whose other leaves nothing changes."""
+        by_path = dict(zip(self._plan.paths, optree.tree_leaves(self.tree), strict=True))
+        by_path |= dict(zip(plan.paths, optree.tree_leaves(tree), strict=True))
+        return self._plan.treedef.unflatten(by_path.values())
+
+
+class _ByRows:
+    """The way of whole leaves from their owners to rows on all ranks, and back.
+
+    Args:
+        leaves: by position in the state.
+
+    Attributes:
+        shapes: by position, of the tensors that are cut by rows; a number is one row.
+    """
+
+    def __init__(self, leaves: Mapping[int, StateLeaf], placed: Placed):
+        self._leaves, self._rank = leaves, placed.group.rank
+        self.shapes = {i: leaf.shape or (1,) for i, leaf in leaves.items()}
+        # Along all axes, one after the other, as a DTensor of several `Shard(0)` is cut
+        cuts = tuple((axis, 0) for axis in range(len(placed.sizes)))
+        specs = {
+            f"{i:09}": PlacedLeaf(shape, leaves[i].dtype or torch.float32, cuts)
+            for i, shape in self.shapes.items()
+        }
+        boxes = {i: specs[f"{i:09}"].boxes(placed.sizes)[self._rank] for i in leaves}
+        self._here = {i: tuple(b - a for a, b in box) for i, box in boxes.items()}
+        layout = placed_layout(specs, placed.sizes)
+        self._exchange = Exchange(layout, range(len(specs)), placed.group)
+        self._owners = [leaf.owner for leaf in leaves.values()]
+
+    def to_rows(self, state: list[Tensor]) -> dict[int, Tensor]:
+        """By position, this rank's rows of the owners' leaves."""
+        here = {}
+        for n, (i, leaf) in enumerate(self._leaves.items()):
+            if leaf.owner == self._rank:
+                here[n] = state[i].reshape(self.shapes[i])
+        empty = [state[i].new_empty(0) for i in self._leaves]
+        pieces = self._exchange.from_owners(here, empty, self._owners)
+        rows = zip(self._leaves, pieces, strict=True)
+        return {i: piece.view(self._here[i]) for i, piece in rows}
+
+    def from_rows(self, rows: list[Tensor]) -> dict[int, Tensor]:
+        """By position, the whole leaf at its owner, and nothing of it, (0,), elsewhere.
+
+        Args:
+            rows: by position, this rank's (n,).
+        """
+        (whole,) = self._exchange.to_owners([[rows[i] for i in self._leaves]], self._owners)
+        found = {}
+        for n, (i, leaf) in enumerate(self._leaves.items()):
+            found[i] = whole[n].reshape(leaf.shape) if n in whole else rows[i].new_empty(0)
+        return found
+
+
+def _entry(path: str, leaf: StateLeaf, params: Mapping[str, Any]) -> _Entry:
+    """The place of the leaf of the state with this path."""
+    names = [*params]
+    if leaf.kind == "replicated":
+        # The longest end of it that is a param's path
+        ends = [path] + [path[i + 1 :] for i, c in enumerate(path) if c == "."]
+        param = next((end for end in ends if end in params), None)
+        if param is None:
+            return _Entry(names[0], path, leaf)
+    else:
+        param = names[leaf.leaf]
+    before, _, after = f".{path}.".partition(f".{param}.")
+    return _Entry(param, f"{before}.{after}".strip("."), leaf)
+
+
+def _unfit(param: str, name: str, expected: object, got: object) -> StructureError:
+    return StructureError(
+        explain(
+            "a state dict is not of this optimizer's",
+            path=f"{name} of {param}",
+            expected=expected,
+            got=got,
+            remedy="load the state of the same transform of the same params",
+        )
+    )
