@@ -9,7 +9,7 @@ cut anew. The names are the state's paths without the param's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -33,6 +33,12 @@ class _Entry(NamedTuple):
     param: str
     name: str
     leaf: StateLeaf
+    in_rows: bool = False  # is cut by rows, where there are several ranks: so a number is one row
+
+    def shape_of(self, leaf: Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor, of a leaf that follows no param."""
+        shape = self.leaf.shape if self.has_owner else (*leaf.shape,)
+        return shape or (1,) if self.in_rows else shape
 
     @property
     def has_owner(self) -> bool:
@@ -65,7 +71,7 @@ class TorchState:
         self._params, self._placed = params, placed
         rows = zip(plan.paths, plan.leaves, strict=True)
         paths = dict.fromkeys(layout.paths)
-        self._entries = [_entry(path, leaf, paths) for path, leaf in rows]
+        self._entries = [_entry(*row, layout.paths, paths) for row in rows]
 
     @property
     def has_owners(self) -> bool:
@@ -118,18 +124,16 @@ class TorchState:
         """This rank's part of a value that is to take a leaf's place; of one at an owner, which
         came by rows, this rank's rows (n,)."""
         kind = entry.leaf.kind
-        like: Any = self._params[entry.param] if kind == "follows" else leaf
-        shape = entry.leaf.shape if kind == "owned" else (*like.shape,)
+        like: Any = self._params[entry.param]
+        shape = (*like.shape,) if kind == "follows" else entry.shape_of(leaf)
         if value is None:
             raise _unfit(entry.param, entry.name, f"a tensor of shape {shape}", "none")
         if not isinstance(value, Tensor) or value.dtype != leaf.dtype:
             got = getattr(value, "dtype", type(value).__name__)
             raise _unfit(entry.param, entry.name, leaf.dtype, got)
+        if (*value.shape,) != shape:
+            raise _unfit(entry.param, entry.name, f"shape {shape}", f"shape {(*value.shape,)}")
         is_cut = is_dtensor(value)
-        # A number at an owner has a row
-        wanted = shape or (1,) if entry.has_owner and is_cut else shape
-        if (*value.shape,) != wanted:
-            raise _unfit(entry.param, entry.name, f"shape {wanted}", f"shape {(*value.shape,)}")
         if kind == "follows" and is_cut:
             if value.placements != like.placements or value.device_mesh != like.device_mesh:
                 raise _unfit(entry.param, entry.name, like.placements, value.placements)
@@ -138,8 +142,10 @@ class TorchState:
             return self._extent(entry).part_of(value.contiguous()).reshape(-1)
         if entry.has_owner and is_cut:
             return local_of(value).reshape(-1)
-        is_elsewhere = entry.has_owner and entry.leaf.owner != self._placed.group.rank
-        return leaf if is_elsewhere else value.to(leaf.device, copy=True)
+        if entry.has_owner and entry.leaf.owner != self._placed.group.rank:
+            return leaf
+        own_shape = entry.leaf.shape if entry.has_owner else leaf.shape
+        return value.to(leaf.device, copy=True).view(own_shape)
 
     def _extent(self, entry: _Entry) -> Extent:
         b, k = self._layout.places[entry.leaf.leaf]
@@ -151,6 +157,8 @@ class TorchState:
             if entry.leaf.kind == "follows":
                 param = self._params[entry.param]
                 x = like_dtensor(x.view(local_of(param).shape), param)
+            elif entry.in_rows and not x.dim():
+                x = x.view(1)
             found[entry.param][entry.name] = x
         return found
 
@@ -225,19 +233,25 @@ class _ByRows:
         return found
 
 
-def _entry(path: str, leaf: StateLeaf, params: Mapping[str, Any]) -> _Entry:
-    """The place of the leaf of the state with this path."""
-    names = [*params]
+def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Mapping[str, Any]) -> _Entry:
+    """The place of the leaf of the state with this path.
+
+    Args:
+        params: the params' paths, by number; `known`: the same, to look them up.
+    """
+    # What lies in an `Owned` is at an owner, or on the only rank
+    before, owned, _ = f"{path}.".partition(".owned.")
     if leaf.kind == "replicated":
-        # The longest end of it that is a param's path
-        ends = [path] + [path[i + 1 :] for i, c in enumerate(path) if c == "."]
-        param = next((end for end in ends if end in params), None)
+        # The longest end that is a param's path
+        head = before if owned else path
+        ends = [head] + [head[i + 1 :] for i, c in enumerate(head) if c == "."]
+        param = next((end for end in ends if end in known), None)
         if param is None:
-            return _Entry(names[0], path, leaf)
+            return _Entry(params[0], path, leaf)
     else:
-        param = names[leaf.leaf]
-    before, _, after = f".{path}.".partition(f".{param}.")
-    return _Entry(param, f"{before}.{after}".strip("."), leaf)
+        param = params[leaf.leaf]
+    start, _, end = f".{path}.".partition(f".{param}.")
+    return _Entry(param, f"{start}.{end}".strip("."), leaf, in_rows=bool(owned))
 
 
 def _unfit(param: str, name: str, expected: object, got: object) -> StructureError:
