@@ -203,23 +203,27 @@ class Recall:
         self._find = find
         self._leaves: list[Callable[[], Tensor | None]] = []  # weak references: dead ones give None
         self._as_they_were: list[list[Any]] = []
-        self._firsts: list[int] = []  # for each flat, a leaf that is a view of it
+        self._firsts: list[int] = []  # for each flat, a leaf that is a view of it, or the flat itself
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         # With `map`, since this runs for every leaf at every step
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
         if same and where_they_lie(leaves) == self._as_they_were:
-            bases: list[Any] = [*map(base_of, map(leaves.__getitem__, self._firsts))]
-            return bases
+            return [*map(_base_or_itself, map(leaves.__getitem__, self._firsts))]
         flats = self._find(leaves)
         # Id -> the last leaf that is a view of that base
-        known = {id(base): i for i, base in enumerate(map(base_of, leaves))}
+        known = {id(base): i for i, base in enumerate(map(_base_or_itself, leaves))}
         self._leaves = []
         # Only plain tensors, all of whose flats are bases: no copies, which might go stale
         if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
             self._leaves, self._as_they_were = [*map(ref, leaves)], where_they_lie(leaves)
             self._firsts = [known[id(flat)] for flat in flats]
         return flats
+
+
+def _base_or_itself(leaf: Tensor) -> Tensor:
+    base = base_of(leaf)
+    return leaf if base is None else base
 
 
 def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from ..groups import labelled
 from ..groups.dtensors import is_dtensor, local_of, placed, unwrapped
 from ..groups.protocol import Group
 from ..layout.placed import PlacedLeaf, placed_layout
+from ..model.untouched import is_looked_at
 from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.base import Transform, split_fused
 from ..optim.claims.check import check_claims
@@ -30,6 +31,7 @@ from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
 from .torch_state import ByParam, TorchState
+from .update import KernelRun
 from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
@@ -180,7 +182,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             # Not the gradients, which somebody may read after a step
             group = labelled(where.group, "optimizer/update")
             self._across = Sharded(layout, group, donate="state")
-            pieces = _pieces(self._params)
+            pieces = {path: local_of(p).reshape(-1) for path, p in self._params.items()}
             tree = self._across.keep(self.transform.init(pieces, self._across), pieces)
             plan = self._plan(layout.trainable)
             self._state = TorchState(tree, plan, layout, self._params, where)
@@ -251,11 +253,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         if any(p is not q for p, q in zip(self._options["params"], self._given, strict=True)):
             self._take_others()
         with sharing_failures(*self._groups, call="optimizer step"):
-            self._check_model()
             self._check_rate()
             grads = self._gradients()
+            num_missing = sum(grad is None for grad in grads.values())
+            if num_missing or is_looked_at(max(self._num_steps.values())):
+                self._check_model()
             # Without any gradient, torch takes no step
-            if any(grad is not None for grad in grads.values()):
+            if num_missing < len(grads):
                 self._update(grads)
         return loss
 
@@ -279,45 +283,44 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _update(self, grads: Mapping[str, Tensor | None]) -> None:
         """Update the params that have a gradient; the others rest."""
-        chosen = {p: param for p, param in self._params.items() if grads[p] is not None}
         across, state, plan = self._across, self._state.tree, None
-        if len(chosen) < len(grads):
-            plan = self._plan_without(frozenset(grads.keys() - chosen.keys()))
-            across = across.select({path: path in chosen for path in grads})
+        params = {p: local_of(x) for p, x in self._params.items() if grads[p] is not None}
+        if len(params) < len(grads):
+            plan = self._plan_without(frozenset(grads.keys() - params.keys()))
+            across = across.select({path: path in params for path in grads})
             state = self._state.narrowed(plan)
-        params = _pieces({path: chosen.get(path) for path in grads})
         updates, state = self._run(across, grads, state, params)
-        # A state in which gradients or params lie would change with them
-        state = across.keep(state, grads, params)
         self._state.tree = state if plan is None else self._state.widened(state, plan)
-        for path in chosen:
+        for path in params:
             self._num_steps[path] += 1
         if updates is not None:
-            same_structure(params, updates, what="the optimizer's updates")
-            leaves = [local_of(param) for param in chosen.values()]
-            moves = [updates[path] for path in chosen]
-            check_no_complex_for_real(moves, leaves, [*chosen].__getitem__)
+            leaves, moves = [*params.values()], [updates[path] for path in params]
+            check_no_complex_for_real(moves, leaves, [*params].__getitem__)
             rows = zip(leaves, moves, strict=True)
             torch._foreach_add_(leaves, [move.to(p.dtype).view(p.shape) for p, move in rows])
 
     def _run(
-        self, across: Sharded, grads: Any, state: Any, params: Any
+        self, across: Sharded, grads: Any, state: Any, locals_: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor] | None, Any]:
-        """The updates to add, None where a kernel has added them, and the next state."""
-        # A kernel writes to the params themselves
-        if self._split is not None and all(map(_is_contiguous, self._params.values())):
-            head, end = self._split
+        """The updates to add, None where a kernel has added them, and the next state.
+
+        Args:
+            locals_: the params' tensors on this rank.
+        """
+        params: Any = {p: None if g is None else locals_[p].reshape(-1) for p, g in grads.items()}
+        # A kernel writes to the params themselves, and not to copies
+        may_write = all(x.is_contiguous() for x in locals_.values())
+        if may_write and self._split is not None:
             flats = across.flats(params)
-            if across.fuses(end, flats):
-                before: tuple[Any, ...] = ()
-                updates = grads
-                if head is not None:
-                    *old, state = state
-                    updates, before = head.update(grads, tuple(old), params, across)
-                    before = across.keep(before, grads, params)
-                state = across.fused(end, across.flats(updates), state, flats, donate=True)
-                return None, (*before, state) if head is not None else state
-        return self.transform.update(grads, state, params, across)
+            if across.fuses(self._split[1], flats):
+                run = KernelRun(across, *self._split, flats)
+                return None, run(grads, state, params, grad_flats=across.flats(grads))
+        transform = self.transform
+        update = transform.update_and_add if may_write else transform.update
+        updates, state = update(grads, state, params, across)
+        same_structure(params, updates, what="the optimizer's updates")
+        # A state in which gradients or params lie would change with them
+        return updates, across.keep(state, grads, params)
 
     def _plan_without(self, resting: frozenset[str]) -> StatePlan:
         """The plan of the state of the other params."""
@@ -475,15 +478,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             "an optimizer of optim.to_torch is bound to its ranks, and can't be copied or pickled. "
             "Remedy: save its state_dict()"
         )
-
-
-def _pieces(leaves: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """This rank's pieces (n,) of params, views where these lie without gaps."""
-    return {p: None if x is None else local_of(x).detach().reshape(-1) for p, x in leaves.items()}
-
-
-def _is_contiguous(param: Tensor) -> bool:
-    return local_of(param).is_contiguous()
 
 
 def _wrong_gradient(path: str, wanted: object, got: object) -> StructureError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -86,11 +86,11 @@ class PreparedUpdate:
         over the state, too. Collectives: those that the optimizer asks for.
         """
         if self._split is not None and self.fuses(params):
-            head, fused = self._split
             # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained_flats(params)
-            kernel = partial(self.across.fused, fused, params=flats, donate=donate)
-            return None, self._update_fused(head, kernel, grads, state, params)
+            trees = grads.local_tree, state, params.local_tree
+            run = KernelRun(self.across, *self._split, flats, donate=donate)
+            return None, run(*trees, grad_flats=_trained_flats(grads))
         updates, state = self._update(grads.local_tree, state, params.local_tree, self.across)
         # `publish` writes over the params, in which leaves of the state may lie; gradients and
         # updates are only read from here on
@@ -105,32 +105,6 @@ class PreparedUpdate:
         _, fused = self._split
         return self.across.fuses(fused, _trained_flats(params))
 
-    def _update_fused(
-        self,
-        head: Transform | None,
-        kernel: Callable[[list[Tensor], Any], Any],
-        grads: ShardedTree,
-        state: Any,
-        params: ShardedTree,
-    ) -> Any:
-        """The next state of an optimizer that is a kernel, or a chain that ends in one.
-
-        Args:
-            kernel: takes flats of updates, (piece,) each, and its state, and returns the next one.
-            state: the kernel's; of a chain, a tuple with the kernel's last.
-        """
-        # The kernel takes the gradients as they come
-        if head is None:
-            return kernel(_trained_flats(grads), state)
-        # A chain's state: one entry per part, the kernel's last
-        *before, last = state
-        updates, before = head.update(
-            grads.local_tree, tuple(before), params.local_tree, self.across
-        )
-        # The kernel writes to params, and a caller may write to gradients that it has kept
-        before = self.across.keep(before, grads.local_tree, params.local_tree)
-        return (*before, kernel(self.across.flats(updates), last))
-
     def fetched(self, state: Any) -> Any:
         """The optimizer's state, beside the params."""
         return fetched(self._storage, state)
@@ -139,6 +113,39 @@ class PreparedUpdate:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
         return stored(self._storage, state, old, look=look)
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """A run of an optimizer that is a kernel, or a chain that ends in one: see `split_fused`.
+
+    Attributes:
+        head: the chain's other parts, if there are any.
+        end: the kernel.
+        flats: (piece,) of the params, to which the kernel writes.
+        donate: whether it writes over its state.
+    """
+
+    across: Sharded
+    head: Transform | None
+    end: Transform
+    flats: list[Tensor]
+    donate: bool = True
+
+    def __call__(self, grads: Any, state: Any, params: Any, grad_flats: list[Tensor]) -> Any:
+        """The next state, from trees of pieces; `grad_flats`: those that the gradients lie in."""
+        # The kernel takes the gradients as they come
+        if self.head is None:
+            return self._run(grad_flats, state)
+        # A chain's state: one entry per part, the kernel's last
+        *before, last = state
+        updates, states = self.head.update(grads, tuple(before), params, self.across)
+        # The kernel writes to params, and a caller may write to gradients that it has kept
+        states = self.across.keep(states, grads, params)
+        return (*states, self._run(self.across.flats(updates), last))
+
+    def _run(self, updates: list[Tensor], state: Any) -> Any:
+        return self.across.fused(self.end, updates, state, self.flats, donate=self.donate)
 
 
 def _trained_flats(pieces: ShardedTree) -> list[Tensor]:

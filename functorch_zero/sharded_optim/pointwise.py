@@ -37,7 +37,8 @@ from ..tree import PyTree, has_values, is_flagged, same_structure, select, stora
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 
-# What may be overwritten: updates and state, neither, or the state alone
+# What may be overwritten: updates and state, neither, or the state alone. A kernel, of which it is
+# asked, adds to the params as well, unless it is neither
 Donate = bool | Literal["state"]
 
 
@@ -63,7 +64,9 @@ class FlatGroup:
         # A single leaf's piece is its flat, wherever it lies. An expanded or negative view has no
         # memory of its own for each element, to which results could be written
         if self.bucket is None:
-            return pieces[0].resolve_conj().resolve_neg().contiguous()
+            (piece,) = pieces
+            is_plain = piece.is_contiguous() and not is_flagged(piece)
+            return piece if is_plain else piece.resolve_conj().resolve_neg().contiguous()
         return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -179,7 +182,7 @@ class PointwiseOnFlats:
         that are left to be added, and the state."""
         flats = self.flats(params)
         # A kernel that wrote to a copy would leave the params as they are
-        may_write = self._donate is True and storages(flats) <= storages(params)
+        may_write = bool(self._donate) and storages(flats) <= storages(params)
         if not (may_write and self.fuses(fused, plain, flats)):
             return self.update(plain, updates, state, params)
         state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)

@@ -26,7 +26,7 @@ from functorch_zero.groups import launch
 from tests.tiers import THOROUGH
 
 F64 = torch.float64
-VOCAB, DIM, INNER, ROWS, STEPS = 13, 8, 12, 8, 5
+VOCAB, DIM, INNER, ROWS, STEPS = 13, 8, 12, 16, 5
 Tensors = dict[str, Tensor]
 
 
@@ -244,4 +244,4 @@ def entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def test_a_plain_model(name: str) -> None:
     model = build()
     train(model, optim.to_torch(TRANSFORMS[name][0](), model), 0, 1, range(STEPS))
-    assert error_of(model, expected(name)) < 1e-13
+    assert error_of(model, expected(name)) < TRANSFORMS[name][1]
