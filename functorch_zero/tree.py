@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -257,6 +258,13 @@ def is_flagged(x: Tensor) -> bool:
     Its storage, offset and strides are the same as without. So whoever goes by places asks.
     """
     return x.is_conj() or x.is_neg()
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether it is torch's DTensor, which knows that other ranks hold other parts of it."""
+    # Their module takes a while to import, and whoever has one has imported it
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def has_values(x: Tensor) -> bool:

@@ -6,7 +6,6 @@ those that the plan doesn't name lie along one axis. They are the same along the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StructureError, explain
+from ..tree import is_dtensor
 from .mesh import as_group
 from .process import ProcessGroup
 from .protocol import Group
@@ -45,13 +45,6 @@ class Placed(NamedTuple):
     cuts: dict[str, tuple[tuple[int, int], ...]]
     mesh: Any
     axes: tuple[int, ...]
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether it is a DTensor."""
-    # Their module takes a while to import, and whoever has one has imported it
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def local_of(x: Any) -> Tensor:

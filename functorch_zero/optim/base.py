@@ -19,10 +19,18 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import TransformError, explain
+from ..errors import StructureError, TransformError, explain
 from ..in_a_loss import refuse_update
 from ..params import engine_of
-from ..tree import PyTree, check_savable, copied_if_in, named_leaves, same_structure, storages
+from ..tree import (
+    PyTree,
+    check_savable,
+    copied_if_in,
+    is_dtensor,
+    named_leaves,
+    same_structure,
+    storages,
+)
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_updates
 from .arguments import check_is_transform, check_number, check_takes
@@ -103,6 +111,7 @@ class Transform(Named):
         engine = engine_of(params)
         if engine is not None:
             return engine.init(self, params)
+        _refuse_dtensors(params)
         # One process: whole leaves, None where frozen, and no state hangs on the params' graph
         view = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
         return self.init_whole(view, Local(view))
@@ -125,6 +134,7 @@ class Transform(Named):
         engine = engine_of(updates, params)
         if engine is not None:
             return engine.update(self, updates, state, params)
+        _refuse_dtensors(params)
         # A frozen leaf has no update; in `view` it has no param either
         with torch.no_grad():
             try:
@@ -222,6 +232,22 @@ class Transform(Named):
             return engine.apply(self, grads, state, params)
         updates, state = self.update(grads, state, params)
         return apply_updates(params, updates), state
+
+
+def _refuse_dtensors(params: PyTree[Tensor]) -> None:
+    """Raise if a leaf is a DTensor: in a state, its whole shape and its part would be mixed up."""
+    if not any(map(is_dtensor, optree.tree_leaves(params))):
+        return
+    path = next(path for path, leaf in named_leaves(params).items() if is_dtensor(leaf))
+    raise StructureError(
+        explain(
+            "a transform was given DTensors, of which it sees either too much or too little",
+            path=path,
+            expected="a plain tensor, or a sharded tree of this library",
+            got="a DTensor",
+            remedy="optim.to_torch(transform, model) is an optimizer for models of DTensors",
+        )
+    )
 
 
 def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
-from ..groups.dtensors import is_dtensor, local_of, placed, unwrapped
+from ..groups.dtensors import local_of, placed, unwrapped
 from ..groups.protocol import Group
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..groups.dtensors import Placed, is_dtensor, like_dtensor, local_of, sharded_by_rows
+from ..groups.dtensors import Placed, like_dtensor, local_of, sharded_by_rows
 from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..sharded_optim.state_plan import EVERYONE, StateLeaf, StatePlan
 from ..sharded_optim.whole_leaf import Exchange
+from ..tree import is_dtensor
 
 ByParam = dict[str, dict[str, Any]]  # path of a param -> name -> tensor
 
