@@ -203,7 +203,9 @@ class Recall:
         self._find = find
         self._leaves: list[Callable[[], Tensor | None]] = []  # weak references: dead ones give None
         self._as_they_were: list[list[Any]] = []
-        self._firsts: list[int] = []  # for each flat, a leaf that is a view of it, or the flat itself
+        self._firsts: list[
+            int
+        ] = []  # for each flat, a leaf that is a view of it, or the flat itself
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         # With `map`, since this runs for every leaf at every step

@@ -177,7 +177,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._layout = layout = placed_layout(leaves, where.sizes)
             self._check_locals()
             self._agree()
-            metas = {x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves}
+            metas = {
+                x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves
+            }
             check_claims(self.transform, metas)
             # Not the gradients, which somebody may read after a step
             group = labelled(where.group, "optimizer/update")

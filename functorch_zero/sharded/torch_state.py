@@ -87,7 +87,9 @@ class TorchState:
     def saved(self) -> ByParam:
         """The same with all elements. One all-to-all per dtype where leaves have owners."""
         leaves = optree.tree_leaves(self.tree)
-        for spread in self._spreads(leaves, [i for i, e in enumerate(self._entries) if e.has_owner]):
+        for spread in self._spreads(
+            leaves, [i for i, e in enumerate(self._entries) if e.has_owner]
+        ):
             for i, rows in spread.to_rows(leaves).items():
                 leaves[i] = sharded_by_rows(rows, spread.shapes[i], self._placed)
         return self._by_param(leaves)

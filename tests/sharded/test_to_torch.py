@@ -196,9 +196,7 @@ def errors(kinds: list[str], names: list[str], wanted: dict[str, Tensors]) -> di
 def test_the_params_of_one_process(ranks: int, kinds: list[str]) -> None:
     names = [*TRANSFORMS]
     wanted = {name: expected(name) for name in names}
-    for found in launch(
-        errors, ranks, kinds, names, wanted, start_method="fork", timeout=100
-    ):
+    for found in launch(errors, ranks, kinds, names, wanted, start_method="fork", timeout=100):
         for (kind, name), error in found.items():
             assert error < TRANSFORMS[name][1], (kind, name)
 
