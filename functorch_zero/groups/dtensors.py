@@ -86,7 +86,7 @@ def placed(leaves: Mapping[str, Tensor]) -> Placed:
     Raises:
         StructureError: a leaf's placement, or its mesh, is none that is supported; by path.
     """
-    dtensors = {path: x for path, x in leaves.items() if is_dtensor(x)}
+    dtensors: dict[str, Any] = {path: x for path, x in leaves.items() if is_dtensor(x)}
     if not dtensors:
         alone = SingleRank()
         return Placed(alone, alone, (1,), dict.fromkeys(leaves, ()), None, ())
@@ -126,7 +126,8 @@ def _cuts_of(path: str, leaf: Any, first: str, mesh: Any) -> list[tuple[int, int
                 "dict(part.named_parameters()))",
             )
         )
-    cuts, later = [], []
+    cuts: list[tuple[int, int]] = []
+    later: list[tuple[int, int]] = []
     for axis, placement in zip(axes, leaf.placements, strict=True):
         # torch cuts along this axis last: a piece of fully_shard in one of tensor parallelism
         strided = getattr(placement, "split_factor", None)

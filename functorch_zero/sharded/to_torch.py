@@ -8,10 +8,9 @@ the state into torch's state dicts, and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -30,12 +29,12 @@ from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
-from .torch_state import ByParam, TorchState
+from .torch_state import ByParam, TorchState, unfit
 from .update import KernelRun
 from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
-NUM_STEPS = "num_steps"
+_NUM_STEPS = "num_steps"
 _OWN_RATE = 1.0  # in the param group of a transform that has a learning rate of its own
 
 # From a learning rate, which is a schedule, to a transform
@@ -88,40 +87,44 @@ def to_torch(
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
     """
-    if isinstance(transform, Transform) == (lr is not None) or not callable(
-        getattr(transform, "update_fn", transform)
-    ):
-        raise TypeError(
-            explain(
-                "lr goes with a function of the learning rate, and a transform without it",
-                expected="to_torch(optim.adamw(1e-3), model) or to_torch(optim.adamw, model, "
-                "lr=1e-3)",
-                got=f"{transform} with lr={lr}",
-                remedy="lambda lr: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr)) is "
-                "such a function",
-            )
-        )
+    has_own_rate = isinstance(transform, Transform)
+    if has_own_rate != (lr is None) or not (has_own_rate or callable(transform)):
+        raise _wrong_rate(transform, lr)
+    module = group = None
+    named: Any = model_or_params
     if isinstance(model_or_params, nn.Module):
         module, group = unwrapped(model_or_params)
-        named = {path: p for path, p in module.named_parameters() if p.requires_grad}
-        return TorchOptimizer(transform, named, lr, module, group)
-    return TorchOptimizer(transform, _by_name(model_or_params), lr)
+        named = [(path, p) for path, p in module.named_parameters() if p.requires_grad]
+    return TorchOptimizer(transform, _pairs(named), lr, module, group)
 
 
-def _by_name(params: Any) -> dict[str, Any]:
-    """Params by name, of a mapping or of pairs."""
+def _pairs(params: Any) -> list[tuple[str, Tensor]]:
+    """Names and params, of a mapping or of pairs; none twice."""
     pairs = [*(params.items() if isinstance(params, Mapping) else params)]
-    are_named = all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs)
-    if not are_named:
+    if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
         raise TypeError(
             explain(
-                "params came without names, by which masks and checkpoints know them",
+                "params came without names, by which masks and state dicts know them",
                 expected="a module, or pairs of a name and a param",
                 got=type(params).__name__,
                 remedy="pass the model, or model.named_parameters()",
             )
         )
-    return dict(pairs)
+    for n, of in enumerate(("name", "param")):
+        seen: dict[Any, str] = {}
+        for pair in pairs:
+            key = pair[0] if n == 0 else id(pair[1])
+            if key in seen:
+                raise StructureError(
+                    explain(
+                        f"a {of} was given twice",
+                        path=pair[0],
+                        got=f"the same {of} as {seen[key]}",
+                        remedy="give each param once; model.named_parameters() leaves out ties",
+                    )
+                )
+            seen[key] = pair[0]
+    return pairs
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -134,20 +137,22 @@ class TorchOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         transform: Transform | OfRate,
-        named: Mapping[str, Any],
+        named: Sequence[tuple[str, Any]],
         lr: float | None,
         module: nn.Module | None = None,
         ranks_of_module: Group | None = None,
     ):
         self._module, self._ranks_of_module = module, ranks_of_module
         self._is_ready = False
-        super().__init__([*named.items()], {"lr": _OWN_RATE if lr is None else lr})
+        super().__init__([*named], {"lr": _OWN_RATE if lr is None else lr})
         self._has_own_rate = lr is None
         if isinstance(transform, Transform):
             self.transform = transform
         else:
             rate = NamedFunction(lambda count: self._options["lr"], name="lr of param_groups")
             self.transform = transform(rate)
+            if not isinstance(self.transform, Transform):
+                raise _wrong_rate(self.transform, lr)
         self._split = split_fused(self.transform)
         self._prepare()
         self._is_ready = True
@@ -303,7 +308,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _run(
         self, across: Sharded, grads: Any, state: Any, locals_: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor] | None, Any]:
+    ) -> tuple[Any, Any]:
         """The updates to add, None where a kernel has added them, and the next state.
 
         Args:
@@ -394,7 +399,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     # State dicts, as torch has them
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
+    def state(self) -> Any:
         """torch's view of the state: per param, tensors by name. It is made anew each time."""
         if not self._is_ready:
             return {}
@@ -408,58 +413,64 @@ class TorchOptimizer(torch.optim.Optimizer):
         found = {}
         for path, tensors in shown.items():
             count = torch.tensor(self._num_steps[path], device="cpu")
-            found[self._params[path]] = tensors | {NUM_STEPS: count}
+            found[self._params[path]] = tensors | {_NUM_STEPS: count}
         return found
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As torch's: of each param tensors by name, which lie as the param does.
 
-        They are the optimizer's own, except those at owners. One all-to-all per dtype of these.
+        They are the optimizer's own, but for those at owners, of which an all-to-all per dtype
+        makes rows.
         """
         packed = super().state_dict()
-        with sharing_failures(*self._groups, call="optimizer state_dict"):
-            if self._state.has_owners:
+        if self._state.has_owners:
+            with sharing_failures(*self._groups, call="optimizer state_dict"):
                 saved = self._by_torch(self._state.saved())
-                for n, param in enumerate(self._options["params"]):
-                    packed["state"][n] = saved[param]
+            for n, param in enumerate(self._options["params"]):
+                packed["state"][n] = saved[param]
         return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the state of a state dict, and the learning rate. Whole tensors may stand for
-        DTensors. One all-to-all per dtype of what is at owners.
+        DTensors. Of what is at owners, an all-to-all per dtype brings the rows.
 
         Raises:
             StructureError: it is of another optimizer, or of other params; nothing has changed.
         """
         with sharing_failures(*self._groups, call="optimizer load_state_dict"):
-            (options,) = state_dict["param_groups"]
-            keys, names = options["params"], options.get("param_names")
-            if set(keys) == self._params.keys():
-                names = keys  # by torch.distributed.checkpoint.state_dict
-            names = self._options["param_names"] if names is None else names
-            if sorted(names) != [*self._params] or len(keys) != len(names):
-                differs = sorted(set(names) ^ self._params.keys())
-                raise StructureError(
-                    explain(
-                        "a state dict is of other params",
-                        path=next(iter(differs), None),
-                        expected=f"{len(self._params)} params",
-                        got=f"{len(keys)}",
-                        remedy="load the state of an optimizer of the same model",
-                    )
-                )
-            given = {}
-            num_steps = {}
-            for key, path in zip(keys, names, strict=True):
-                tensors = dict(state_dict["state"].get(key, {}))
-                num_steps[path] = int(tensors.pop(NUM_STEPS, 0))
-                given[path] = tensors
+            options = state_dict["param_groups"][0]
+            given: ByParam = {}
+            for key, path in zip(options["params"], self._names_in(options), strict=True):
+                given[path] = dict(state_dict["state"].get(key, {}))
+            counts = {path: tensors.pop(_NUM_STEPS, None) for path, tensors in given.items()}
+            for path, count in counts.items():
+                if count is None:
+                    raise unfit(path, _NUM_STEPS, "a number", "none")
             self._state.load(given)
-        self._num_steps = num_steps
+        self._num_steps = {path: int(counts[path]) for path in self._params}
         kept = ("params", "param_names")
-        self._options.update({k: v for k, v in options.items() if k not in kept})
+        self._options.update({key: x for key, x in options.items() if key not in kept})
+
+    def _names_in(self, options: Mapping[str, Any]) -> list[str]:
+        """The paths of the params of a state dict's group."""
+        # torch.distributed.checkpoint.state_dict has paths in the place of numbers
+        names = [key for key in options["params"] if key in self._params]
+        if not names:
+            names = options.get("param_names", self._options["param_names"])
+        if len(names) != len(options["params"]) or set(names) != self._params.keys():
+            differing = sorted(set(names) ^ self._params.keys())
+            raise StructureError(
+                explain(
+                    "a state dict is of other params",
+                    path=differing[0] if differing else None,
+                    expected=f"{len(self._params)} params",
+                    got=f"{len(options['params'])} params",
+                    remedy="load the state of an optimizer of the same model",
+                )
+            )
+        return names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the construction: masks and labels choose among the params of one group."""
@@ -480,6 +491,19 @@ class TorchOptimizer(torch.optim.Optimizer):
             "an optimizer of optim.to_torch is bound to its ranks, and can't be copied or pickled. "
             "Remedy: save its state_dict()"
         )
+
+
+def _wrong_rate(transform: Any, lr: Any) -> TypeError:
+    return TypeError(
+        explain(
+            "optim.to_torch takes a transform, or a function of the learning rate that returns one "
+            "and lr",
+            expected="to_torch(optim.adamw(1e-3), model) or to_torch(optim.adamw, model, lr=1e-3)",
+            got=f"{transform!r} with lr={lr}",
+            remedy="lambda lr: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr)) is "
+            "such a function",
+        )
+    )
 
 
 def _wrong_gradient(path: str, wanted: object, got: object) -> StructureError:

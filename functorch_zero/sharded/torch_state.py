@@ -107,7 +107,7 @@ class TorchState:
         for param, tensors in given.items():
             for name in tensors:
                 if (param, name) not in known:
-                    raise _unfit(param, name, "no tensor of this name", "one")
+                    raise unfit(param, name, "no tensor of this name", "one")
         new, by_rows = [], []
         for i, (entry, leaf) in enumerate(zip(self._entries, leaves, strict=True)):
             value = given.get(entry.param, {}).get(entry.name)
@@ -130,16 +130,20 @@ class TorchState:
         like: Any = self._params[entry.param]
         shape = (*like.shape,) if kind == "follows" else entry.shape_of(leaf)
         if value is None:
-            raise _unfit(entry.param, entry.name, f"a tensor of shape {shape}", "none")
+            raise unfit(entry.param, entry.name, f"a tensor of shape {shape}", "none")
         if not isinstance(value, Tensor) or value.dtype != leaf.dtype:
             got = getattr(value, "dtype", type(value).__name__)
-            raise _unfit(entry.param, entry.name, leaf.dtype, got)
+            raise unfit(entry.param, entry.name, leaf.dtype, got)
         if (*value.shape,) != shape:
-            raise _unfit(entry.param, entry.name, f"shape {shape}", f"shape {(*value.shape,)}")
+            raise unfit(entry.param, entry.name, f"shape {shape}", f"shape {(*value.shape,)}")
         is_cut = is_dtensor(value)
         if kind == "follows" and is_cut:
-            if value.placements != like.placements or value.device_mesh != like.device_mesh:
-                raise _unfit(entry.param, entry.name, like.placements, value.placements)
+            lies, wanted = (
+                (value.device_mesh, value.placements),
+                (like.device_mesh, like.placements),
+            )
+            if lies != wanted:
+                raise unfit(entry.param, entry.name, wanted, lies)
             return local_of(value).reshape(-1)
         if kind == "follows":
             return self._extent(entry).part_of(value.contiguous()).reshape(-1)
@@ -148,7 +152,7 @@ class TorchState:
         if entry.has_owner and entry.leaf.owner != self._placed.group.rank:
             return leaf
         own_shape = entry.leaf.shape if entry.has_owner else leaf.shape
-        return value.to(leaf.device, copy=True).view(own_shape)
+        return leaf.new_empty(own_shape).copy_(value.view(own_shape))
 
     def _extent(self, entry: _Entry) -> Extent:
         b, k = self._layout.places[entry.leaf.leaf]
@@ -257,7 +261,8 @@ def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Mapping[str
     return _Entry(param, f"{start}.{end}".strip("."), leaf, in_rows=bool(owned))
 
 
-def _unfit(param: str, name: str, expected: object, got: object) -> StructureError:
+def unfit(param: str, name: str, expected: object, got: object) -> StructureError:
+    """The error of a state dict with another tensor, or none, in a place."""
     return StructureError(
         explain(
             "a state dict is not of this optimizer's",

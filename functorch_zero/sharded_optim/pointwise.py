@@ -36,7 +36,6 @@ from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
-
 # What may be overwritten: updates and state, neither, or the state alone. A kernel, of which it is
 # asked, adds to the params as well, unless it is neither
 Donate = bool | Literal["state"]
