@@ -88,7 +88,8 @@ def to_torch(
     >>> optimizer.step()
     """
     has_own_rate = isinstance(transform, Transform)
-    if has_own_rate != (lr is None) or not (has_own_rate or callable(transform)):
+    is_factory = callable(transform) and not isinstance(transform, type)
+    if has_own_rate != (lr is None) or not (has_own_rate or is_factory):
         raise _wrong_rate(transform, lr)
     module = group = None
     named: Any = model_or_params
