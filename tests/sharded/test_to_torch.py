@@ -4,7 +4,10 @@ gives, on plain models, under DDP, `fully_shard`, HSDP and tensor parallelism.""
 from __future__ import annotations
 
 import copy
+import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +16,14 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -190,14 +198,20 @@ def errors(kinds: list[str], names: list[str], wanted: dict[str, Tensors]) -> di
     return found
 
 
+FEW = ("clip+adamw", "lamb", "adafactor", "muon", "soap", "schedule-free")
+
+
 @THOROUGH
 @pytest.mark.parametrize(
-    ("ranks", "kinds"),
-    [(2, ["ddp", "fully_shard"]), (4, ["fully_shard", "hsdp"]), (4, ["tp"])],
+    ("ranks", "kinds", "names"),
+    [
+        (2, ["ddp", "fully_shard"], [*TRANSFORMS]),
+        (4, ["fully_shard", "hsdp"], FEW),
+        (4, ["tp"], FEW),
+    ],
     ids=["2", "4", "4, two axes"],
 )
-def test_the_params_of_one_process(ranks: int, kinds: list[str]) -> None:
-    names = [*TRANSFORMS]
+def test_the_params_of_one_process(ranks: int, kinds: list[str], names: list[str]) -> None:
     wanted = {name: expected(name) for name in names}
     for found in launch(errors, ranks, kinds, names, wanted, start_method="fork", timeout=100):
         for (kind, name), error in found.items():
@@ -239,6 +253,173 @@ def load(folder: str, kind: str) -> dict[str, Tensors]:
 
 def entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+@THOROUGH
+def test_two_ranks_and_one_load_what_four_save(tmp_path: Path) -> None:
+    """State at owners included; and the four along two axes."""
+    launch(save, 4, str(tmp_path), "fully_shard", start_method="fork", timeout=100)
+    for ranks, kind in ((2, "fully_shard"), (1, "plain"), (4, "tp")):
+        found = launch(load, ranks, str(tmp_path), kind, start_method="fork", timeout=100)[0]
+        for name, params in found.items():
+            for path, first in build().named_parameters():
+                wanted = expected(name)[path].detach()
+                bound = TRANSFORMS[name][1] * float((wanted - first.detach()).abs().max())
+                assert float((params[path] - wanted).abs().max()) < bound, (kind, name, path)
+
+
+def by_torchs_functions(options: list[dict[str, bool]], wanted: Tensors) -> list[float]:
+    """`get_optimizer_state_dict` and its inverse, and more steps; the errors."""
+    found = []
+    for option in options:
+        first, rank, ranks = placed_on("fully_shard")
+        optimizer = optim.to_torch(TRANSFORMS["soap"][0](), first)
+        train(first, optimizer, rank, ranks, range(HALF))
+        chosen = StateDictOptions(**option)
+        saved = get_optimizer_state_dict(first, optimizer, options=chosen)
+        second, _, _ = placed_on("fully_shard")
+        second.load_state_dict(first.state_dict())
+        again = optim.to_torch(TRANSFORMS["soap"][0](), second)
+        set_optimizer_state_dict(second, again, saved, options=chosen)
+        train(second, again, rank, ranks, range(HALF, STEPS))
+        found.append(error_of(second, wanted))
+    return found
+
+
+@THOROUGH
+def test_torchs_functions_of_state_dicts() -> None:
+    options: list[dict[str, bool]] = [
+        {},
+        {"flatten_optimizer_state_dict": True},
+        {"full_state_dict": True},
+    ]
+    for found in launch(
+        by_torchs_functions, 2, options, expected("soap"), start_method="fork", timeout=100
+    ):
+        assert max(found) < TRANSFORMS["soap"][1]
+
+
+# What ranks do by themselves
+
+
+def accumulated() -> dict[str, float]:
+    """Errors of accumulation in two passes, and of a param that rests."""
+    found = {}
+    model, rank, ranks = placed_on("fully_shard")
+    optimizer = optim.to_torch(TRANSFORMS["clip+adamw"][0](), model)
+    for batch in batches():
+        own: Any = tuple(x.chunk(ranks)[rank] for x in batch)
+        optimizer.zero_grad()
+        for n in range(2):
+            model.set_requires_gradient_sync(n == 1)  # type: ignore[operator]
+            (loss_of(model, tuple(x.chunk(2)[n] for x in own)) / 2).backward()  # type: ignore[arg-type]
+        optimizer.step()
+    found["in two passes"] = error_of(model, expected("clip+adamw"))
+    runs = []
+    for kind in ("fully_shard", "plain"):
+        model, rank, ranks = placed_on(kind)
+        optimizer = optim.to_torch(TRANSFORMS["lamb"][0](), model)
+        for batch in batches():
+            own = tuple(x.chunk(ranks)[rank] for x in batch)
+            optimizer.zero_grad()
+            loss_of(model, own).backward()
+            model.embed.weight.grad = None  # type: ignore[union-attr]
+            optimizer.step()
+        runs.append([whole(param) for param in model.parameters()])
+    found["with one that rests"] = max(
+        float((p - q).abs().max()) for p, q in zip(*runs, strict=True)
+    )
+    return found
+
+
+@THOROUGH
+def test_accumulation_and_rest_on_ranks() -> None:
+    for found in launch(accumulated, 2, start_method="fork", timeout=100):
+        assert max(found.values()) < 1e-12, found
+
+
+def other_transforms(rank: int) -> None:
+    model, _, _ = placed_on("fully_shard")
+    optim.to_torch(optim.adamw(0.1 * (rank + 1)), model)
+
+
+def other_values(rank: int) -> None:
+    model, _, _ = placed_on("ddp")
+    with torch.no_grad():
+        model.module.head.bias.add_(rank)  # type: ignore[union-attr,operator]
+    optim.to_torch(optim.adamw(0.1), model)
+
+
+def other_replicas(rank: int) -> None:
+    model = build()
+    with torch.no_grad():
+        model.head.bias.add_(rank)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    optim.to_torch(optim.adamw(0.1), shard(model, mesh))
+
+
+def partial_param(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    made = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    optim.to_torch(optim.adamw(0.1), {"w": nn.Parameter(made)})
+
+
+def two_meshes(rank: int) -> None:
+    meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    made = [distribute_tensor(torch.ones(4), m, [Replicate()] * m.ndim) for m in meshes]
+    optim.to_torch(optim.adamw(0.1), {f"w{n}": nn.Parameter(x) for n, x in enumerate(made)})
+
+
+def partial_gradient(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    optim.to_torch(optim.adamw(0.1), {"w": param}).step()
+
+
+def failing_alone(rank: int) -> None:
+    model, _, _ = placed_on("fully_shard")
+    optimizer = optim.to_torch(TRANSFORMS["clip+adamw"][0](), model)
+    loss_of(model, batches(1)[0]).backward()
+    bias: Any = model.head.bias
+    if rank == 1:
+        bias.grad = DTensor.from_local(torch.ones(3, dtype=F64), bias.device_mesh, [Partial()])
+    optimizer.step()
+
+
+FAULTS: dict[Callable[[int], None], tuple[str, str]] = {
+    other_transforms: ("MismatchError", r"learning_rate is 0\.1 on rank 0 and 0\.2 on rank 1"),
+    other_values: ("MismatchError", r"path head\.bias, expected those of rank 0"),
+    other_replicas: ("MismatchError", r"path head\.bias, expected those of rank 0"),
+    partial_param: ("StructureError", r"path w, .*Partial"),
+    two_meshes: ("StructureError", r"different meshes: .*path w0"),
+    partial_gradient: ("StructureError", r"path w, .*Partial"),
+}
+
+
+def each_fault() -> list[tuple[str, str]]:
+    found = []
+    rank = torch.distributed.get_rank()
+    for fault in (*FAULTS, failing_alone):
+        start = time.monotonic()
+        try:
+            fault(rank)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        assert time.monotonic() - start < 20
+    return found
+
+
+@THOROUGH
+def test_errors_come_on_all_ranks_within_seconds() -> None:
+    first, second = launch(each_fault, 2, start_method="fork", timeout=100)
+    for found in (first, second):
+        assert len(found) == len(FAULTS) + 1
+        for (name, text), (kind, pattern) in zip(found, FAULTS.values(), strict=False):
+            assert name == kind, text
+            assert re.search(pattern, text), text
+    assert (first[-1][0], second[-1][0]) == ("PeerError", "StructureError")
+    assert "path head.bias" in first[-1][1]
 
 
 @pytest.mark.parametrize("name", thinned(TRANSFORMS))
