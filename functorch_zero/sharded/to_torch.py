@@ -8,6 +8,7 @@ the state into torch's state dicts, and back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -227,24 +228,36 @@ class TorchOptimizer(torch.optim.Optimizer):
         facts |= {"lr": repr(self._options["lr"]), "optimizer": described(self.transform)}
         facts |= {"layout": self._layout.describe(), "cuts": repr(self._placed.cuts)}
         agree(everyone, facts)
-        rank = self._placed.group.rank
-        parts = [repr(bucket.extent(0, rank)) for bucket in self._layout.buckets]
         digests = content_digests({path: local_of(p) for path, p in self._params.items()})
-        told = exchange_data(everyone, [parts, [*digests.values()]])
+        remedy = (
+            "build the model from one seed on all ranks, or load the same weights, before "
+            "optim.to_torch"
+        )
+        self._compare("to_torch/values", [*digests.values()], operator.eq, "param", remedy)
+
+    def _compare(
+        self, label: str, values: list[Any], alike: Callable[[Any, Any], bool], of: str, remedy: str
+    ) -> None:
+        """Raise on every rank unless those that hold the same part of a leaf have the same values,
+        and all or none have one. One exchange."""
+        everyone, rank = labelled(self._groups[0], label), self._placed.group.rank
+        parts = [repr(bucket.extent(0, rank)) for bucket in self._layout.buckets]
+        told = exchange_data(everyone, [parts, values])
         for n, path in enumerate(self._params):
-            seen: dict[str, tuple[int, str]] = {}  # part -> the first rank that has it, its digest
-            for other, (parts, values) in enumerate(told):
-                first, value = seen.setdefault(parts[n], (other, values[n]))
-                if value != values[n]:
+            first: dict[str, int] = {}  # part -> the first rank that has it
+            for other, (theirs, own) in enumerate(told):
+                same = told[first.setdefault(theirs[n], other)][1][n]
+                missing = (own[n] is None) != (told[0][1][n] is None)
+                if missing or (own[n] is not None and not alike(own[n], same)):
+                    known = 0 if missing else first[theirs[n]]
                     raise MismatchError(
                         explain(
-                            "ranks have the same part of a param with different values",
+                            f"ranks have other values of the same part of a {of}",
                             path=path,
-                            expected=f"those of rank {first}",
-                            got=f"others on rank {other}",
+                            expected=f"on rank {other} the same as on rank {known}",
+                            got=f"{own[n]} and {told[known][1][n]}",
                             rank=everyone.rank,
-                            remedy="build the model from one seed on all ranks, or load the same "
-                            "weights, before optim.to_torch",
+                            remedy=remedy,
                         )
                     )
 
@@ -257,15 +270,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # accelerate puts sharded params in the place of whole ones
-        if any(p is not q for p, q in zip(self._options["params"], self._given, strict=True)):
-            self._take_others()
+        self._follow_params()
         with sharing_failures(*self._groups, call="optimizer step"):
             self._check_rate()
             grads = self._gradients()
             num_missing = sum(grad is None for grad in grads.values())
-            if num_missing or is_looked_at(max(self._num_steps.values())):
+            look = is_looked_at(max(self._num_steps.values()))
+            if num_missing or look:
                 self._check_model()
+            if look and self._groups:
+                self._compare_gradients(grads)
             # Without any gradient, torch takes no step
             if num_missing < len(grads):
                 self._update(grads)
@@ -288,6 +302,20 @@ class TorchOptimizer(torch.optim.Optimizer):
                 grad = (grad if grad.layout == torch.strided else grad.to_dense()).reshape(-1)
             grads[path] = grad
         return grads
+
+    def _compare_gradients(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Raise on every rank unless ranks that hold the same part of a param have the same
+        gradient of it, up to rounding. Waits for the device."""
+        told = []
+        for grad in grads.values():
+            # Of partial sums, one per rank, both differ
+            told.append(None if grad is None else [float(grad.sum()), float(grad.norm())])
+        remedy = (
+            "sum the gradients of params that torch doesn't reduce, such as ignored ones of "
+            "fully_shard, or norms under sequence parallelism; and give a param a gradient on all "
+            "ranks or on none"
+        )
+        self._compare("optimizer/gradients", told, _is_close, "gradient", remedy)
 
     def _update(self, grads: Mapping[str, Tensor | None]) -> None:
         """Update the params that have a gradient; the others rest."""
@@ -382,8 +410,11 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
             )
 
-    def _take_others(self) -> None:
-        """Begin anew with the params that somebody has put into the param group."""
+    def _follow_params(self) -> None:
+        """Begin anew with the params that somebody has put into the param group: accelerate puts
+        sharded ones in the place of whole ones."""
+        if all(p is q for p, q in zip(self._options["params"], self._given, strict=True)):
+            return
         if any(self._num_steps.values()):
             raise StructureError(
                 explain(
@@ -404,6 +435,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         """torch's view of the state: per param, tensors by name. It is made anew each time."""
         if not self._is_ready:
             return {}
+        self._follow_params()
         return self._by_torch(self._state.shown())
 
     @state.setter
@@ -424,7 +456,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         They are the optimizer's own, but for those at owners, of which an all-to-all per dtype
         makes rows.
         """
-        packed = super().state_dict()
+        packed = super().state_dict()  # reads `state`
         if self._state.has_owners:
             with sharing_failures(*self._groups, call="optimizer state_dict"):
                 saved = self._by_torch(self._state.saved())
@@ -440,6 +472,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             StructureError: it is of another optimizer, or of other params; nothing has changed.
         """
+        self._follow_params()
         with sharing_failures(*self._groups, call="optimizer load_state_dict"):
             options = state_dict["param_groups"][0]
             given: ByParam = {}
@@ -492,6 +525,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             "an optimizer of optim.to_torch is bound to its ranks, and can't be copied or pickled. "
             "Remedy: save its state_dict()"
         )
+
+
+def _is_close(told: list[float], other: list[float]) -> bool:
+    """Whether (sum, norm) of two gradients may be those of one, summed in other orders."""
+    (total, norm), (other_total, other_norm) = told, other
+    if norm != norm or other_norm != other_norm:  # of NaN, and not of a rank alone
+        return True
+    return max(abs(norm - other_norm), abs(total - other_total)) <= 1e-2 * max(norm, other_norm)
 
 
 def _wrong_rate(transform: Any, lr: Any) -> TypeError:
