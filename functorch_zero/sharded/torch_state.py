@@ -138,10 +138,8 @@ class TorchState:
             raise unfit(entry.param, entry.name, f"shape {shape}", f"shape {(*value.shape,)}")
         is_cut = is_dtensor(value)
         if kind == "follows" and is_cut:
-            lies, wanted = (
-                (value.device_mesh, value.placements),
-                (like.device_mesh, like.placements),
-            )
+            cut: Any = value
+            lies, wanted = (cut.device_mesh, cut.placements), (like.device_mesh, like.placements)
             if lies != wanted:
                 raise unfit(entry.param, entry.name, wanted, lies)
             return local_of(value).reshape(-1)
