@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import errors, groups, optim
+from . import compress, errors, groups, optim
 from .groups import Group, HybridGroup, ProcessGroup, launch
 from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
@@ -44,6 +44,7 @@ __all__ = [
     "apply_updates",
     "broadcast",
     "checkpoint",
+    "compress",
     "deferred_init",
     "describe",
     "dot",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .compress import Form, check_codec
 from .errors import explain
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -33,11 +34,13 @@ class Precision:
         compute: the dtype of the whole leaves that a module's forward works with. Floating-point
             tensors given to a module that holds leaves are cast to it. None: the storage dtype, and
             inputs stay as they are.
-        gather: the dtype in which leaves travel to be made whole; they are rounded to it. None:
-            storage or compute, whichever takes fewer bytes (compute if neither does), which rounds
-            nothing more.
-        reduce: the dtype in which gradients are summed over ranks; they are rounded to it. None:
-            the storage dtype.
+        gather: the dtype in which leaves travel to be made whole; they are rounded to it. Or a
+            codec, such as `compress.Blocks(torch.int8, 256)`, which they are rounded by in the
+            storage dtype. None: storage or compute, whichever takes fewer bytes (compute if neither
+            does), which rounds nothing more.
+        reduce: the dtype in which gradients are summed over ranks; they are rounded to it. Or a
+            codec: each rank's are rounded once, and summed in the storage dtype. None: the storage
+            dtype.
         buffers: the dtype of floating-point buffers, in the state and in use. None: as the module
             has them.
         output: the dtype that floating-point outputs are cast to, of the module that the policy is
@@ -49,8 +52,8 @@ class Precision:
 
     storage: torch.dtype | None = None
     compute: torch.dtype | None = None
-    gather: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    gather: Form | None = None
+    reduce: Form | None = None
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
 
@@ -58,6 +61,9 @@ class Precision:
         for field in fields(self):
             given = getattr(self, field.name)
             if given is None or given in FLOATS:
+                continue
+            if field.name in ("gather", "reduce") and not isinstance(given, torch.dtype):
+                check_codec(f"Precision.{field.name}", given)
                 continue
             raise ValueError(
                 explain(
@@ -90,14 +96,16 @@ class Dtypes:
     """The dtypes of a leaf beside the one it is stored in."""
 
     compute: torch.dtype  # of the whole leaf in a module's forward, and of its gradient there
-    gather: torch.dtype  # in which the leaf travels to be made whole
-    reduce: torch.dtype  # in which its gradient is summed over ranks
+    gather: Form  # in which the leaf travels to be made whole
+    reduce: Form  # in which its gradient travels, and, if a dtype, is summed over ranks
 
     def __str__(self) -> str:
         gather, reduce = short(self.gather), short(self.reduce)
         return f"{short(self.compute)}, gathered as {gather}, reduced as {reduce}"
 
 
-def short(dtype: torch.dtype) -> str:
-    """A dtype's name without the library's."""
-    return str(dtype).removeprefix("torch.")
+def short(form: Form) -> str:
+    """A dtype's name without the library's; a codec as it prints, without its place in memory."""
+    text = str(form).removeprefix("torch.")
+    # Python's default, "<module.Class object at 0x...>": ranks compare this text
+    return type(form).__name__ if text.endswith(f"at {hex(id(form))}>") else text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
+from ..compress import block_of, dtype_of
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision, short
 from ..tree import PyTree, paths
@@ -68,6 +70,7 @@ def make_layout(
         cut: by path and leaf; None: each leaf into a piece per rank.
         aligned: whether leaves and pieces start at aligned bytes, for speed and equal rounding. In
             a proof they don't: aligned small leaves lie whole on one rank, and none would be cut.
+            At multiples of a codec's block they start in any case.
 
     Raises:
         ValueError: the units don't have each leaf exactly once.
@@ -188,7 +191,7 @@ def _stands_alone(spec: LeafSpec) -> bool:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat
     is_large = spec.numel * spec.dtype.itemsize >= LARGE
-    needs_padding = spec.numel % (_piece_alignment(spec.dtype) * spec.cut.num_pieces) != 0
+    needs_padding = spec.numel % (_piece_alignment(spec) * spec.cut.num_pieces) != 0
     return is_large and not needs_padding
 
 
@@ -196,13 +199,23 @@ def _leaf_alignment(spec: LeafSpec) -> int:
     """In elements, the same in all dtypes of the bucket's flats."""
     dtypes = [spec.dtype]
     if spec.dtypes is not None:
-        dtypes += [spec.dtypes.gather, spec.dtypes.compute, spec.dtypes.reduce]
-    return LEAF_ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
+        forms = spec.dtypes.gather, spec.dtypes.reduce
+        dtypes += [spec.dtypes.compute, *(dtype_of(form, spec.dtype) for form in forms)]
+    own = LEAF_ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
+    return lcm(own, _block(spec))
 
 
-def _piece_alignment(dtype: torch.dtype) -> int:
+def _piece_alignment(spec: LeafSpec) -> int:
     """In elements."""
-    return PIECE_ALIGNMENT // dtype.itemsize
+    return lcm(PIECE_ALIGNMENT // spec.dtype.itemsize, _block(spec))
+
+
+def _block(spec: LeafSpec) -> int:
+    """Elements that codecs round together: leaves and pieces begin at multiples of it, so that
+    blocks have the same elements of a leaf however it is cut."""
+    if spec.dtypes is None:
+        return 1
+    return lcm(block_of(spec.dtypes.gather), block_of(spec.dtypes.reduce))
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -224,7 +237,7 @@ def _bucket(
         aligned: as `make_layout` takes it.
     """
     first = specs[numbers[0]]  # all leaves of a bucket agree with it in kind
-    alignment = _leaf_alignment(first) if aligned else 1
+    alignment = _leaf_alignment(first) if aligned else _block(first)
     offsets, end = [], 0  # in elements
     for n in numbers:
         offsets.append(_round_up(end, alignment))
@@ -232,11 +245,11 @@ def _bucket(
     num_pieces = first.cut.num_pieces
     # Pieces are equal, in elements, padding included
     if aligned or _stands_alone(first):
-        alignment = _piece_alignment(first.dtype)
+        alignment = _piece_alignment(first)
         piece = _round_up(end, num_pieces * alignment) // num_pieces
     else:
         # An even share would end between leaves, where these are equal
-        piece = end // num_pieces + 1
+        piece = _round_up(end // num_pieces + 1, _block(first))
     kind = _kind_in_words(first, has_levels=has_levels)
     name = f"{unit or 'root'}[{kind}]"  # "" is the root's own name
     shapes = tuple(specs[n].shape for n in numbers)

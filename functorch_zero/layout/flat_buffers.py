@@ -91,6 +91,22 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
     return parts[1::2]  # every other one is padding
 
 
+def blank(flat: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
+    """A flat of params to be rounded by blocks, with zeros for padding: an optimizer may have left
+    other numbers there, a NaN say. A copy where there is padding, and a codec.
+
+    `start`: the bucket's element that the flat begins with.
+    """
+    if isinstance(bucket.gather, torch.dtype):
+        return flat
+    sizes = bucket.parts(start, start + flat.numel())
+    if not any(sizes[::2]):
+        return flat
+    flat = flat.clone()
+    torch._foreach_zero_(flat.split_with_sizes(sizes)[::2])
+    return flat
+
+
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
     """The flat piece (piece,) that these 1-D pieces lie in; packed into a new one when they don't
     lie in one."""

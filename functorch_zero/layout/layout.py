@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compress import Form, dtype_of
 from ..precision import Dtypes, short
 from ..tree import PyTree
 from .extent import Extent
@@ -83,14 +84,25 @@ class Bucket:
         return self.dtype if self.dtypes is None else self.dtypes.compute
 
     @cached_property
-    def gather(self) -> torch.dtype:
-        """The dtype that leaves are rounded to, and travel in, before they are used."""
+    def gather(self) -> Form:
+        """The dtype or codec that leaves are rounded to, and travel in, before they are used."""
         return self.dtype if self.dtypes is None else self.dtypes.gather
 
     @cached_property
-    def reduce(self) -> torch.dtype:
-        """The dtype that gradients are rounded to, and summed over ranks in."""
+    def reduce(self) -> Form:
+        """The dtype or codec that gradients are rounded to before they travel."""
         return self.dtype if self.dtypes is None else self.dtypes.reduce
+
+    @cached_property
+    def summed_in(self) -> torch.dtype:
+        """The dtype that gradients are packed and summed over ranks in: that of `reduce`, or, with
+        a codec, the storage dtype."""
+        return dtype_of(self.reduce, self.dtype)
+
+    @cached_property
+    def is_encoded(self) -> bool:
+        """Whether a codec rounds gradients before they are summed over ranks."""
+        return not isinstance(self.reduce, torch.dtype)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:

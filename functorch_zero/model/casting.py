@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import map_tensors
+from ..compress import dtype_of, rounded
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
@@ -181,12 +182,12 @@ def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     if dtypes is None:
         return leaf
     # Rounded twice, as by a sharded step, which gathers in one dtype and computes in another
-    return leaf.to(dtypes.gather).to(dtypes.compute)
+    return rounded(leaf, dtypes.gather).to(dtypes.compute)
 
 
 def _as_reduced(grad: Tensor, dtypes: Dtypes, storage: torch.dtype) -> Tensor:
     """A gradient, rounded as before the sum over ranks, then as the optimizer is given it."""
-    return grad.to(dtypes.reduce).to(storage)
+    return rounded(grad.to(dtype_of(dtypes.reduce, storage)), dtypes.reduce).to(storage)
 
 
 class CastLeaf(torch.autograd.Function):

@@ -26,7 +26,6 @@ from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
-from ..runtime.unshard import Gather
 from ..sharded.notes import elements_by_unit, notes_of
 from ..sharded.options import (
     Options,
@@ -68,7 +67,6 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    gather: Gather | None = None,
     state_storage: StateStorage | None = None,
     reduce_bucket: int | None = None,
 ) -> Plan:
@@ -95,7 +93,7 @@ def plan(
             in the layout's order, and their backward to need their weights. A program needs one,
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
-        donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
+        donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction,
             state_storage, reduce_bucket: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
@@ -162,7 +160,6 @@ def plan(
         # The stand-ins may lie on another device than the leaves
         overlap=Overlap.by_default(device) if overlap is None else overlap,
         reduction=reduction,
-        gather=gather,
         state_storage=state_storage,
         reduce_bucket=reduce_bucket,
         loss_scale=loss_scale,

@@ -11,11 +11,13 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._torch_private import profiler_enabled, version_of
+from ..compress import Codec, decoded, encoded, rounded
 from ..devices import divided
 from ..errors import StructureError, explain
-from ..groups import labelled
+from ..groups import Then, labelled
 from ..groups.mesh import Axes, Axis
 from ..groups.protocol import Group, Work
 from ..layout.layout import Bucket, Layout
@@ -102,6 +104,24 @@ class Summed:
 SUMMED = Summed()
 
 
+def sum_encoded(flat: Tensor, codec: Codec, group: Group) -> tuple[Tensor, Work]:
+    """Begin to sum flats (numel,) over ranks into equal pieces (piece,), one on each: every rank's
+    are rounded once, and what has arrived is added up in rank order.
+
+    One all-to-all of messages. A flat that can't be cut at blocks is filled up with zeros.
+    """
+    num, dtype = group.size, flat.dtype
+    filled = pad(flat, (0, -flat.numel() % (num * codec.block)))
+    sent = encoded(filled, codec, num)  # (num * m,)
+    arrived, sizes = torch.empty_like(sent), [sent.numel() // num] * num
+    result = flat.new_empty(filled.numel() // num)
+
+    def add_up() -> None:
+        torch.sum(decoded(arrived, codec, num, dtype).view(num, -1), 0, out=result)
+
+    return result, Then(group.all_to_all(arrived, sizes, sent, sizes), add_up)
+
+
 def _fault_of(started: Any, length: int, kept: Kept) -> tuple[str, str, Any] | None:
     """The first thing that isn't as a reduction must return it: its name, the form it must have,
     and what there is; None: all is well."""
@@ -179,7 +199,7 @@ class GradientReduction:
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
         self._complete: set[int] = set()  # buckets whose sums along the shard axis lack nothing
-        self._over_replicas: list[Summing] = []  # reductions of such sums along the replicate axis
+        self._second: list[Summing] = []  # what follows on such sums: see `_go_on`
         self._num_bytes = num_bytes
         # By the axis, the dtype, and whether buckets are joined
         self._together: dict[tuple[str, torch.dtype, bool], Together] = {}
@@ -217,7 +237,7 @@ class GradientReduction:
         self.settle(leaving=num_under_way - 1)
         self._under_way.append([])
         # Here every rank is between the same collectives; it settles at moments of its own
-        self._reduce_over_replicas(self._complete)
+        self._go_on(self._complete)
 
     def start(self, b: int, flat: Tensor, *, is_last: bool) -> None:
         """Begin to reduce whole gradients (numel,) of a bucket.
@@ -235,7 +255,7 @@ class GradientReduction:
             if self.divisor is not None:
                 flat = divided(flat, self.divisor)
             # Rounded here, unless it is in the dtype of reductions already
-            cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
+            cut, flat, shard = self._is_cut(b), flat.to(bucket.summed_in), self._axes.shard
             if self._is_joined(b):
                 if not self._under_way:  # `make_room` has left all room for what waits
                     self._under_way.append([])
@@ -245,6 +265,10 @@ class GradientReduction:
             if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)
                 work = shard.sum_to_pieces(result, flat)
+                result = rounded(result, bucket.reduce)
+            elif bucket.is_encoded:
+                group = shard.group if cut else self._axes.data
+                result, work = sum_encoded(flat, bucket.reduce, labelled(group, self._label(b)))
             else:
                 group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
@@ -308,9 +332,9 @@ class GradientReduction:
         missing."""
         self._under_way.append(self._leave(over_replicas=False))
         self.settle()
-        self._reduce_over_replicas(self._sums)
-        self._over_replicas += self._leave(over_replicas=True)
-        for reduction in self._over_replicas:
+        self._go_on(self._sums)
+        self._second += self._leave(over_replicas=True)
+        for reduction in self._second:
             self._wait_for(reduction)
         sums, self._sums = self._sums, {}  # given away
         return sums
@@ -325,27 +349,45 @@ class GradientReduction:
         result = result.to(bucket.dtype)
         self._sums[b] = self._sums[b].add_(result) if b in self._sums else result
 
-    def _reduce_over_replicas(self, buckets: Iterable[int]) -> None:
-        """Begin to reduce sums along the shard axis along the replicate axis. They leave the sums,
-        and come back by `_wait_for`.
+    def _go_on(self, buckets: Iterable[int]) -> None:
+        """Begin what follows on sums along the shard axis, or of encoded gradients of level 0. They
+        leave the sums, and come back by `_wait_for`.
 
-        Sums of level 0 stay: they were made over all data at once.
+        Other sums of level 0 stay: they were made over all data at once.
         """
         replicate, both = self._axes.replicate, self._axes.both
         # With `both`, equal data still leave each rank a smaller piece to take
-        if replicate.size == 1 or not (replicate.holds_different_data or both):
-            return
+        over_replicas = replicate.size > 1 and (replicate.holds_different_data or both)
         # In one order on every rank
-        for b in sorted(b for b in buckets if self._is_cut(b)):
+        for b in sorted(buckets):
+            bucket, is_cut = self._buckets[b], self._is_cut(b)
+            if is_cut and over_replicas:
+                # In the dtype of reductions; with `both`, as many pieces as there are replicas
+                part = self._sums.pop(b).to(bucket.summed_in)
+                begun = self._together_along(replicate, b, cut=both).add(b, part, is_last=True)
+            elif not is_cut and bucket.is_encoded:
+                begun = [self._gather_sum(b, self._sums.pop(b))]
+            else:
+                continue
             self._complete.discard(b)
-            # In the dtype of reductions; with `both`, as many pieces as there are replicas
-            part = self._sums.pop(b).to(self._buckets[b].reduce)
-            together = self._together_along(replicate, b, cut=both)
-            self._over_replicas += together.add(b, part, is_last=True)
+            self._second += begun
+
+    def _gather_sum(self, b: int, part: Tensor) -> Summing:
+        """Begin to gather a sum (numel,), of which each rank has a part, as it is."""
+        group, numel = labelled(self._axes.data, self._label(b)), self._buckets[b].numel
+        arriving = part.new_empty(group.size * part.numel())
+        work = group.all_gather(arriving, part)
+        if arriving.numel() == numel:
+            return Summing(b, arriving, work, is_last=True)
+        # Flats lie alone in their storage
+        result = part.new_empty(numel)
+        copied = Then(work, lambda: result.copy_(arriving[:numel]))
+        return Summing(b, result, copied, is_last=True)
 
     def _is_joined(self, b: int) -> bool:
         """Whether the bucket may be summed together with others."""
-        return self._num_bytes > 0 and self._buckets[b].cut.level < 3
+        bucket = self._buckets[b]
+        return self._num_bytes > 0 and bucket.cut.level < 3 and not bucket.is_encoded
 
     def _would_wait(self, b: int) -> bool:
         """Whether the bucket's gradients would wait for others, and start no collective."""
@@ -360,7 +402,7 @@ class GradientReduction:
     def _together_along(self, axis: Axis, b: int, *, cut: bool) -> Together:
         """The buckets that this one is summed with along an axis."""
         is_joined = self._is_joined(b)
-        key = axis.name, self._buckets[b].reduce, is_joined
+        key = axis.name, self._buckets[b].summed_in, is_joined
         if key not in self._together:
             num_bytes = self._num_bytes if is_joined else 0
             self._together[key] = Together(self._buckets, axis, cut=cut, num_bytes=num_bytes)

@@ -98,4 +98,4 @@ class Together:
         return axis.sum_to_pieces(result, flat) if self._cut else axis.sum(result)
 
     def _bytes_of(self, b: int) -> int:
-        return self._buckets[b].numel * self._buckets[b].reduce.itemsize
+        return self._buckets[b].numel * self._buckets[b].summed_in.itemsize

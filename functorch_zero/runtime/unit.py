@@ -580,7 +580,7 @@ class Pass:
         for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
             bucket = self._layout.buckets[b]
             own: Grads = [None] * len(bucket.leaves) if grads is None else grads[which]
-            dtype = None if bucket.dtypes is None else bucket.reduce
+            dtype = None if bucket.dtypes is None else bucket.summed_in
             at_once = b in reduction.every_use  # freed as soon as it is reduced: levels 2 and 3
             # A reduce-scatter only reads its flat, so that may be autograd's own
             if at_once and is_flat(own[0], bucket, dtype):
@@ -609,7 +609,7 @@ class Pass:
         if not ready and reduction.in_layout_order:  # other ranks may have some
             for b in unit.content.trained:
                 bucket = self._layout.buckets[b]
-                dtype = None if bucket.dtypes is None else bucket.reduce
+                dtype = None if bucket.dtypes is None else bucket.summed_in
                 zeros = pack([None] * len(bucket.leaves), bucket, device=self._device, dtype=dtype)
                 reduction.add(b, self._scale(zeros, is_own=True))  # (numel,)
             ready = [*unit.content.trained]

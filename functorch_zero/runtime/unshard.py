@@ -7,69 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, filterfalse
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from .._torch_private import base_of, profiler_enabled, version_of
+from ..compress import decoded, encoded
 from ..groups.protocol import Done, Group, Work
-from ..layout.flat_buffers import unpack
+from ..layout.flat_buffers import blank, unpack
 from ..layout.layout import Bucket
 from ..model.casting import cast_leaf
 from ..profiling import NOTHING, ranged
 
 Buckets = Sequence[Bucket]
-
-
-@runtime_checkable
-class Gather(Protocol):
-    """The representation in which pieces of params travel: a seam, `shard(gather=...)`.
-
-    For each all-gather of params, on use at level 3 and after the update elsewhere. A whole state
-    (`unshard`, checkpoints) is made of the params themselves. Nothing is kept between steps. A plan
-    calls both methods with tensors that have no values.
-
-    Attributes:
-        exact: whether whole params are, to the bit, those that were encoded. If not, params must
-            be in pieces between steps, at level 3: elsewhere ranks keep only the decoded values.
-    """
-
-    exact: bool
-
-    def encode(self, piece: Tensor) -> Tensor:
-        """This rank's message, 1-D, in any dtype, of a length that follows from the piece's.
-
-        Args:
-            piece: (piece,), in the dtype of gathers. It is only read, and may be returned.
-        """
-        ...
-
-    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """The whole flat (num_ranks * piece,), in a storage that nothing else lies in: a pass knows
-        the flat by its storage, and frees it.
-
-        Args:
-            messages: (num_ranks * m,) of all ranks, in their order. May be returned.
-            num_ranks: the number of messages.
-            dtype: of the pieces.
-        """
-        ...
-
-
-class Unencoded:
-    """Pieces travel as they are. The default."""
-
-    exact = True
-
-    def encode(self, piece: Tensor) -> Tensor:
-        return piece
-
-    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        return messages
-
-
-UNENCODED = Unencoded()
 
 
 class UnitFlats(Protocol):
@@ -100,7 +50,7 @@ class Gathering(NamedTuple):
     """One bucket's all-gather."""
 
     arriving: Tensor  # (num_pieces * m,), all ranks' messages; or (numel,), a flat that is whole
-    sent: Tensor  # (m,), this rank's; lives until the work is done
+    sent: Tensor  # (m,), this rank's, encoded or in the dtype of gathers; lives as long as the work
     work: Work
 
 
@@ -147,7 +97,6 @@ class GatheredFlats:
         group: of the ranks that hold the other pieces.
         log: of the collectives started, which ranks compare.
         name: of the unit, in the log.
-        gather: the representation in which pieces travel.
     """
 
     transient = True
@@ -160,7 +109,6 @@ class GatheredFlats:
         group: Group,
         log: list[str],
         name: str,
-        gather: Gather = UNENCODED,
     ):
         self.here: list[Tensor] | None = None
         self.under_way: Sequence[Gathering] | None = None
@@ -171,7 +119,6 @@ class GatheredFlats:
         ]
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
-        self._gather = gather
         # A unit whose flats are only cast starts nothing, and so is in no log
         self.moves = any(cut)
 
@@ -188,8 +135,8 @@ class GatheredFlats:
                     started.append(Gathering(flat, flat, Done()))
                     continue
                 # Rounded before it travels; the cast after it takes the leaf to the compute dtype
-                sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
-                sent = self._gather.encode(sent)
+                own = blank(flat, bucket, self._group.rank * len(flat))
+                sent = encoded(own, bucket.gather)
                 arriving = sent.new_empty(self._group.size * sent.numel())
                 work = self._group.all_gather(arriving, sent)
                 started.append(Gathering(arriving, sent, work))
@@ -203,9 +150,13 @@ class GatheredFlats:
         wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
         self.under_way = None
         here = []
-        for whole, bucket in zip(wholes, self._buckets, strict=True):
-            # To the compute dtype: a new flat, and the arrived one goes
-            here.append(whole if bucket.dtypes is None else cast_leaf(whole, bucket.dtypes))
+        for whole, bucket, cut in zip(wholes, self._buckets, self._cut, strict=True):
+            # To the compute dtype: a new flat, and the arrived one goes. What has arrived was
+            # rounded before.
+            if cut:
+                here.append(whole.to(bucket.compute))
+            else:
+                here.append(cast_leaf(blank(whole, bucket), bucket.dtypes))
         self.here = here
         # A loss that writes to them is caught when they go
         self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
@@ -222,7 +173,7 @@ class GatheredFlats:
         for gathering, bucket, cut in zip(started, self._buckets, self._cut, strict=True):
             whole = gathering.arriving
             if cut:
-                whole = self._gather.decode(whole, self._group.size, bucket.gather)
+                whole = decoded(whole, bucket.gather, self._group.size, bucket.dtype)
             wholes.append(whole)
         return wholes
 

@@ -8,7 +8,6 @@ from ..groups import as_group
 from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
 from ..runtime.reduce import Reduction
-from ..runtime.unshard import Gather
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
@@ -39,7 +38,6 @@ class _Options(TypedDict, total=False):
     state_axes: StateAxes
     overlap: OverlapChoice | None
     reduction: Reduction | None
-    gather: Gather | None
     state_storage: StateStorage | None
     reduce_bucket: int | None
 
@@ -68,7 +66,6 @@ def shard(
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    gather: Gather | None = None,
     state_storage: StateStorage | None = None,
     reduce_bucket: int | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
@@ -110,9 +107,7 @@ def shard(
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
             `State.parts`; of a program, those of each trained tree of its value. None: gradients
-            are summed as they are.
-        gather: the representation in which pieces of params travel, an object with the methods of
-            `runtime.unshard.Gather`. None: pieces travel as they are.
+            are summed as they are, or as `Precision.reduce` says.
         state_storage: the place of the optimizer's state between steps, of a program's optimizers
             between their updates: an object with the methods of `sharded.storage.StateStorage`.
             None: it lies beside the params.
@@ -169,7 +164,6 @@ def shard(
         reduce_gradients=reduce_gradients,
         overlap=overlap,
         reduction=reduction,
-        gather=gather,
         state_storage=state_storage,
         reduce_bucket=reduce_bucket,
         loss_scale=_scales(step),

@@ -12,13 +12,13 @@ from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
+from ..compress import Form
 from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..precision import short
-from ..runtime.unshard import Gather
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.program_step import ProgramStep
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     elements: int  # of whole leaves
     storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
     compute: torch.dtype | None  # the dtype that whole leaves are used in; None: no loss uses them
-    wire: tuple[tuple[str, torch.dtype], ...]  # messages of a step, and their dtypes
+    wire: tuple[tuple[str, Form], ...]  # messages of a step, and their dtypes or codecs
     where: str  # the leaves, between steps: "whole", or "1/4" for a piece of four
     nbytes: int  # of params here, padding included
     state: tuple[torch.dtype, ...]  # dtypes of the optimizer's state of these leaves
@@ -123,7 +123,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     in pieces a compute dtype. "-" says that nothing travels, or that there is no optimizer's state.
     """
     compute = "" if row.compute is None else short(row.compute)
-    wire = ", ".join(f"{message} {short(dtype)}" for message, dtype in row.wire)
+    wire = ", ".join(f"{message} {short(form)}" for message, form in row.wire)
     params = (
         row.unit,
         str(len(row.leaves) or ""),
@@ -188,9 +188,7 @@ def describe(step: AnyStep, state: State) -> Description:
     plan = step.state_plan(sharding.layout)
     # The parts have rows of their own, which say how they are carried
     others = state.replace(parts=None)
-    # One rank sends nothing
-    gather = step.options.gather if step.group.size > 1 else None
-    rows = _rows(others, sharding.layout, plan, gather)
+    rows = _rows(others, sharding.layout, plan, sends=step.group.size > 1)
     rows += _rows_of_parts(step, state)
     return _on_this_rank(step, rows, repr(step.unsharded.optimizer))
 
@@ -223,7 +221,7 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
         cut=lambda path, leaf: whole,
     )
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
-    rows = _rows(state, layout, plan, None)
+    rows = _rows(state, layout, plan, sends=False)
     return Description(rows=tuple(rows), rank=0, num_ranks=1, optimizer=repr(step.optimizer))
 
 
@@ -231,12 +229,12 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     """The description of a program's state on a rank: a row per bucket of each tree, and a row per
     optimizer's state."""
     step.check_state(state)
-    gather = step.options.gather if step.group.size > 1 else None
+    sends = step.group.size > 1
     rows: list[Row] = []
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
-            rows += _rows_of_tree(name or node.holding.name, node, gather)
+            rows += _rows_of_tree(name or node.holding.name, node, sends=sends)
         elif isinstance(node, ShardedOptState):
             tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
             shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
@@ -250,8 +248,9 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     return _on_this_rank(step, rows, repr(step.unsharded))
 
 
-def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[Row]:
-    """A row per bucket of a sharded tree that has leaves here."""
+def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
+    """A row per bucket of a sharded tree that has leaves here. `sends`: whether there are other
+    ranks."""
     layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
     leaves = layout.treedef.flatten_up_to(tree.local_tree)
     rows = []
@@ -265,7 +264,7 @@ def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[R
                 continue
             # No step takes gradients of a tree that is read only, nor updates it
             is_updated = bucket.trainable and not tree.holding.read_only
-            wire = () if gather is None or is_in_pieces else _wire(bucket, gather, is_updated)
+            wire = _wire(bucket, is_updated) if sends and not is_in_pieces else ()
             own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
             row = _row(own_name, bucket, names, held, (), wire)
             if is_in_pieces:
@@ -315,10 +314,10 @@ def _rows_of_parts(step: ShardedTrainStep | ShardedProgramStep, state: State) ->
     return rows
 
 
-def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) -> list[Row]:
+def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list[Row]:
     """A row per bucket, in the order of the units, and those of tensors that belong to no leaf.
 
-    `gather` None: nothing travels, since there is one rank.
+    `sends`: whether there are other ranks.
     """
     params: list[Tensor] = optree.tree_leaves(as_local(state.params))
     # By the param's number: its leaves of the optimizer's state
@@ -336,7 +335,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
             names = tuple(layout.leaves[n].path for n in bucket.leaves)
             held = [params[n] for n in bucket.leaves]
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
-            wire = () if gather is None else _wire(bucket, gather, bucket.trainable)
+            wire = _wire(bucket, bucket.trainable) if sends else ()
             rows.append(_row(unit.name or "root", bucket, names, held, slots, wire))
     # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
@@ -360,7 +359,7 @@ def _row(
     paths: tuple[str, ...],
     held: Sequence[Tensor],
     slots: Sequence[_Slot],
-    wire: tuple[tuple[str, torch.dtype], ...],
+    wire: tuple[tuple[str, Form], ...],
 ) -> Row:
     """The row of a bucket.
 
@@ -386,23 +385,17 @@ def _row(
     )
 
 
-def _wire(bucket: Bucket, gather: Gather, is_updated: bool) -> tuple[tuple[str, torch.dtype], ...]:
+def _wire(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
     """The traffic of a bucket in a step: gathers on use; and where it is updated, reductions, and
     the all-gather after the update."""
-
-    def encoded(dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the message in which a piece of this dtype travels."""
-        return gather.encode(torch.empty(bucket.piece, dtype=dtype, device="meta")).dtype
-
-    wire = []
-    # A message's dtype is the encoder's choice, so it is asked with a piece without values
+    wire: list[tuple[str, Form]] = []
     if bucket.cut.level == 3:
-        wire.append(("gather", encoded(bucket.gather)))
+        wire.append(("gather", bucket.gather))
     if is_updated:
         wire.append(("reduce", bucket.reduce))
     # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
     if is_updated and bucket.cut.num_pieces > bucket.cut.num_held:
-        wire.append(("publish", encoded(bucket.dtype)))
+        wire.append(("publish", bucket.dtype))
     return tuple(wire)
 
 

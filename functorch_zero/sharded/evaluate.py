@@ -106,7 +106,7 @@ class ShardedEvalStep:
     def _pass(self, reading: _Reading, log: list[str], *, look: bool) -> Pass:
         """A pass without a reduction: leaves bring no gradients, so units are used and freed."""
         options = self.options
-        units = make_unit_flats(reading.flats, reading.layout, options.axes, log, options.gather)
+        units = make_unit_flats(reading.flats, reading.layout, options.axes, log)
         return Pass(
             reading.layout,
             units,
@@ -222,8 +222,7 @@ class ShardedEvalStep:
         with Streams(state.seed, state.step).of_program(flats[0].device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
             chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
-        axes = self.options.axes
-        return held_flats_of(chosen, flats, layout, axes, self.options.gather), _words_of(found)
+        return held_flats_of(chosen, flats, layout, self.options.axes), _words_of(found)
 
 
 def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from ..errors import explain
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
-from ..layout.levels import Levels, level_in_words, level_of
+from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
-from ..runtime.unshard import UNENCODED, Gather
 from ..sharded_optim.state_plan import StatePlan
 from ..tree import PyTree
 from .buffers import SyncBuffers, check_sync_buffers
@@ -54,7 +55,6 @@ class Options:
     reduce_gradients: ReduceGradients | None = None  # None: as the level's row says
     overlap: Overlap | None = None  # None: the device's own choice
     reduction: Reduction = SUMMED
-    gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
     reduce_bucket: int = 0  # bytes of gradients that are summed as one; 0: each bucket by itself
     aligned: bool = True  # as `make_layout` takes it; false in proofs
@@ -71,7 +71,6 @@ class Options:
         reduce_gradients: Any = None,
         overlap: Any = None,
         reduction: Any = None,
-        gather: Any = None,
         state_storage: Any = None,
         reduce_bucket: Any = None,
         loss_scale: bool = False,
@@ -96,7 +95,6 @@ class Options:
             reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
             overlap=check_overlap(overlap),
             reduction=check_reduction(reduction, loss_scale=loss_scale),
-            gather=check_gather(gather),
             state_storage=check_state_storage(state_storage),
             reduce_bucket=check_reduce_bucket(reduce_bucket, levels, reduction),
         )
@@ -131,8 +129,6 @@ class Options:
         # The defaults are no seams: nothing was given
         if self.reduction is not SUMMED:
             given["reduction"] = _printed(self.reduction)
-        if self.gather is not UNENCODED:
-            given["gather"] = _printed(self.gather)
         if self.state_storage is not None:
             given["state_storage"] = _printed(self.state_storage)
         return given
@@ -163,7 +159,7 @@ class Options:
         """The layout of a tree. Leaves with `requires_grad` are trained, the others are frozen.
 
         Raises:
-            ValueError: whole params would be held that did not arrive exactly.
+            ValueError: gradients would be reduced in two ways.
         """
         self.levels.check(params)
         layout = make_layout(
@@ -173,25 +169,24 @@ class Options:
             cut=self.cut_of,
             aligned=self.aligned,
         )
-        self.check_published(layout)
+        self.check_reduction_of(layout)
         return layout
 
-    def check_published(self, layout: Layout) -> None:
-        """Raise ValueError unless pieces that are rounded on their way are never held
-        afterwards."""
-        # Whole params that arrive to the bit may be held
-        if self.gather.exact:
+    def check_reduction_of(self, layout: Layout) -> None:
+        """Raise ValueError if a bucket's gradients would travel by a codec, and by a `reduction` of
+        the user's own."""
+        if self.reduction is SUMMED:
             return
         for bucket in layout.buckets:
-            level = level_of(bucket)
-            # The all-gather after the update, which writes to the params that are held
-            is_published = level.cuts_state and (self.axes.both or not level.cuts_params)
-            if is_published:
+            if bucket.trainable and not isinstance(bucket.reduce, torch.dtype):
                 raise ValueError(
-                    f"gather={type(self.gather).__name__} is not exact, and at level "
-                    f"{level.number} what arrives of {bucket.name!r} after an update is all that "
-                    'other ranks have. Remedy: level 3 with state_axes="shard", which keeps the '
-                    "params themselves in pieces"
+                    explain(
+                        f"reduction={type(self.reduction).__name__} and Precision(reduce="
+                        f"{bucket.reduce}) both say how gradients travel",
+                        path=layout.leaves[bucket.leaves[0]].path,
+                        rank=self.group.rank,
+                        remedy="give one of them; the reduction may encode by itself",
+                    )
                 )
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
@@ -259,18 +254,6 @@ def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
         raise NotImplementedError(
             f"reduction={type(value).__name__} keeps gradients between steps, and a loss scale "
             "changes what they are multiplied by. Remedy: train in bfloat16, without loss_scale"
-        )
-    return value
-
-
-def check_gather(value: Any) -> Gather:
-    """The gather, if it is one; that of pieces as they are, if it is None."""
-    if value is None:
-        return UNENCODED
-    if isinstance(value, type) or not isinstance(value, Gather):
-        raise TypeError(
-            f"gather must be an object with `exact`, `encode` and `decode`, got {value!r}. Remedy: "
-            "see runtime.unshard.Gather"
         )
     return value
 

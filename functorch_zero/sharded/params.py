@@ -19,7 +19,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.reduce import GradientReduction, Kept
-from ..runtime.unshard import Gather, GatheredFlats, ResidentFlats, UnitFlats
+from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import Options
 
@@ -115,7 +115,6 @@ def make_unit_flats(
     layout: Layout,
     axes: Axes,
     log: list[str],
-    gather: Gather,
     params: ShardedTree | None = None,
 ) -> list[UnitFlats]:
     """Each unit's whole flats, for one pass.
@@ -133,9 +132,7 @@ def make_unit_flats(
         # Gathered at level 3, cast where a leaf is used in another dtype; else the state's own
         if content.rounds or any(in_pieces):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            made.append(
-                GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name, gather)
-            )
+            made.append(GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name))
         else:
             if params is not None and not leaves:
                 leaves = optree.tree_leaves(params.local_tree)

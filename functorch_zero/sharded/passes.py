@@ -192,7 +192,7 @@ def run_passes(
     found: list[Passed] = []  # one, once the last loss is known
 
     def of_units() -> list[UnitFlats]:
-        return make_unit_flats(flats, layout, axes, log, options.gather, held)
+        return make_unit_flats(flats, layout, axes, log, held)
 
     kept = None if options.reshard_after_forward else of_units()
 

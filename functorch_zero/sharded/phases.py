@@ -259,9 +259,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
-            params = publish(
-                params, run.flats, updates, options.axes, options.gather, donate=options.donate
-            )
+            params = publish(params, run.flats, updates, options.axes, donate=options.donate)
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.local_tree))

@@ -21,7 +21,6 @@ from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..optim.apply_updates import check_no_complex_for_real
-from ..runtime.unshard import Gather
 from ..tree import PyTree
 
 
@@ -30,7 +29,6 @@ def publish(
     flats: Sequence[Tensor],
     updates: PyTree[Tensor] | None,
     axes: Axes,
-    gather: Gather,
     *,
     donate: bool,
 ) -> ShardedTree:
@@ -67,7 +65,7 @@ def publish(
         # The all-gather runs while the next bucket is added
         if over := _published_along(bucket, axes):
             name = f"{params.holding.name}.{bucket.name}".lstrip(".")
-            started.append(_Publishing(new, name, over, gather))
+            started.append(_Publishing(new, name, over))
     _finish(started)
     return params.with_flats(made)
 
@@ -115,10 +113,7 @@ class _Publishing:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
     along each axis."""
 
-    def __init__(self, held: Tensor, name: str, over: Sequence[Group], gather: Gather):
-        self._gather = gather
-        # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
-        self._arriving: tuple[Group, Tensor, Tensor] | None = None
+    def __init__(self, held: Tensor, name: str, over: Sequence[Group]):
         # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view. Taken
         # from the end: the innermost axis is the last one.
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
@@ -135,22 +130,12 @@ class _Publishing:
             return None
         # The innermost axis first: it fills the piece that travels along the next
         group, out, piece = self._stages.pop()
-        message = self._gather.encode(piece)
-        # Not encoded: pieces arrive where they belong, without a copy
-        if message is piece:
-            return group.all_gather(out, piece)
-        # (num_ranks * m,)
-        messages = message.new_empty(group.size * message.numel())
-        self._arriving = group, out, messages
-        return group.all_gather(messages, message)
+        return group.all_gather(out, piece)
 
     def go_on(self) -> bool:
         """Wait for the all-gather under way, and start the next one, if there is one."""
         if self._work is not None:
             self._work.wait()
-            if self._arriving is not None:
-                (group, out, messages), self._arriving = self._arriving, None
-                out.copy_(self._gather.decode(messages, group.size, out.dtype))
             self._work = self._next()
         return self._work is not None
 
@@ -176,7 +161,6 @@ def held_flats_of(
     flats: Sequence[Tensor],
     layout: Layout,
     axes: Axes,
-    gather: Gather,
 ) -> list[Tensor]:
     """The flats that would hold the params between steps, were the trained ones `chosen`, as
     `eval_step(params=...)` chooses them: an average, say.
@@ -198,7 +182,7 @@ def held_flats_of(
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.piece_number).copy_(own)
             over = _published_along(bucket, axes)
-            started.append(_Publishing(flat, bucket.name, over, gather))
+            started.append(_Publishing(flat, bucket.name, over))
         held.append(flat)
     _finish(started)
     return held

@@ -246,7 +246,7 @@ class ShardedEngine:
         pieces = pieces_of(flats, params.holding)
         _, tree = prepared.update(grads, state.beside, pieces, donate=False)
         after = self.stored(tree, state.holding)
-        new = publish(params, flats, None, axes, self.options.gather, donate=True)
+        new = publish(params, flats, None, axes, donate=True)
         return new.as_read_only(params.is_read_only), after
 
     def _apply_in_place(
@@ -270,8 +270,7 @@ class ShardedEngine:
                 after = self._stored_over(state, tree)
             else:
                 after = self.stored(tree, state.holding)
-        axes, gather = self.options.axes, self.options.gather
-        new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
+        new = publish(params.handed_on(flats), flats, updates, self.options.axes, donate=True)
         return new.as_read_only(read_only), after
 
     def description_of(self, transform: Transform) -> Any:
@@ -287,8 +286,7 @@ class ShardedEngine:
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
-            gather = self.options.gather
-            made = publish(params, params.flats(), updates.local_tree, axes, gather, donate=False)
+            made = publish(params, params.flats(), updates.local_tree, axes, donate=False)
             return made.as_read_only(params.is_read_only)
 
     @compared

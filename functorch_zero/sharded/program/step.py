@@ -409,7 +409,7 @@ class ShardedProgramStep:
             cut=cut,
             aligned=self.options.aligned,
         )
-        self.options.check_published(layout)
+        self.options.check_reduction_of(layout)
         return layout
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
