@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -185,6 +185,23 @@ def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     return rounded(leaf, dtypes.gather).to(dtypes.compute)
 
 
+def as_reduced(grads: PyTree[Tensor], params: PyTree[Tensor]) -> PyTree[Tensor]:
+    """Gradients of stored leaves (None where frozen), rounded as before the sum over ranks."""
+
+    def of_node(node: Any, own: Any) -> Any:
+        if not isinstance(node, Params):
+            return own
+        found = dict(own)
+        for unit in node.units:
+            for path, policy in unit.policies.items():
+                dtypes, grad = policy.dtypes(node[path].dtype), own[path]
+                if grad is not None and dtypes is not None:
+                    found[path] = _as_reduced(grad, dtypes, grad.dtype)
+        return Params(found, own.units, own.names)
+
+    return optree.tree_map(of_node, params, grads, is_leaf=_is_params)
+
+
 def _as_reduced(grad: Tensor, dtypes: Dtypes, storage: torch.dtype) -> Tensor:
     """A gradient, rounded as before the sum over ranks, then as the optimizer is given it."""
     return rounded(grad.to(dtype_of(dtypes.reduce, storage)), dtypes.reduce).to(storage)
@@ -296,10 +313,14 @@ class CastParams:
     """Params as a loss sees them, in `params`: the given ones where no policy says otherwise.
 
     Call `finish` when the loss has returned.
+
+    Args:
+        look: whether the values of cast leaves are compared; see `Untouched`.
+        round_grads: whether each use's gradients are rounded, as reductions are.
     """
 
-    def __init__(self, params: PyTree[Tensor], *, look: bool = False):
-        self._look = look  # whether the values of cast leaves are compared; see `Untouched`
+    def __init__(self, params: PyTree[Tensor], *, look: bool = False, round_grads: bool = True):
+        self._look, self._round_grads = look, round_grads
         self._units: list[CastUnit] = []
         # `Params` are told from plain dicts, as only they know units
         self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
@@ -320,7 +341,10 @@ class CastParams:
         dtypes: list[Dtypes | None] = []
         for path, policy in unit.policies.items():
             stored.append(params[path])
-            dtypes.append(policy.dtypes(params[path].dtype))
+            found = policy.dtypes(params[path].dtype)
+            if found is not None and not self._round_grads:
+                found = replace(found, reduce=params[path].dtype)
+            dtypes.append(found)
         if all(found is None for found in dtypes):
             return {}
         entrance = CastUnit(unit, stored, dtypes, look=self._look)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..model.buffer_copies import check_kept_in_backward
-from ..model.casting import CastParams
+from ..model.casting import CastParams, as_reduced
 from ..model.untouched import Untouched
 from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
@@ -38,6 +38,7 @@ def mean_gradients(
     look: bool,
     reminder: Reminder,
     scale: float | None = None,
+    round_sums: bool = False,
 ) -> tuple[PyTree[Tensor], Outcome]:
     """The gradients of a loss on a batch (None where frozen), and its results: means over
     micro-batches, by their weights.
@@ -51,6 +52,7 @@ def mean_gradients(
         look: whether slow questions about the loss are asked; see `is_looked_at`.
         reminder: warns of micro-batches of unequal sizes, and of lost buffers.
         scale: of the loss; None: it isn't scaled.
+        round_sums: where a `Precision` rounds gradients, round the mean instead of each use's.
 
     Raises:
         StructureError: the step of a sharded program runs.
@@ -62,7 +64,9 @@ def mean_gradients(
     parts = micro_batches(batch, count)
     for i, part in enumerate(parts):
         with streams(i), torch.enable_grad():
-            grads, outcome = _gradients(loss_fn, trees, buffers, part, look=look, scale=scale)
+            grads, outcome = _gradients(
+                loss_fn, trees, buffers, part, look=look, scale=scale, round_grads=not round_sums
+            )
         reminder.lost_buffers(outcome.lost)
         outcome = outcome._replace(lost=())
         grads_of.append(grads)
@@ -70,10 +74,12 @@ def mean_gradients(
         # Buffers go on from one micro-batch to the next, as they would over so many steps
         buffers = outcome.buffers
     # No mean, and so no rounding, of a single one
-    if len(outcomes) == 1:
-        return grads_of[0], outcomes[0]
-    reminder.compare_parts(parts, outcomes[0].weight)
-    mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
+    mean_grads = grads_of[0]
+    if len(outcomes) > 1:
+        reminder.compare_parts(parts, outcomes[0].weight)
+        mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
+    if round_sums:
+        mean_grads = as_reduced(mean_grads, trees[0])
     return mean_grads, joined(outcomes)
 
 
@@ -103,6 +109,7 @@ def _gradients(
     *,
     look: bool,
     scale: float | None,
+    round_grads: bool,
 ) -> tuple[PyTree[Tensor], Outcome]:
     """Forward and backward of the loss on one micro-batch: gradients, and its results."""
     tree, read = trees
@@ -114,7 +121,7 @@ def _gradients(
     # The loss must not write to params: a sharded one couldn't, and results would differ
     untouched = Untouched(own, look=look)
     # One cast for both: trees that are only read may have policies too
-    cast = CastParams((treedef.unflatten(own), read), look=look)
+    cast = CastParams((treedef.unflatten(own), read), look=look, round_grads=round_grads)
     outcome = call_loss(loss_fn, cast.params, buffers, batch, differentiated=own)
     if look:
         refuse_reentrant_checkpoints(nodes_behind(outcome.loss))

@@ -396,6 +396,7 @@ class Part(NamedTuple):
     number: int  # from 0: the losses draw what that rank would draw
     mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
     reminder: Reminder | None = None  # None: the loss's own, which warns once
+    round_sums: bool = False  # as `mean_gradients` takes it
 
 
 # One process has all of the batch, and its gradients are the mean
@@ -428,6 +429,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         streams=next_streams(part.number, _device_of(tree)),
         look=look,
         reminder=part.reminder or history.reminder,
+        round_sums=part.round_sums,
     )
     grads, outcome = part.mean(grads, outcome)
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}

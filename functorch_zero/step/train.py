@@ -173,12 +173,13 @@ class TrainStep:
         return state, merged_metrics(metrics, measured)
 
     def loss_and_grads(
-        self, state: State, batch: Any, part: int = 0
+        self, state: State, batch: Any, part: int = 0, *, round_sums: bool = False
     ) -> tuple[PyTree[Tensor], Outcome]:
         """The gradients (None where frozen) of the loss on `batch`, and its results.
 
         The oracle of a sharded step calls this once for each part of a batch: `batch` is then the
-        `part`-th one, and random numbers are those of a rank that has it.
+        `part`-th one, and random numbers are those of a rank that has it. `round_sums` is for ranks
+        that add up gradients whole before a `Precision` rounds them.
         """
         # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
         params = marked(state)
@@ -200,6 +201,7 @@ class TrainStep:
             look=is_looked_at(int(state.step)),
             reminder=self.reminder,
             scale=self.policy.scale(state.finite),
+            round_sums=round_sums,
         )
 
     def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:

@@ -175,11 +175,15 @@ def run_in_parts(
     *,
     rule: str = "mean",
     jitter: int | None = None,
+    sums: Sequence[bool] = (),
 ) -> Run:
     """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by
     `shard`'s rule.
 
-    `jitter` seeds changes of the gradients in their last places.
+    Args:
+        jitter: seeds changes of the gradients in their last places.
+        sums: per leaf, whether ranks add up its gradients whole, over uses and micro-batches, and a
+            `Precision` rounds their sum. Empty: each use's are rounded, for all leaves.
     """
     first = state = step.init(start.params, start.buffers, seed=start.seed)
     num_parts = len(batches[0]) if batches else 1
@@ -191,7 +195,12 @@ def run_in_parts(
         gradients, outcomes = [], []
         # One part after the other, each with its rank's buffers and its rank's random stream
         for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
-            own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
+            given = state.replace(buffers=buffers)
+            own, outcome = step.loss_and_grads(given, part, rank, round_sums=True in sums)
+            if len({*sums}) == 2:
+                # The same once more, for the leaves that are rounded at each use
+                of_uses, _ = step.loss_and_grads(given, part, rank)
+                own = _chosen(sums, own, of_uses)
             gradients.append(own)
             outcomes.append(outcome)
         mean = _mean_over_parts(gradients, outcomes, rule)
@@ -207,8 +216,21 @@ def run_in_parts(
     return Run(first, steps)
 
 
+def _chosen(mask: Sequence[bool], first: PyTree[Any], second: PyTree[Any]) -> PyTree[Any]:
+    """The tree of the first one's leaves where the mask is true, and the second one's elsewhere."""
+    leaves, treedef = optree.tree_flatten(first, none_is_leaf=True)
+    others = optree.tree_leaves(second, none_is_leaf=True)
+    rows = zip(mask, leaves, others, strict=True)
+    return treedef.unflatten([a if is_first else b for is_first, a, b in rows])
+
+
 def run_program_in_parts(
-    step: ProgramStep, start: ProgramStart, batches: Sequence[list[Any]], *, rule: str = "mean"
+    step: ProgramStep,
+    start: ProgramStart,
+    batches: Sequence[list[Any]],
+    *,
+    rule: str = "mean",
+    round_sums: bool = False,
 ) -> Run:
     """The unsharded program with each batch in parts: as many copies of it as there are parts run
     side by side, each on its own. In each gradient that they take, all get the means over the
@@ -216,6 +238,7 @@ def run_program_in_parts(
 
     Args:
         rule: "mean" or "rank0"; programs have no other.
+        round_sums: whether ranks add up gradients whole before a `Precision` rounds them.
 
     Raises:
         AssertionError: the copies' results differ.
@@ -238,7 +261,7 @@ def run_program_in_parts(
             group.barrier()
             return over_parts.grads, over_parts.outcome
 
-        PART.set(Part(own, mean, Reminder()))  # in this thread alone
+        PART.set(Part(own, mean, Reminder(), round_sums))  # in this thread alone
         return run_whole(step, start, [parts[own] for parts in batches])
 
     try:

@@ -17,7 +17,8 @@ from ..errors import UnequalBatchesWarning, explain
 from ..groups import HybridGroup, SingleRank, run_ranks
 from ..groups.mesh import SameData
 from ..groups.protocol import Group
-from ..layout.levels import LevelRule
+from ..layout.build import default_units
+from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..sharded.api import shard
@@ -26,7 +27,7 @@ from ..step.program_step import ProgramStep
 from ..step.reminder import Reminder
 from ..step.rows import num_rows
 from ..step.train import TrainStep
-from ..tree import same_structure
+from ..tree import named_leaves, same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
 from .runs import (
@@ -182,11 +183,18 @@ def assert_sharded_equals_unsharded(
         for num_ranks in ranks:
             mesh = Mesh(num_ranks, shard_size, same_data)
             parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's
-            expected = oracle.run(parts)
             # Whose buffers a rank's are compared with, where each keeps its own
             local = mesh.parts_by_rank if sync_buffers == "local" else None
+            # By the leaves whose summed gradients are rounded
+            known: dict[tuple[bool, ...], tuple[_Oracle | _ProgramOracle, Run]] = {}
             for level in levels:
                 settings = {"level": level, "sync_buffers": sync_buffers, **options}
+                sums = summed_whole(oracle.start, settings) if per_rank else ()
+                if sums not in known:
+                    # Another one only where it must be: it remembers its run on whole batches
+                    oracle = replace(oracle, sums=sums) if sums != oracle.sums else oracle
+                    known[sums] = oracle, oracle.run(parts)
+                oracle, expected = known[sums]
                 got = _run_sharded(step, oracle.start, parts, mesh, settings)
                 at = {"level": level, "ranks": num_ranks}
                 comparison = Comparison(
@@ -199,6 +207,23 @@ def assert_sharded_equals_unsharded(
                     names_its_loss=isinstance(step, TrainStep),
                 )
                 _check(comparison, oracle, parts, allow_round_off=allow_round_off)
+
+
+def summed_whole(start: Start | ProgramStart, settings: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Per leaf, whether ranks add up its gradients whole, over uses and micro-batches, before a
+    `Precision` rounds them: at levels 0 and 1, and where they are reduced once. One entry for all
+    leaves of a program, and none where no policy says how gradients travel.
+
+    `settings`: of `shard`.
+    """
+    policies = [p for unit in default_units(start.args) for p in unit.policies.values()]
+    if all(policy.reduce is None for policy in policies):
+        return ()
+    levels, once = Levels(settings["level"]), settings.get("reduce_gradients") == "once"
+    if isinstance(start, ProgramStart):
+        return (once or levels.number in (0, 1),)
+    leaves = named_leaves(start.params).items()
+    return tuple(once or not levels.of(path, leaf).streams for path, leaf in leaves)
 
 
 def _check_is_unsharded(step: Any) -> None:
@@ -250,11 +275,12 @@ class _Oracle:
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
+    sums: tuple[bool, ...] = ()  # as `summed_whole` gives it
 
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
         if self.per_rank:
-            return run_in_parts(self.step, self.start, parts, rule=self.rule)
+            return run_in_parts(self.step, self.start, parts, rule=self.rule, sums=self.sums)
         for batch, its_parts in zip(self.batches, parts, strict=True):
             self._check_fair(batch, len(its_parts))
         return self._whole  # cached: it is the same for all ranks and levels
@@ -271,7 +297,10 @@ class _Oracle:
         given = parts if self.per_rank else [[batch] for batch in self.batches]
         runs = []
         for seed in range(JITTERED_RUNS):
-            runs.append(run_in_parts(self.step, self.start, given, rule=self.rule, jitter=seed))
+            run = run_in_parts(
+                self.step, self.start, given, rule=self.rule, jitter=seed, sums=self.sums
+            )
+            runs.append(run)
         return runs
 
     @cached_property
@@ -300,6 +329,7 @@ class _ProgramOracle:
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
+    sums: tuple[bool, ...] = ()  # as `summed_whole` gives it
 
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
@@ -321,7 +351,8 @@ class _ProgramOracle:
 
     def _run_from(self, start: ProgramStart, parts: list[list[Any]]) -> Run:
         if self.per_rank:
-            return run_program_in_parts(self.step, start, parts, rule=self.rule)
+            whole = True in self.sums
+            return run_program_in_parts(self.step, start, parts, rule=self.rule, round_sums=whole)
         return run_whole(self.step, start, self.batches)
 
     @cached_property

@@ -32,7 +32,6 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
 from functorch_zero.runtime.prefetch import Overlap, PrefetchOrder
 from functorch_zero.runtime.unit import Pass
-from functorch_zero.runtime.unshard import UNENCODED
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.options import check_overlap
 from functorch_zero.sharded.params import make_unit_flats
@@ -316,7 +315,7 @@ def test_a_pass_takes_the_choice_of_its_device() -> None:
     for name in ("cpu", "meta"):
         device = torch.device(name)
         flats = [torch.ones(bucket.numel, device=device) for bucket in layout.buckets]
-        units = make_unit_flats(flats, layout, axes_of(SingleRank()), [], UNENCODED)
+        units = make_unit_flats(flats, layout, axes_of(SingleRank()), [])
         made = Pass(layout, units, None, device=device)
         assert made.overlap is {"cpu": Overlap.memory, "meta": Overlap.time}[name]
         assert Pass(layout, units, None, device=device, overlap=FAR).overlap is FAR

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero.compress import Blocks
 from functorch_zero.errors import NonFiniteError
 from functorch_zero.groups import (
     CheckedGroup,
@@ -37,11 +38,13 @@ from functorch_zero.groups import (
 from functorch_zero.testing import Equality, assert_equal_values
 from functorch_zero.testing.comparison import Comparison
 from functorch_zero.testing.runs import Run, Start, Step, run_in_parts, run_whole
+from functorch_zero.testing.step import summed_whole
 from tests.models import split
 from tests.tiers import drawn, thinned, tiers
 
 # Torch's compiler looks at it
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+E4M3 = torch.float8_e4m3fn
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = 24
 LEVELS = (0, 1, 2, 3)
@@ -120,6 +123,10 @@ class Option:
     rounds: float = (
         0.0  # what a difference in the last place may become; only beside an option with a bound
     )
+    # gradients of few bits, some of which lie just between two numbers of a block of gradients;
+    # times a rank's share they go either way
+    few_bits: bool = False
+    by_blocks: bool = False
 
     def beside(self, other: Option) -> Option | None:
         """Both; None where they are two ways of one option."""
@@ -138,11 +145,12 @@ class Option:
     @property
     def grade(self) -> Equality:
         """Of the equality of sharded and unsharded."""
-        if not self.bound:
+        bound = self.bound or (HALF if self.few_bits and self.by_blocks else 0.0)
+        if not bound:
             return Equality("reordered")
         return Equality(
             "approximate",
-            max(self.bound, self.rounds),
+            max(bound, self.rounds),
             "the option says which sums or values are rounded",
         )
 
@@ -167,19 +175,30 @@ larger = lambda inner: optim.chain(inner, optim.scale(5.0))  # than the last pla
 OPTIONS: dict[str, Option] = {
     "nothing else": Option(),
     # precision
-    "bfloat16": Option(precision=low(compute=BF16), by_rank=True, rounds=HALF),
+    "bfloat16": Option(precision=low(compute=BF16), by_rank=True, rounds=HALF, few_bits=True),
     "bfloat16, norms and head in float32": Option(
         precision=low(compute=BF16)
         | low("blocks.*.norm", compute=F32)
         | low("head", compute=F32, gather=BF16),
         by_rank=True,
         rounds=HALF,
+        few_bits=True,
     ),
     "gather in bfloat16": Option(precision=low(gather=BF16)),
     "reduce in bfloat16": Option(
         precision=low(reduce=BF16), by_rank=True, bound=0.05
     ),  # a few roundings of 2^-9
     "reduce in float16": Option(precision=low(reduce=F16), by_rank=True, bound=0.01),
+    "gather in int8": Option(precision=low(gather=Blocks(torch.int8, 8)), rounds=HALF),
+    "reduce in int8": Option(
+        precision=low(reduce=Blocks(torch.int8, 8)), by_rank=True, rounds=HALF, by_blocks=True
+    ),
+    "both in fp8": Option(
+        precision=low(gather=Blocks(E4M3, 8), reduce=Blocks(torch.float8_e5m2, 8)),
+        by_rank=True,
+        rounds=HALF,
+        by_blocks=True,
+    ),
     "stored in float32": Option(precision=low(storage=F32), bound=1e-5),
     "stored in bfloat16": Option(
         precision=low(storage=BF16), wraps=(larger,), by_rank=True, bound=0.05, rounds=HALF
@@ -402,7 +421,8 @@ def unsharded(case: Case) -> Run:
     if values is not None:
         start = start._replace(params=values.fill(start.params), buffers=values.fill(start.buffers))
     if o.by_rank:
-        run = run_in_parts(step, start, parts, rule=o.shard.get("sync_buffers", "mean"))
+        rule, sums = o.shard.get("sync_buffers", "mean"), summed_whole(start, placed(case))
+        run = run_in_parts(step, start, parts, rule=rule, sums=sums)
     else:
         run = run_whole(
             step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]

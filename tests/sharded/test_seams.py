@@ -1,6 +1,6 @@
 """Seams, each proved by a double that is given through a constructor: a reduction that keeps its
-rounding error, optimizer state elsewhere than its params, a gather in another representation, and a
-second axis whose ranks hold the same data."""
+rounding error, optimizer state elsewhere than its params, and a second axis whose ranks hold the
+same data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 from optree import tree_map
-from torch import Tensor, nn
+from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero._torch_private import storage_id
 from functorch_zero.errors import MismatchError, StructureError
-from functorch_zero.groups import CountingGroup, HybridGroup, Then, counted, run_ranks
+from functorch_zero.groups import HybridGroup, Then, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import local_leaves
 from tests.sharded.test_processes import on_processes
-from tests.tiers import crossed, thinned, tiers
+from tests.tiers import thinned, tiers
 
 EXACT = Equality("bitwise")
 LR = 0.5
@@ -649,206 +649,10 @@ def test_a_plan_tells_state_elsewhere_apart(tmp_path: Path) -> None:
     assert "stored" in str(stored) and json.loads(stored.to_json())["stored"] == stored.stored
 
 
-def test_wrong_gathers_are_refused() -> None:
-    for wrong in (Halves, "int8", torch.int8):
-        with pytest.raises(TypeError, match=r"gather must be an object.*Remedy"):
-            fz.shard(adamw_step(), level=3, group=fz.groups.SingleRank(), gather=wrong)
-
-
 def test_wrong_storages_are_refused() -> None:
     for wrong in (OnDisk, "cpu", torch.device("cpu")):
         with pytest.raises(TypeError, match=r"state_storage must be an object.*Remedy"):
             fz.shard(adamw_step(), level=3, group=fz.groups.SingleRank(), state_storage=wrong)
-
-
-# A gather in another representation
-
-
-class Halves:
-    """Numbers travel as their high and low halves: integers, from which they come back exactly."""
-
-    exact = True
-    halves = {8: torch.int32, 4: torch.int16, 2: torch.int8}  # noqa: RUF012
-
-    def encode(self, piece: Tensor) -> Tensor:
-        parts = piece.view(self.halves[piece.element_size()])
-        return parts.view(piece.numel(), 2).t().reshape(-1)
-
-    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        n = messages.numel() // num_ranks // 2
-        parts = messages.view(num_ranks, 2, n).transpose(1, 2)
-        return parts.reshape(-1).view(dtype)
-
-
-class Rough:
-    """Params travel rounded."""
-
-    exact = False
-
-    def encode(self, piece: Tensor) -> Tensor:
-        return piece.to(torch.bfloat16)
-
-    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        return messages.to(dtype)
-
-
-def units_and_batches(precision: Any = None) -> tuple[Any, Any, Any, list[Tensor]]:
-    """Three units, one of them frozen."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 3))
-    apply, params, buffers = fz.functionalize(model, units=nn.Linear, precision=precision)
-
-    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
-        x = x if precision is None else x.to(torch.bfloat16)
-        return apply(params, buffers, x)[0].float().square().mean()
-
-    step = fz.train_step(
-        loss_fn, optim.adamw(0.01), trainable=lambda path, leaf: not path.startswith("2.")
-    )
-    return step, params, buffers, [x.float() for x in make_batches()]
-
-
-@pytest.mark.parametrize(
-    ("level", "options", "precision"),
-    crossed(
-        [1, 2, 3],
-        [{}, {"donate": False, "reshard_after_forward": False}],
-        [None, fz.Precision(torch.bfloat16)],
-    ),
-)
-def test_halves_give_the_same_bits(level: int, options: Any, precision: Any) -> None:
-    step, params, buffers, batches = units_and_batches(precision)
-
-    def run(group: Any) -> None:
-        states = []
-        for gather in (None, Halves()):
-            sharded = fz.shard(step, level=level, group=group, gather=gather, **options)
-            state = train(sharded, sharded.init(params, buffers), batches, group)
-            states.append(sharded.unshard(state))
-        assert_equal_values(*states, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize(("level", "state_axes"), crossed([1, 3], ["shard", "both"]))
-def test_halves_travel_along_both_axes(level: int, state_axes: Any) -> None:
-    step, params, buffers, batches = units_and_batches()
-
-    def run(group: Any) -> None:
-        mesh, states = HybridGroup(group, shard_size=2), []
-        for gather in (None, Halves()):
-            sharded = fz.shard(step, level=level, group=mesh, gather=gather, state_axes=state_axes)
-            state = train(sharded, sharded.init(params, buffers), batches, group)
-            states.append(sharded.unshard(state))
-        assert_equal_values(*states, grade=EXACT)
-
-    run_ranks(run, 4)
-
-
-def test_halves_are_what_is_sent_planned_and_described(tmp_path: Path) -> None:
-    """And a checkpoint has the params themselves."""
-    step, params, buffers, batches = units_and_batches()
-
-    def run(group: Any) -> Any:
-        watched, sent = counted(group), []
-        for gather in (None, Halves()):
-            sharded = fz.shard(step, level=3, group=watched, gather=gather)
-            state = train(sharded, sharded.init(params, buffers), batches[:1], group)
-            watched.reset()
-            state = train(sharded, state, batches[1:2], group)
-            calls = [call for call in watched.calls if call.kind == "all_gather"]
-            assert {call.dtype for call in calls} == {torch.int16 if gather else torch.float32}
-            sent.append(sum(call.sent_bytes for call in calls))
-        assert sent[0] == sent[1]
-        checkpoint.save(tmp_path, sharded, state)
-        return str(fz.describe(sharded, state))
-
-    def load(group: Any) -> None:
-        sharded = fz.shard(step, level=3, group=group, gather=Halves())
-        checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers))
-        plain = fz.shard(step, level=1, group=group)
-        state = checkpoint.load(tmp_path, plain, like=plain.init(params, buffers)).state
-        train(plain, state, batches[2:], group)
-
-    text, _ = run_ranks(run, 2)
-    assert "gather int16" in text and "gather=Halves()" in text
-    plans = [fz.plan(params, step, level=3, ranks=2, gather=g) for g in (None, Halves())]
-    calls = [[c for c in plan.collectives if c.kind == "all_gather"] for plan in plans]
-    assert {c.dtype for c in calls[1]} == {torch.int16}
-    assert sum(c.sent_bytes for c in calls[0]) == sum(c.sent_bytes for c in calls[1])
-    run_ranks(load, 3)
-
-
-def test_an_evaluation_gathers_in_halves() -> None:
-    step, params, buffers, batches = units_and_batches()
-    check = fz.eval_step(lambda p, b, x: {"loss": step.loss_fn(p, b, x)})
-
-    def run(group: Any) -> None:
-        losses = []
-        for gather in (None, Halves()):
-            options: dict[str, Any] = {"level": 3, "group": group, "gather": gather}
-            state = fz.shard(step, **options).init(params, buffers)
-            losses.append(fz.shard(check, **options)(state, batches[0])["loss"])
-        assert losses[0] == losses[1]
-
-    run_ranks(run, 2)
-
-
-def test_a_rough_gather_leaves_the_params_exact() -> None:
-    """The gradients of this loss don't depend on the params, so only its value may differ."""
-    batches = make_batches()
-
-    def run(group: Any) -> None:
-        states, losses = [], []
-        for gather in (None, Rough()):
-            step = fz.shard(make_step(), level=3, group=group, gather=gather)
-            state = step.init(make_params())
-            for x in batches:
-                state, metrics = step(state, x.tensor_split(group.size)[group.rank])
-            states.append(step.unshard(state))
-            losses.append(metrics["loss"])
-        assert_equal_values(*states, grade=EXACT)
-        assert losses[0] != losses[1]
-
-    run_ranks(run, 2)
-    plans = [
-        fz.plan(make_params(), make_step(), level=3, ranks=2, gather=g) for g in (None, Rough())
-    ]
-    assert plans[0].sent_bytes > plans[1].sent_bytes
-
-
-@pytest.mark.parametrize("level", [1, 2, {"": 3, "b": 1}])
-def test_a_rough_gather_is_refused_where_nothing_else_is_left(level: Any) -> None:
-    step = fz.shard(make_step(), level=level, group=CountingGroup(2), gather=Rough())
-    with pytest.raises(ValueError, match=r"Rough is not exact.*level [12].*Remedy"):
-        step.init(make_params())
-    with pytest.raises(ValueError, match="Rough is not exact"):
-        fz.plan(make_params(), make_step(), level=level, ranks=2, gather=Rough())
-
-
-def descent(params: Any, x: Tensor) -> Any:
-    """A program that makes one step."""
-    value, grads = fz.value_and_grad(lambda params, x: linear_loss(params, {}, x))(params, x)
-    return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
-
-
-@pytest.mark.parametrize("level", [1, 2, {"": 3, "params.b": 1}])
-def test_a_rough_gather_is_refused_in_programs_too(level: Any) -> None:
-    step, batch = fz.program_step(descent, init=lambda params: params), make_batches()[0]
-    sharded = fz.shard(step, level=level, group=CountingGroup(2), gather=Rough())
-    with pytest.raises(ValueError, match=r"Rough is not exact.*level [12].*Remedy"):
-        sharded.init(make_params())
-    with pytest.raises(ValueError, match="Rough is not exact"):
-        fz.plan(make_params(), step, level=level, ranks=2, batch=batch, gather=Rough())
-    fz.plan(make_params(), step, level=3, ranks=2, batch=batch, gather=Rough())
-
-
-def test_a_rough_gather_is_refused_along_both_axes() -> None:
-    options: dict[str, Any] = {"gather": Rough(), "state_axes": "both"}
-    with pytest.raises(ValueError, match="Rough is not exact"):
-        fz.plan(make_params(), make_step(), level=3, ranks=4, shard_size=2, **options)
-    fz.plan(make_params(), make_step(), level=0, ranks=4, shard_size=2, **options)
 
 
 # A second axis whose ranks hold the same data
@@ -944,13 +748,12 @@ def test_a_mesh_is_shown_without_the_same_data_too() -> None:
         assert ("mesh" in str(planned)) == shown, "one axis, or a mesh of one replica, has no line"
 
 
-def test_all_three_together(tmp_path: Path) -> None:
+def test_both_together(tmp_path: Path) -> None:
     """Three steps on two ranks, saved, and loaded on three."""
     batches = make_batches(4)
 
     def seams() -> dict[str, Any]:
-        storage = OnDisk(tmp_path)
-        return {"reduction": ROUNDED, "gather": Halves(), "state_storage": storage}
+        return {"reduction": ROUNDED, "state_storage": OnDisk(tmp_path)}
 
     def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
         step = fz.shard(adamw_step(), level=3, group=group, **seams())
@@ -975,9 +778,8 @@ def test_processes_give_what_threads_give(tmp_path: Path) -> None:
     batches = make_batches()
 
     def run(group: Any) -> Any:
-        storage = OnDisk(tmp_path)
-        seams: dict[str, Any] = {"gather": Halves(), "state_storage": storage}
-        step = fz.shard(adamw_step(), level=3, group=group, reduction=ROUNDED, **seams)
+        seams: dict[str, Any] = {"reduction": ROUNDED, "state_storage": OnDisk(tmp_path)}
+        step = fz.shard(adamw_step(), level=3, group=group, **seams)
         return step.unshard(train(step, step.init(make_params()), batches, group))
 
     expected = run_ranks(run, 2)[0]
