@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ._torch_private import storage_id
 from .errors import StructureError, explain
 
 __all__ = ["Blocks", "Codec"]
@@ -112,9 +113,9 @@ class Blocks:
         num_blocks = length // (dtype.itemsize + self.block)
         scales, numbers = messages.split([num_blocks * dtype.itemsize, num_blocks * self.block], 1)
         # A copy: bytes in a row of messages lie at no multiple of a number's size
-        scale = scales.clone(memory_format=torch.contiguous_format).view(dtype)
+        scale = scales.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
         blocks = numbers.view(self.dtype).to(dtype).view(num, num_blocks, self.block)
-        return blocks.mul_(scale.unsqueeze(-1)).view(num, num_blocks * self.block)
+        return blocks.mul_(scale.view(num, num_blocks, 1)).view(num, num_blocks * self.block)
 
 
 def block_of(form: Form) -> int:
@@ -128,20 +129,15 @@ def dtype_of(form: Form, storage: torch.dtype) -> torch.dtype:
     return form if isinstance(form, torch.dtype) else storage
 
 
-def encoded(flat: Tensor, form: Form, num: int = 1) -> Tensor:
+def encoded(flat: Tensor, codec: Codec, num: int = 1) -> Tensor:
     """`num` messages (num * m,) in a row, of as many equal parts of a flat (num * n,), n a multiple
     of the block."""
-    if isinstance(form, torch.dtype):
-        return flat.to(form)
-    return form.encode(flat.view(num, -1)).reshape(-1)
+    return codec.encode(flat.view(num, flat.numel() // num)).reshape(-1)
 
 
-def decoded(messages: Tensor, form: Form, num: int, dtype: torch.dtype) -> Tensor:
-    """The flat (num * n,) of `num` messages (num * m,), in this dtype, which was encoded. A dtype's
-    messages are the numbers themselves."""
-    if isinstance(form, torch.dtype):
-        return messages
-    return _decoded(messages.view(num, -1), form, dtype).reshape(-1)
+def decoded(messages: Tensor, codec: Codec, num: int, dtype: torch.dtype) -> Tensor:
+    """The flat (num * n,) of `num` messages (num * m,), in this dtype."""
+    return _decoded(messages.view(num, messages.numel() // num), codec, dtype).reshape(-1)
 
 
 def _decoded(messages: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
@@ -165,7 +161,7 @@ def rounded(leaf: Tensor, form: Form) -> Tensor:
     derivative is that of a cast: rounding is passed over."""
     if isinstance(form, torch.dtype):
         return leaf.to(form)
-    found: Tensor = _Rounded.apply(leaf.reshape(1, -1), form)  # type: ignore[no-untyped-call]
+    found: Tensor = _Rounded.apply(leaf.reshape(1, leaf.numel()), form)  # type: ignore[no-untyped-call]
     return found.view(leaf.shape)
 
 
@@ -176,7 +172,9 @@ class _Rounded(torch.autograd.Function):
     def forward(rows: Tensor, codec: Codec) -> Tensor:
         n = rows.shape[1]
         filled = pad(rows, (0, -n % codec.block)).contiguous()
-        return _decoded(codec.encode(filled), codec, rows.dtype)[:, :n].contiguous()
+        found = _decoded(codec.encode(filled), codec, rows.dtype)[:, :n].contiguous()
+        # What views the leaf must not be freed with its use
+        return found.clone() if storage_id(found) == storage_id(rows) else found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -220,7 +218,8 @@ def check_codec(name: str, codec: Any) -> None:
 def _fault_of(codec: Any) -> tuple[str, str, str] | None:
     """The first thing that is wrong: a story, what must be, what is; None: all is well."""
     if isinstance(codec, type) or not isinstance(codec, Codec):
-        return "it lacks something", "an object with block, encode and decode", repr(codec)
+        expected = "a floating-point dtype, or an object with block, encode and decode"
+        return "it lacks something", expected, repr(codec)
     block = codec.block
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         return "its block is no number of elements", "an int of at least 1", repr(block)
@@ -241,7 +240,8 @@ def _fault_of(codec: Any) -> tuple[str, str, str] | None:
         return "decode has returned another form", f"{_shape(x)}, {x.dtype}", _shape(arrived)
     by_block = codec.decode(codec.encode(x.view(4, -1)), x.dtype)
     if not torch.equal(arrived, by_block.view(x.shape)):
-        return "its blocks depend on each other, or on chance", str(by_block), str(arrived)
+        told = str(by_block.flatten().tolist()), str(arrived.flatten().tolist())
+        return "its blocks depend on each other, or on chance", *told
     for bad in (torch.inf, torch.nan):
         spoiled = x.clone()
         spoiled[0, 0] = bad

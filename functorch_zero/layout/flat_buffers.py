@@ -92,13 +92,11 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
 
 
 def blank(flat: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
-    """A flat of params to be rounded by blocks, with zeros for padding: an optimizer may have left
-    other numbers there, a NaN say. A copy where there is padding, and a codec.
+    """A flat of params with zeros for padding, where an optimizer may have left other numbers: they
+    would count in a codec's blocks. A copy, unless there is no padding.
 
     `start`: the bucket's element that the flat begins with.
     """
-    if isinstance(bucket.gather, torch.dtype):
-        return flat
     sizes = bucket.parts(start, start + flat.numel())
     if not any(sizes[::2]):
         return flat

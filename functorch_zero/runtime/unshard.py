@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, filterfalse
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from .._torch_private import base_of, profiler_enabled, version_of
@@ -135,8 +136,11 @@ class GatheredFlats:
                     started.append(Gathering(flat, flat, Done()))
                     continue
                 # Rounded before it travels; the cast after it takes the leaf to the compute dtype
-                own = blank(flat, bucket, self._group.rank * len(flat))
-                sent = encoded(own, bucket.gather)
+                if isinstance(bucket.gather, torch.dtype):
+                    sent = flat.to(bucket.gather)
+                else:
+                    own = blank(flat, bucket, self._group.rank * len(flat))
+                    sent = encoded(own, bucket.gather)
                 arriving = sent.new_empty(self._group.size * sent.numel())
                 work = self._group.all_gather(arriving, sent)
                 started.append(Gathering(arriving, sent, work))
@@ -146,25 +150,27 @@ class GatheredFlats:
         if self.here is not None:
             return self.here
         self.start()
-        # (num_pieces * piece,) each, in the dtype of gathers
+        # (num_pieces * piece,) each, in the dtype of gathers, or decoded
         wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
         self.under_way = None
         here = []
         for whole, bucket, cut in zip(wholes, self._buckets, self._cut, strict=True):
             # To the compute dtype: a new flat, and the arrived one goes. What has arrived was
             # rounded before.
-            if cut:
+            if cut or bucket.dtypes is None:
                 here.append(whole.to(bucket.compute))
-            else:
-                here.append(cast_leaf(blank(whole, bucket), bucket.dtypes))
+                continue
+            if not isinstance(bucket.gather, torch.dtype):
+                whole = blank(whole, bucket)
+            here.append(cast_leaf(whole, bucket.dtypes))
         self.here = here
         # A loss that writes to them is caught when they go
         self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
         return here
 
     def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
-        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers; those
-        that are not cut as they are stored."""
+        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers, or
+        decoded; those that are not cut as they are stored."""
         with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
             # All waits first, so that no decoding holds up the arrival of others
             for gathering in started:
@@ -172,7 +178,7 @@ class GatheredFlats:
         wholes = []
         for gathering, bucket, cut in zip(started, self._buckets, self._cut, strict=True):
             whole = gathering.arriving
-            if cut:
+            if cut and not isinstance(bucket.gather, torch.dtype):
                 whole = decoded(whole, bucket.gather, self._group.size, bucket.dtype)
             wholes.append(whole)
         return wholes
