@@ -21,7 +21,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 PACKAGES = ["functorch_zero"] + [
     f"functorch_zero.{name}"
-    for name in ("checkpoint", "errors", "optim", "optim.contrib", "planning", "testing")
+    for name in (
+        "checkpoint",
+        "compress",
+        "errors",
+        "optim",
+        "optim.contrib",
+        "planning",
+        "testing",
+    )
 ]
 
 

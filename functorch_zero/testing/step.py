@@ -48,8 +48,8 @@ HINT = (
     "loss, let it gather that (docs/inside-a-loss.md); per_rank=True would not notice. If a loss "
     "is a sum over the batch, make it a mean: sharded it is the mean over ranks. If ranks' parts "
     "are of unequal size, or the mean is over tokens or a mask, return fz.Aux(weight=...). A "
-    "reduction or a gather that rounds is to be left out. Only where each rank's part is meant to "
-    "be seen by itself (BatchNorm, dropout), compare with per_rank=True."
+    "reduction that rounds is to be left out. Only where each rank's part is meant to be seen by "
+    "itself (BatchNorm, dropout), or a Precision rounds its gradients, compare with per_rank=True."
 )
 NOT_REPEATED = (
     "The unsharded step gives other numbers when it is run again on the same batches. It draws "

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim, testing
+from functorch_zero.compress import Blocks
 from functorch_zero.groups import run_ranks
+from functorch_zero.precision import short
 from tests.conformance.table import TABLE
 from tests.conformance.tree import batches, hostile
 from tests.gpu.report import DEVICE, Report
@@ -29,6 +31,7 @@ TINY_OPTIMIZERS = ("adafactor", "muon")
 PROGRAMS = ("gan", "sam", "byol", "adahessian")
 TINY_PROGRAMS = ("gan",)
 TINY_MODELS = ("mlp", "convnet", "frozen")
+E4M3 = torch.float8_e4m3fn
 
 
 def suite(report: Report) -> None:
@@ -41,6 +44,8 @@ def suite(report: Report) -> None:
     check(report, "non-finite skipped", lambda: of_model(ZOO["mlp"], levels, nonfinite="skip"))
     check(report, "torch.func in the loss", lambda: of_derivative(levels))
     check(report, "replicas of shards", lambda: of_replicas(levels))
+    for dtype in (torch.int8,) if report.tiny else (torch.int8, E4M3, torch.float8_e5m2):
+        check(report, f"codecs, {short(dtype)}", lambda dtype=dtype: of_codec(dtype, levels))
     for name in TINY_OPTIMIZERS if report.tiny else OPTIMIZERS:
         check(report, f"optimizer {name}", lambda name=name: of_optimizer(name, levels))
     for name in TINY_PROGRAMS if report.tiny else PROGRAMS:
@@ -135,6 +140,27 @@ def of_replicas(levels: tuple[int, ...]) -> None:
         levels=levels,
         ranks=(4,),
         shard_size=2,
+    )
+
+
+def of_codec(dtype: torch.dtype, levels: tuple[int, ...]) -> None:
+    """Leaves and gradients in 8 bits, which the GPU rounds on ranks as in one process."""
+    torch.manual_seed(0)
+    codec = Blocks(dtype, 16)
+    policy = fz.Precision(gather=codec, reduce=codec)
+    apply, params, _ = fz.functionalize(smooth().double(), units=nn.Linear, precision=policy)
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (apply(params, {}, x)[0] - x.prod(1, keepdim=True)).square().mean()
+
+    testing.assert_sharded_equals_unsharded(
+        fz.train_step(loss_fn, optim.sgd(0.1)),
+        on_device(params),
+        {},
+        [torch.randn(6, 2, dtype=torch.float64).to(DEVICE) for _ in range(2)],
+        levels=levels,
+        ranks=(3,),
+        per_rank=True,
     )
 
 
