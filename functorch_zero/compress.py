@@ -170,8 +170,8 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, codec: Codec) -> Tensor:
-        n = rows.shape[1]
-        filled = pad(rows, (0, -n % codec.block)).contiguous()
+        n, missing = rows.shape[1], -rows.shape[1] % codec.block
+        filled = pad(rows, (0, missing)) if missing else rows.contiguous()
         found = _decoded(codec.encode(filled), codec, rows.dtype)[:, :n].contiguous()
         # What views the leaf must not be freed with its use
         return found.clone() if storage_id(found) == storage_id(rows) else found
@@ -227,7 +227,10 @@ def _fault_of(codec: Any) -> tuple[str, str, str] | None:
         return "it can't be hashed", "a frozen dataclass", type(codec).__name__
     # Four blocks, which differ, with numbers of either sign
     x = torch.linspace(-1.0, 2.0, 4 * block, dtype=torch.float32, device="cpu").view(2, -1)
-    messages, of_zeros = codec.encode(x), codec.encode(torch.zeros_like(x))
+    given = x.clone()
+    messages, of_zeros = codec.encode(given), codec.encode(torch.zeros_like(x))
+    if not torch.equal(given, x):
+        return "encode has written to the numbers", "that it only reads them", "others in place"
     form = "tensors (num, m) for numbers (num, n)"
     for got in (messages, of_zeros):
         if not isinstance(got, Tensor) or got.dim() != 2 or len(got) != len(x):
@@ -238,10 +241,10 @@ def _fault_of(codec: Any) -> tuple[str, str, str] | None:
     arrived = codec.decode(messages, x.dtype)
     if _shape(arrived) != _shape(x) or arrived.dtype != x.dtype:
         return "decode has returned another form", f"{_shape(x)}, {x.dtype}", _shape(arrived)
-    by_block = codec.decode(codec.encode(x.view(4, -1)), x.dtype)
-    if not torch.equal(arrived, by_block.view(x.shape)):
-        told = str(by_block.flatten().tolist()), str(arrived.flatten().tolist())
-        return "its blocks depend on each other, or on chance", *told
+    by_block = codec.decode(codec.encode(x.view(4, -1)), x.dtype).view(x.shape)
+    if not torch.equal(arrived, by_block):
+        told = f"{int((arrived != by_block).sum())} of {x.numel()} others"
+        return "its blocks depend on each other, or on chance", "the same numbers again", told
     for bad in (torch.inf, torch.nan):
         spoiled = x.clone()
         spoiled[0, 0] = bad

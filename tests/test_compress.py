@@ -189,6 +189,11 @@ class Stochastic(Own):
         return x + torch.rand_like(x)
 
 
+class InPlace(Own):
+    def encode(self, x: Tensor) -> Tensor:
+        return x.mul_(2).to(torch.bfloat16)
+
+
 class Clean(Own):
     def encode(self, x: Tensor) -> Tensor:
         return x.nan_to_num(0.0, 0.0, 0.0)
@@ -202,6 +207,7 @@ WRONG = {
     "decode has returned another form": [Short(), OfOneDtype()],
     "length of its messages depends on the numbers": [Packed()],
     "its blocks depend on each other, or on chance": [ByRow(), Stochastic()],
+    "encode has written to the numbers": [InPlace()],
     "comes back as finite numbers": [Clean()],
 }
 

@@ -106,15 +106,16 @@ SUMMED = Summed()
 
 def sum_encoded(flat: Tensor, codec: Codec, group: Group) -> tuple[Tensor, Work]:
     """Begin to sum flats (numel,) over ranks into equal pieces (piece,), one on each: every rank's
-    are rounded once, and what has arrived is added up in rank order.
+    are rounded once, and what has arrived is added up.
 
     One all-to-all of messages. A flat that can't be cut at blocks is filled up with zeros.
     """
     num, dtype = group.size, flat.dtype
-    filled = pad(flat, (0, -flat.numel() % (num * codec.block)))
-    sent = encoded(filled, codec, num)  # (num * m,)
+    if missing := -flat.numel() % (num * codec.block):
+        flat = pad(flat, (0, missing))
+    sent = encoded(flat, codec, num)  # (num * m,)
     arrived, sizes = torch.empty_like(sent), [sent.numel() // num] * num
-    result = flat.new_empty(filled.numel() // num)
+    result = flat.new_empty(flat.numel() // num)
 
     def add_up() -> None:
         torch.sum(decoded(arrived, codec, num, dtype).view(num, -1), 0, out=result)
