@@ -114,7 +114,7 @@ class Blocks:
         scales, numbers = messages.split([num_blocks * dtype.itemsize, num_blocks * self.block], 1)
         # A copy: bytes in a row of messages lie at no multiple of a number's size
         scale = scales.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
-        blocks = numbers.view(self.dtype).to(dtype).view(num, num_blocks, self.block)
+        blocks: Tensor = numbers.view(self.dtype).to(dtype).view(num, num_blocks, self.block)
         return blocks.mul_(scale.view(num, num_blocks, 1)).view(num, num_blocks * self.block)
 
 

@@ -103,7 +103,9 @@ def assert_sharded_equals_unsharded(
             taking the whole batch: for losses that see each part by itself on purpose (BatchNorm,
             dropout), and for unequal parts of a loss without a weight. A loss that needs the whole
             batch, and doesn't gather it, passes so, too. Of a program, each gradient that it takes
-            is averaged so.
+            is averaged so. Where a `Precision` rounds gradients, the sum of a rank's is rounded if
+            ranks add them up whole: at levels 0 and 1, and with `reduce_gradients="once"`. Of a
+            program with levels by leaf each use's are.
         unused: paths, or patterns of paths, of leaves whose update may be zero or lost in rounding:
             trained ones that the loss does not use, averages of frozen ones.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
