@@ -26,7 +26,7 @@ from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
-from ..sharded.notes import elements_by_unit, notes_of
+from ..sharded.notes import codecs_of, elements_by_unit, notes_of
 from ..sharded.options import (
     Options,
     OverlapChoice,
@@ -202,7 +202,7 @@ def plan(
         traced=batch is not None,
         assumed=imagined.live.assumed,
         mesh=axes.mesh,
-        notes=notes_of(elements_by_unit(layout), ranks),
+        notes=codecs_of(layout, ranks) + notes_of(elements_by_unit(layout), ranks),
     )
 
 
@@ -258,7 +258,7 @@ def _plan_of_program(
         traced=True,
         assumed=imagined.watch.live.assumed,
         mesh=options.axes.mesh,
-        notes=notes_of(elements_by_unit(layout), group.size),
+        notes=codecs_of(layout, group.size) + notes_of(elements_by_unit(layout), group.size),
         **num_bytes,
     )
 

@@ -200,7 +200,7 @@ class Plan:
             them. The update fetches them as temporaries.
         mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
             for one axis.
-        notes: lines about sparse gradients, and about a unit of more than half of the parameters.
+        notes: lines about codecs, sparse gradients, and a unit of more than half of the parameters.
     """
 
     level: int | None

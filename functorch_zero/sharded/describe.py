@@ -26,7 +26,7 @@ from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
-from .notes import notes_of
+from .notes import notes_of, wire_of
 from .program.step import ShardedProgramStep
 from .train import ShardedTrainStep
 
@@ -264,7 +264,7 @@ def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
                 continue
             # No step takes gradients of a tree that is read only, nor updates it
             is_updated = bucket.trainable and not tree.holding.read_only
-            wire = _wire(bucket, is_updated) if sends and not is_in_pieces else ()
+            wire = wire_of(bucket, is_updated) if sends and not is_in_pieces else ()
             own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
             row = _row(own_name, bucket, names, held, (), wire)
             if is_in_pieces:
@@ -335,7 +335,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list
             names = tuple(layout.leaves[n].path for n in bucket.leaves)
             held = [params[n] for n in bucket.leaves]
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
-            wire = _wire(bucket, bucket.trainable) if sends else ()
+            wire = wire_of(bucket, bucket.trainable) if sends else ()
             rows.append(_row(unit.name or "root", bucket, names, held, slots, wire))
     # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
@@ -383,20 +383,6 @@ def _row(
         state_where=_shares([slot.planned for slot in slots], bucket.cut.num_pieces),
         state_nbytes=_nbytes(state),
     )
-
-
-def _wire(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
-    """The traffic of a bucket in a step: gathers on use; and where it is updated, reductions, and
-    the all-gather after the update."""
-    wire: list[tuple[str, Form]] = []
-    if bucket.cut.level == 3:
-        wire.append(("gather", bucket.gather))
-    if is_updated:
-        wire.append(("reduce", bucket.reduce))
-    # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
-    if is_updated and bucket.cut.num_pieces > bucket.cut.num_held:
-        wire.append(("publish", bucket.dtype))
-    return tuple(wire)
 
 
 def _plain(name: str, tensors: Sequence[Tensor], where: str = "whole") -> Row:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..layout.layout import Layout
+import torch
+
+from ..compress import Form
+from ..layout.layout import Bucket, Layout
+from ..precision import short
 
 _DENSE = "gradients are reduced dense: sparse ones, of an embedding, are made dense before"
 
@@ -33,3 +37,27 @@ def notes_of(elements: Mapping[str, int], num_ranks: int) -> tuple[str, ...]:
                 "at once: smaller units, functionalize(units=...), take less memory"
             )
     return tuple(notes)
+
+
+def wire_of(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
+    """The traffic of a bucket in a step: gathers on use; and where it is updated, reductions, and
+    the all-gather after the update."""
+    wire: list[tuple[str, Form]] = []
+    if bucket.cut.level == 3:
+        wire.append(("gather", bucket.gather))
+    if is_updated:
+        wire.append(("reduce", bucket.reduce))
+    # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
+    if is_updated and bucket.cut.num_pieces > bucket.cut.num_held:
+        wire.append(("publish", bucket.dtype))
+    return tuple(wire)
+
+
+def codecs_of(layout: Layout, num_ranks: int) -> tuple[str, ...]:
+    """A line about the codecs by which a step's messages travel; none where none does."""
+    found = []
+    for bucket in layout.buckets if num_ranks > 1 else ():
+        for message, form in wire_of(bucket, bucket.trainable):
+            if not isinstance(form, torch.dtype):
+                found.append(f"{message} {short(form)}")
+    return (f"by codecs: {', '.join(dict.fromkeys(found))}",) if found else ()

@@ -310,7 +310,8 @@ def test_bytes(level: int, share: float) -> None:
     assert 0.25 * plain < sent <= share * plain
     assert planned.sent_bytes == pytest.approx(sent, rel=0.001)
     assert "reduce int8 by 256" in described and ("gather int8 by 256" in described) == (level == 3)
-    assert "uint8" in str(planned)
+    names = "gather int8 by 256, reduce int8 by 256" if level == 3 else "reduce int8 by 256"
+    assert f"by codecs: {names}" in str(planned) and "uint8" in str(planned)
     # Without a batch, too
     without = fz.plan(
         fz.functionalize(nn.Linear(512, 512, bias=False), precision=policy)[1],
