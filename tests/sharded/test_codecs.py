@@ -131,6 +131,7 @@ def test_sharded_is_unsharded(level: int, name: str, world: Any, optimizer: str)
             {"levels": [{"": 3, "twice": 1, "last.bias": 0, "first": 2}]},
             {"levels": [3], "reshard_after_forward": False, "donate": False},
             {"levels": [3], "overlap": "time", "weighted": True},
+            {"levels": [0, 1], "overlap": "time", "ranks": [2]},
         ],
         2,
     ),

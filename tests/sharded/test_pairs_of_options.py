@@ -143,14 +143,18 @@ class Option:
         return Option(**made)
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether sharded and unsharded round differently."""
+        return self.bound > 0 or (self.few_bits and self.by_blocks)
+
+    @property
     def grade(self) -> Equality:
         """Of the equality of sharded and unsharded."""
-        bound = self.bound or (HALF if self.few_bits and self.by_blocks else 0.0)
-        if not bound:
+        if not self.is_rounded:
             return Equality("reordered")
         return Equality(
             "approximate",
-            max(bound, self.rounds),
+            max(self.bound, self.rounds),
             "the option says which sums or values are rounded",
         )
 
@@ -541,7 +545,9 @@ def drawn_case(names: tuple[str, ...], choose: Any) -> Case:
     """Level, ranks and optimizer for these options."""
     o = Case(names, 0, 1, None, "sgd").option
     ranks, axis = choose(MESHES if "mesh" in o.loop else WORLDS)
-    return Case(names, choose(LEVELS), ranks, axis, choose(LINEAR if o.bound else [*OPTIMIZERS]))
+    return Case(
+        names, choose(LEVELS), ranks, axis, choose(LINEAR if o.is_rounded else [*OPTIMIZERS])
+    )
 
 
 COMPILED = "compiled units"  # the slow one
