@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compress import Form, dtype_of
+from ..compress import Codec, Form, dtype_of
 from ..precision import Dtypes, short
 from ..tree import PyTree
 from .extent import Extent
@@ -100,9 +100,9 @@ class Bucket:
         return dtype_of(self.reduce, self.dtype)
 
     @cached_property
-    def is_encoded(self) -> bool:
-        """Whether a codec rounds gradients before they are summed over ranks."""
-        return not isinstance(self.reduce, torch.dtype)
+    def codec(self) -> Codec | None:
+        """The codec by which gradients travel to be summed; None: they do in a dtype."""
+        return None if isinstance(self.reduce, torch.dtype) else self.reduce
 
     @cached_property
     def numels(self) -> tuple[int, ...]:

@@ -267,9 +267,9 @@ class GradientReduction:
                 result = flat.new_empty(flat.numel() // shard.size)
                 work = shard.sum_to_pieces(result, flat)
                 result = rounded(result, bucket.reduce)
-            elif bucket.is_encoded:
+            elif bucket.codec is not None:
                 group = shard.group if cut else self._axes.data
-                result, work = sum_encoded(flat, bucket.reduce, labelled(group, self._label(b)))
+                result, work = sum_encoded(flat, bucket.codec, labelled(group, self._label(b)))
             else:
                 group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
@@ -366,7 +366,7 @@ class GradientReduction:
                 # In the dtype of reductions; with `both`, as many pieces as there are replicas
                 part = self._sums.pop(b).to(bucket.summed_in)
                 begun = self._together_along(replicate, b, cut=both).add(b, part, is_last=True)
-            elif not is_cut and bucket.is_encoded:
+            elif not is_cut and bucket.codec is not None:
                 begun = [self._gather_sum(b, self._sums.pop(b))]
             else:
                 continue
@@ -388,7 +388,7 @@ class GradientReduction:
     def _is_joined(self, b: int) -> bool:
         """Whether the bucket may be summed together with others."""
         bucket = self._buckets[b]
-        return self._num_bytes > 0 and bucket.cut.level < 3 and not bucket.is_encoded
+        return self._num_bytes > 0 and bucket.cut.level < 3 and bucket.codec is None
 
     def _would_wait(self, b: int) -> bool:
         """Whether the bucket's gradients would wait for others, and start no collective."""
