@@ -235,6 +235,12 @@ innermost_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = partial(
 )
 
 
+def recompute(hooks: tuple[Any, Any]) -> bool:
+    """Whether saved-tensor hooks are those of `torch.utils.checkpoint`, which keep no tensor and
+    run its function again. They are closures of private classes; only their module tells."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def in_custom_function() -> bool:
     """Whether the forward of a custom `autograd.Function` runs now in this thread.
 

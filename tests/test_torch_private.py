@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from functorch_zero import _torch_private as private
 from tests.tiers import THOROUGH
@@ -311,6 +312,20 @@ def test_innermost_saved_tensors_hooks() -> None:
             assert private.innermost_saved_tensors_hooks() == inner
         assert private.innermost_saved_tensors_hooks() == outer
     assert private.innermost_saved_tensors_hooks() is None
+
+
+def test_recompute() -> None:
+    found = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(private.innermost_saved_tensors_hooks())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(note, x, use_reentrant=False).sum().backward()
+    with save_on_cpu():
+        note(x)
+    assert [private.recompute(hooks) for hooks in found if hooks] == [True, True, False]
 
 
 def test_in_custom_function() -> None:

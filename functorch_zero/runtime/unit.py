@@ -44,7 +44,7 @@ a head, has no work left to hide them: there they wait until it is done. See `Ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
@@ -62,6 +62,7 @@ from .._torch_private import (
     innermost_saved_tensors_hooks,
     neg_view,
     next_node_number,
+    recompute,
     running_node_number,
     storage_id,
     transforms_active,
@@ -71,8 +72,9 @@ from ..errors import StructureError, explain
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
-from ..model.untouched import Untouched, changed_in_place
+from ..model.untouched import Untouched, changed_in_place, marks_of_values
 from ..profiling import NOTHING
+from ..tree import has_values
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
@@ -149,6 +151,61 @@ class SavedTensor(NamedTuple):
 
     tensor: Tensor
     version: int
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # (pack, unpack) of saved tensors
+
+
+class SavedByOthers(NamedTuple):
+    """Any other tensor, as hooks around the unit have packed it."""
+
+    packed: Any
+
+
+class ComparedLeaf(NamedTuple):
+    """A place in a gathered flat, and what hooks around the unit have packed of it, too."""
+
+    place: SavedLeaf
+    packed: Any
+
+
+class ComposedHooks:
+    """The pass's hooks on saved tensors where a user's are around the unit, torch's `save_on_cpu`
+    say: tensors in gathered flats are remembered by the pass, and all others given to the user's.
+
+    An unsharded step gives the user's hooks its leaves, too. So they must bring back what they are
+    given: seen at the leaves of the first use in a pass that is looked at.
+    """
+
+    def __init__(self, around: Pass, theirs: Hooks):
+        self.around, self.theirs = around, theirs
+
+    def remember(self, tensor: Tensor) -> ComparedLeaf | SavedLeaf | SavedByOthers:
+        """Autograd saves a tensor for backward."""
+        pack, _ = self.theirs
+        place = self.around.place_of(tensor)
+        if place is None:
+            return SavedByOthers(pack(tensor))
+        return ComparedLeaf(place, pack(tensor)) if self.around.compares(place.use) else place
+
+    def recall(self, saved: ComparedLeaf | SavedLeaf | SavedByOthers) -> Tensor:
+        """Autograd asks for a tensor that it has saved."""
+        _, unpack = self.theirs
+        if isinstance(saved, SavedByOthers):
+            return unpack(saved.packed)
+        if isinstance(saved, SavedLeaf):
+            return self.around.on_first_use(saved.use, saved)
+        leaf, again = self.around.on_first_use(saved.place.use, saved.place), unpack(saved.packed)
+        if not _are_same(leaf, again):
+            raise _changed_by_hooks(self.around.name_of(saved.place.use), self.theirs)
+        return leaf
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values, to the bit; those of a plan have none."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return not has_values(a) or torch.equal(marks_of_values(a), marks_of_values(b))
 
 
 class UnitEntrance:
@@ -307,6 +364,7 @@ class Pass:
         self.over = False  # whether it has ended, so that its lazy parameters are of no use
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
+        self._compared: Use | None = None  # whose leaves other hooks were given, too
         self._in_use: Use | None = None  # the one that backward is at,
         self._asks = 0  # the number of its saved leaves that backward has asked for,
         self._to_come = 0  # and the elements of those that it has yet to ask for
@@ -370,8 +428,8 @@ class Pass:
         unit.use = Use(unit.index, (next_node_number(), len(self._open)))
         unit.num_open += 1
         self._open.append(unit.use)
-        if unit.flats.transient and _hooked_by_others():
-            unit.use.saved += 1  # backward will run the unit again
+        if unit.flats.transient and _others_hooks() is not None:
+            unit.use.saved += 1  # backward may run the unit again
 
     def _keep_open_for_backward(self, unit: UnitInPass) -> None:
         """A unit is used without gradients. By a custom function it may be run again in backward,
@@ -390,20 +448,42 @@ class Pass:
             unit.num_open += 1
 
     def watch(self) -> AbstractContextManager[None]:
-        """Around a use: saved tensors that lie in gathered flats are remembered, not kept."""
-        # Others' hooks may recompute, and a transform's tensors have no storage to go by
-        if self.anchor is None or self._keeps or _hooked_by_others() or transforms_active():
+        """Around a use: saved tensors that lie in gathered flats are remembered, not kept. Others
+        go to the hooks of a user around the unit, where there are some."""
+        # A transform's tensors have no storage to go by
+        if self.anchor is None or self._keeps or transforms_active():
             return NOTHING
-        return saved_tensors_hooks(self._remember, self._recall)
+        theirs = _others_hooks()
+        if theirs is None:
+            return saved_tensors_hooks(self._remember, self._recall)
+        # A checkpoint's count what is saved, in forward and when they run it again
+        if recompute(theirs):
+            return NOTHING
+        composed = ComposedHooks(self, theirs)
+        return saved_tensors_hooks(composed.remember, composed.recall)
+
+    def compares(self, use: Use) -> bool:
+        """Whether other hooks are given the leaves of a use, too, to see what they make of them."""
+        if self._compared is None and self._look:
+            self._compared = use
+        return self._compared is use
+
+    def name_of(self, use: Use) -> str:
+        """The name of a use's unit."""
+        return self._units[use.unit].name
 
     def _remember(self, tensor: Tensor) -> SavedLeaf | SavedTensor:
         """Autograd saves a tensor for backward."""
+        return self.place_of(tensor) or SavedTensor(tensor, version_of(tensor))
+
+    def place_of(self, tensor: Tensor) -> SavedLeaf | None:
+        """The place of a tensor in a gathered flat; None: it lies in none."""
         # By storage, so that views of leaves, transposed ones say, are found too
         # A sparse one has no storage, and is nobody's leaf
         is_strided = tensor.layout is torch.strided
         owner = self._gathered.get(storage_id(tensor)) if is_strided else None
         if owner is None:
-            return SavedTensor(tensor, version_of(tensor))
+            return None
         unit, k = owner
         assert unit.use is not None
         unit.use.saved += tensor.numel()  # elements; of an expanded view more than lie there
@@ -817,8 +897,26 @@ def _too_late(unit: str) -> StructureError:
     )
 
 
-def _hooked_by_others() -> bool:
-    """Whether the innermost saved-tensor hooks are someone else's: torch.utils.checkpoint's, say,
-    which recompute."""
+def _changed_by_hooks(unit: str, hooks: Hooks) -> StructureError:
+    name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+    return StructureError(
+        explain(
+            "hooks on saved tensors bring back other values than they were given, and an unsharded "
+            "step gives them its params, too: gradients would differ",
+            path=unit,
+            expected="the same values, to the bit",
+            got=f"others, of {name}",
+            remedy="let the hooks return params as they are, or put them where no param is saved; "
+            "or reshard_after_forward=False, which gives the hooks whole params",
+        )
+    )
+
+
+def _others_hooks() -> Hooks | None:
+    """Someone else's saved-tensor hooks, if they are the innermost ones, or those that the pass's
+    own are composed with."""
     top = innermost_saved_tensors_hooks()
-    return top is not None and not isinstance(getattr(top[0], "__self__", None), Pass)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    if isinstance(owner, ComposedHooks):
+        return owner.theirs
+    return None if isinstance(owner, Pass) else top
