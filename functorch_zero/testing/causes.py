@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -336,7 +336,16 @@ class _Fit(NamedTuple):
     """Tensors times factors that come closest to what ranks have."""
 
     factors: list[float]
-    predicted: Callable[[Wrong], Tensor | None]
+    predicted: Callable[[Wrong], Tensor]
+
+
+def _added(e: Evidence, term: Callable[[Wrong], Tensor | None]) -> _Fit | None:
+    """The multiple of a tensor that the reference's values lack, of which nothing else is said."""
+    beside = replace(e, wrong=[row._replace(got=row.got - row.expected) for row in e.wrong])
+    fit = _fitted(beside, term)
+    if fit is None:
+        return None
+    return _Fit(fit.factors, lambda row: row.expected + fit.predicted(row))
 
 
 def _fitted(e: Evidence, *terms: Callable[[Wrong], Tensor | None]) -> _Fit | None:
@@ -367,9 +376,9 @@ def _of_weight_decay(e: Evidence) -> Iterator[Hypothesis]:
     params = e.params or {}
     if e.kind != "updates":
         return
-    fit = _fitted(e, lambda row: row.expected, lambda row: params.get(row.leaf))
-    if fit is not None and abs(fit.factors[0] - 1) < _CLOSE:
-        text = f"the reference's and {fit.factors[1]:+.3g} times the params: likely by weight decay"
+    fit = _added(e, lambda row: params.get(row.leaf))
+    if fit is not None:
+        text = f"the reference's and {fit.factors[0]:+.3g} times the params: likely by weight decay"
         yield Hypothesis(text, fit.predicted)
 
 
@@ -379,9 +388,9 @@ def _of_lost_state(e: Evidence) -> Iterator[Hypothesis]:
     if e.earlier is None:
         return
     if e.kind != "updates":  # running means
-        fit = _fitted(e, lambda row: row.expected, lambda row: earlier.get(row.leaf))
-        if fit is not None and abs(fit.factors[0] - 1) < _CLOSE:
-            text = f"the reference's and {fit.factors[1]:+.3g} times that of the step before"
+        fit = _added(e, lambda row: earlier.get(row.leaf))
+        if fit is not None:
+            text = f"the reference's and {fit.factors[0]:+.3g} times that of the step before"
             yield Hypothesis(f"{text}: likely what went before was lost", fit.predicted)
         return
     for what, function in (("", torch.clone), ("the sign of ", torch.sign)):
@@ -400,17 +409,25 @@ def _in_another_order(e: Evidence) -> Iterator[Hypothesis]:
     def moved(row: Wrong) -> Tensor | None:
         if row.got.is_complex() or row.got.numel() < 2:
             return None
-        ours, theirs = (x.flatten().sort().values for x in (row.expected, row.got))
-        return row.got if bool(((ours - theirs).abs() <= _CLOSE * ours.abs()).all()) else None
+        ours, theirs = (x.flatten() for x in (row.expected, row.got))
+        if _are_near(ours, theirs):  # each in its own place, and off by little
+            return None
+        return row.got if _are_near(ours.sort().values, theirs.sort().values) else None
 
     text = "the reference's in other places: likely pieces in another order, or a transposed leaf"
     yield Hypothesis(text, moved)
 
 
+def _are_near(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(((ours - theirs).abs() <= _CLOSE * ours.abs()).all())
+
+
 def _any_ratio(e: Evidence) -> Iterator[Hypothesis]:
     fit = _fitted(e, lambda row: row.expected)
     if fit is not None:
-        text = f"{fit.factors[0]:.6g} times the reference's, which is no number that is known here"
+        ratio = fit.factors[0]
+        number = f"{ratio:.6g}" if abs(ratio - 1) > _CLOSE else f"1{ratio - 1:+.3g}"
+        text = f"{number} times the reference's, which is no number that is known here"
         yield Hypothesis(text, fit.predicted)
 
 

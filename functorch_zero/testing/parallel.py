@@ -203,6 +203,15 @@ class _Reference:
             if any(fnmatchcase(name, pattern) for pattern in unused):
                 continue
             every = [run.params(k)[name] for k in range(-1, self.num_steps)]
+            if not all(bool(leaf.isfinite().all()) for leaf in every):
+                raise ProvesNothing(
+                    explain(
+                        "the reference's params become infinite or NaN, and then all that is wrong "
+                        "would be equal",
+                        path=name,
+                        remedy="take a smaller learning rate, fewer steps or float64",
+                    )
+                )
             pairs = itertools.pairwise(every)
             if every[0].numel() and not any(is_visible(old, new) for old, new in pairs):
                 raise ProvesNothing(
@@ -575,7 +584,7 @@ def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> lis
     for key, value in wanted.items():
         if key in found and not math.isclose(value, found[key]):
             lines.append(
-                f"The optimizer's {key} is {found[key]:g}, and {value:g} in the reference."
+                f"The optimizer's {key} is {found[key]:.9g}, and {value:.9g} in the reference."
             )
     states = [step.others.get("optimizer state", {}) for step in (theirs, ours)]
     counts = [float(state.get(f"{param}.step", math.nan)) for state in states]

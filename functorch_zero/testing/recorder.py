@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import explain
 from ..groups import SingleRank
 from ..groups.protocol import Group
+from ..model.wrappers import without_wrappers
 from ..tree import PyTree, named_leaves
 from .equality import wide
 from .runs import split
@@ -28,9 +29,6 @@ Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 # In the order in which they are compared; by the first that differs the others are spoilt
 KINDS = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
-
-# Names that wrappers of modules put between a module and its params
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass
@@ -270,7 +268,7 @@ class Recorder:
 
     def _renamed(self, named: dict[str, Any]) -> dict[str, Any]:
         names = self._task.names
-        plain = _without_wrappers(list(named))
+        plain = _as_in_reference(map(without_wrappers, named))
         if callable(names):
             plain = [names(name) for name in plain]
         elif names is not None:
@@ -300,12 +298,12 @@ def differences(new: Leaves, old: Leaves) -> Leaves:
     return {name: wide(leaf) - wide(old[name]) for name, leaf in new.items() if name in old}
 
 
-def _without_wrappers(names: list[str]) -> list[str]:
-    """The names without those of wrappers; DDP and DeepSpeed put "module" before all of them."""
-    parts = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
-    while parts and all(part[0] == "module" and len(part) > 1 for part in parts):
-        parts = [part[1:] for part in parts]
-    return [".".join(part) for part in parts]
+def _as_in_reference(names: Iterable[str]) -> list[str]:
+    """The names without the "module" that DDP and DeepSpeed put before all of them."""
+    plain = list(names)
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = [name.removeprefix("module.") for name in plain]
+    return plain
 
 
 def _uses(params: PyTree[Tensor], named: dict[str, Tensor]) -> dict[str, int]:
@@ -317,10 +315,18 @@ def _uses(params: PyTree[Tensor], named: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and tensors that an optimizer keeps for each param."""
+    """The numbers and tensors that an optimizer keeps for each param.
+
+    Of its state dict, since `state` may have what one rank holds alone.
+    """
+    saved = optimizer.state_dict()
+    by_param: dict[int, Any] = {}
+    for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], packed["params"], strict=True):
+            by_param[id(param)] = saved["state"].get(key, {})
     found = {}
     for name, param in named.items():
-        for key, value in named_leaves(dict(optimizer.state.get(param, {}))).items():
+        for key, value in named_leaves(dict(by_param.get(id(param), {}))).items():
             if isinstance(value, Tensor | Number):
                 found[f"{name}.{key}"] = value
     return found

@@ -152,6 +152,24 @@ class ShardedMomentum(Sharded, Momentum):
     pass
 
 
+class Owners(Engine):
+    """SOAP, whose matrices lie at owners."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        def label(path: str, leaf: Tensor) -> str:
+            return "soap" if leaf.ndim == 2 else "adamw"
+
+        def transform(lr: Any) -> optim.Transform:
+            both = {"soap": optim.soap(lr), "adamw": optim.adamw(lr)}
+            return optim.partition(both, label)
+
+        return optim.to_torch(transform, self.model, lr=1e-2)
+
+
+class ShardedOwners(Sharded, Owners):
+    pass
+
+
 class Replicated(Sharded):
     """Replicas of shards."""
 

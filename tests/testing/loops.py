@@ -498,3 +498,29 @@ class LosesBuffers(Loop):
     def load(self, saved: dict[str, Any]) -> None:
         saved["net"]["mean"] = torch.zeros(6, dtype=self.dtype)
         super().load(saved)
+
+
+class NearlyScaled(Loop):
+    """One leaf, late, and by little."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        if self.group.size > 1 and self.schedule.last_epoch == 3:
+            self.net.up.weight.grad *= 1.0001
+
+
+class NearlyRight(Loop):
+    """Off by what no mistake gives, and more than roundings."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        if self.group.size > 1:
+            grad: Any = self.net.up.weight.grad
+            grad *= 1 + 1e-9 * torch.arange(grad.numel()).to(grad).view_as(grad).cos()
+
+
+class Explodes(Loop):
+    """A right loop, whose params are infinite at last."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) * (torch.inf if self.schedule.last_epoch == 2 else 1.0)

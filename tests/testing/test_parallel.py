@@ -56,6 +56,8 @@ FAULTS: list[tuple[type[Loop], str, dict[str, Any]]] = [
     (loops.ReducedAfterwards, "the gradients differ.*not reduced", {}),
     (loops.Replicas, "the params differ at the start.*on rank 1, 2 only.*seed all alike", {}),
     (loops.Drifting, r"replicas of a leaf differ at step 0.*up\.weight, on rank 1", {}),
+    (loops.NearlyScaled, r"at step 3: leaf up\.weight.*is 1\+\S+ times the reference's", {}),
+    (loops.NearlyRight, "the gradients differ at step 0.*No mistake that is known", {}),
     (loops.OwnBuffers, "the buffers differ.*each rank's own.*not reduced", {}),
     (loops.Dropout, "the reference and rank 0 drew random numbers: dropout", {}),
     (loops.LosesMomentum, "resumed at step 2.*this step's gradient alone.*state is lost", RESUMED),
@@ -94,7 +96,7 @@ def test_most_faults_have_a_cause() -> None:
     assert len(FAULTS) >= 20
 
 
-OF_LAST_PLACES = [loops.Drifting, loops.FrozenMoves]  # in float64
+OF_LAST_PLACES = [loops.Drifting, loops.FrozenMoves, loops.NearlyRight]  # in float64
 IN_HALF = [loops.Summed, loops.NotDivided, loops.MissingOnARank, loops.SquaresSummed]
 
 
@@ -219,6 +221,7 @@ class StandsStill(Loop):
         (OneStepLess, AssertionError, "expected 4, got 3, on rank 0", {}),
         (Restless, AssertionError, "gives other numbers when it runs again", {}),
         (StandsStill, ProvesNothing, r"no step.*moves this leaf visibly.*head\.weight", {}),
+        (loops.Explodes, ProvesNothing, "the reference's params become infinite or NaN", {}),
         (Loop, ValueError, "expected resume_at from 1 to 3, got 4", {"resume_at": 4}),
     ],
 )

@@ -32,6 +32,7 @@ def check(reference: Loop, candidate: Loop, ranks: int = 2, **options: Any) -> N
             (Engine(), engines.Sharded(), 2, {"grade": "reordered"}),
             (Engine(), engines.TensorParallel(), 2, {}),
             (OwnLibrary(3), OwnLibrary(3), 2, {}),
+            (engines.Owners(), engines.ShardedOwners(), 2, {"resume_at": 2}),
         ],
         full=[
             (Momentum(), engines.ShardedMomentum(), 3, {"resume_at": 3}),
