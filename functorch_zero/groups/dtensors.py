@@ -188,8 +188,14 @@ def _group_of(ranks: Tensor) -> Group:
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Group]:
-    """The module inside of a DistributedDataParallel, with the group of its ranks; others as they
-    are, alone."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module, as_group(model.process_group)
-    return model, SingleRank()
+    """The module inside of DistributedDataParallel, with the group of its ranks, and of
+    torch.compile; others as they are, alone."""
+    group: Group = SingleRank()
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            group = as_group(model.process_group)
+            model = model.module
+        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+            model = inside
+        else:
+            return model, group

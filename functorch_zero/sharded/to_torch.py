@@ -8,6 +8,7 @@ the state into torch's state dicts, and back.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import run_untraced
 from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
 from ..groups.dtensors import local_of, placed, unwrapped
 from ..groups.protocol import Group
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
+from ..model.wrappers import is_of_first_fsdp, without_wrappers
 from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.base import Transform, split_fused
 from ..optim.claims.check import check_claims
@@ -36,7 +39,11 @@ from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
 _NUM_STEPS = "num_steps"
+_HAS_OWN_RATE = "has_own_lr"  # in the param group, so that a load notices
 _OWN_RATE = 1.0  # in the param group of a transform that has a learning rate of its own
+
+# What torch's optimizers and schedulers keep in param groups, and a transform has inside
+_UNREAD = {"betas", "momentum", "weight_decay", "eps", "maximize"}
 
 # From a learning rate, which is a schedule, to a transform
 OfRate = Callable[[Any], Transform]
@@ -96,8 +103,26 @@ def to_torch(
     named: Any = model_or_params
     if isinstance(model_or_params, nn.Module):
         module, group = unwrapped(model_or_params)
+        _check_wrappers(module)
         named = [(path, p) for path, p in module.named_parameters() if p.requires_grad]
     return TorchOptimizer(transform, _pairs(named), lr, module, group)
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise if a module's params don't say what they are pieces of."""
+    for path, module in model.named_modules():
+        if is_of_first_fsdp(module):
+            raise StructureError(
+                explain(
+                    "FSDP's first version cuts params into plain tensors, which don't say of what "
+                    "they are pieces",
+                    path=path,
+                    expected="a plain module, or one of DistributedDataParallel, fully_shard or "
+                    "tensor parallelism",
+                    got=type(module).__name__,
+                    remedy="shard the model by torch.distributed.fsdp.fully_shard",
+                )
+            )
 
 
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:
@@ -126,7 +151,8 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
                     )
                 )
             seen[key] = pair[0]
-    return pairs
+    # As before torch.compile, for masks, noise and state dicts
+    return [(without_wrappers(path), param) for path, param in pairs]
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -146,8 +172,9 @@ class TorchOptimizer(torch.optim.Optimizer):
     ):
         self._module, self._ranks_of_module = module, ranks_of_module
         self._is_ready = False
-        super().__init__([*named], {"lr": _OWN_RATE if lr is None else lr})
         self._has_own_rate = lr is None
+        options = {"lr": _OWN_RATE if lr is None else lr, _HAS_OWN_RATE: self._has_own_rate}
+        super().__init__([*named], options)
         if isinstance(transform, Transform):
             self.transform = transform
         else:
@@ -272,13 +299,15 @@ class TorchOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._follow_params()
         with sharing_failures(*self._groups, call="optimizer step"):
-            self._check_rate()
+            self._check_options()
             grads = self._gradients()
             num_missing = sum(grad is None for grad in grads.values())
             look = is_looked_at(max(self._num_steps.values()))
             if num_missing or look:
                 self._check_model()
             if look and self._groups:
+                rate = {"lr in param_groups": float(self._options["lr"])}
+                agree(labelled(self._groups[0], "optimizer/rate"), rate)
                 self._compare_gradients(grads)
             # Without any gradient, torch takes no step
             if num_missing < len(grads):
@@ -395,8 +424,17 @@ class TorchOptimizer(torch.optim.Optimizer):
                     )
                 )
 
-    def _check_rate(self) -> None:
-        """Raise if somebody has changed a learning rate that the transform doesn't read."""
+    def _check_options(self) -> None:
+        """Raise if somebody has changed what the transform doesn't read."""
+        for name in _UNREAD & self._options.keys():
+            raise ValueError(
+                explain(
+                    f"{name} stands in param_groups, where nothing reads it",
+                    expected="lr alone",
+                    got=self._options[name],
+                    remedy="give it to the transform; a schedule of optim changes it by step",
+                )
+            )
         if self._has_own_rate and self._options["lr"] != _OWN_RATE:
             raise ValueError(
                 explain(
@@ -441,6 +479,11 @@ class TorchOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         """torch sets an empty one at construction. The state is not kept there."""
+        if self._is_ready:
+            raise AttributeError(
+                "the state of an optimizer of optim.to_torch is not kept in `state`, which is made "
+                "anew each time. Remedy: load_state_dict; or a new optimizer, whose state is new"
+            )
 
     def _by_torch(self, shown: ByParam) -> dict[Tensor, dict[str, Any]]:
         found = {}
@@ -482,6 +525,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             for path, count in counts.items():
                 if count is None:
                     raise unfit(path, _NUM_STEPS, "a number", "none")
+            if options.get(_HAS_OWN_RATE) != self._has_own_rate:
+                raise unfit("param_groups", "lr", *map(_whose_rate, (self._options, options)))
             self._state.load(given)
         self._num_steps = {path: int(counts[path]) for path in self._params}
         kept = ("params", "param_names")
@@ -527,11 +572,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         )
 
 
+# torch.compile would trace its Python and communication. Not the decorator: others have its code
+run_untraced(TorchOptimizer.step.__wrapped__)  # type: ignore[attr-defined]
+
+
 def _is_close(told: list[float], other: list[float]) -> bool:
     """Whether (sum, norm) of two gradients may be those of one, summed in other orders."""
     (total, norm), (other_total, other_norm) = told, other
-    if norm != norm or other_norm != other_norm:  # of NaN, and not of a rank alone
-        return True
+    if not (math.isfinite(norm) and math.isfinite(other_norm)):
+        # A sum of these is any of them
+        return math.isfinite(norm) == math.isfinite(other_norm)
     return max(abs(norm - other_norm), abs(total - other_total)) <= 1e-2 * max(norm, other_norm)
 
 
@@ -546,6 +596,11 @@ def _wrong_rate(transform: Any, lr: Any) -> TypeError:
             "such a function",
         )
     )
+
+
+def _whose_rate(options: Mapping[str, Any]) -> str:
+    """Words for an error: which learning rate a state dict, or an optimizer, has."""
+    return "the transform's own rate" if options.get(_HAS_OWN_RATE) else "a rate by `lr=`"
 
 
 def _wrong_gradient(path: str, wanted: object, got: object) -> StructureError:

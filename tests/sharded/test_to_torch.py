@@ -16,13 +16,14 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -338,6 +339,21 @@ def test_accumulation_and_rest_on_ranks() -> None:
         assert max(found.values()) < 1e-12, found
 
 
+def infinite_gradients() -> None:
+    """The same on all replicas: what a step makes of them is the transform's."""
+    model, _, _ = placed_on("ddp")
+    optimizer = optim.to_torch(optim.adamw(0.1), model)
+    loss_of(model, batches(1)[0]).backward()
+    for param in model.parameters():
+        param.grad.view(-1)[:2] = torch.tensor([torch.inf, -torch.inf])  # type: ignore[union-attr]
+    optimizer.step()
+
+
+@THOROUGH
+def test_replicas_may_have_infinite_gradients() -> None:
+    launch(infinite_gradients, 2, start_method="fork", timeout=100)
+
+
 def other_transforms(rank: int) -> None:
     model, _, _ = placed_on("fully_shard")
     optim.to_torch(optim.adamw(0.1 * (rank + 1)), model)
@@ -405,6 +421,20 @@ def gradient_on_one_rank(rank: int) -> None:
     optimizer.step()
 
 
+def other_rates(rank: int) -> None:
+    """As a scheduler sets them that sees each rank's own loss."""
+    model, _, ranks = placed_on("fully_shard")
+    optimizer = optim.to_torch(optim.adamw, model, lr=0.1)
+    train(model, optimizer, rank, ranks, range(2))
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+    train(model, optimizer, rank, ranks, range(2, 3))
+
+
+def first_fsdp(rank: int) -> None:
+    model = FullyShardedDataParallel(build(), use_orig_params=True, device_id=torch.device("cpu"))
+    optim.to_torch(optim.adamw(0.1), model)
+
+
 FAULTS: dict[Callable[[int], None], tuple[str, str]] = {
     other_transforms: ("MismatchError", r"learning_rate is 0\.1 on rank 0 and 0\.2 on rank 1"),
     other_values: ("MismatchError", r"param: path head\.bias, .*on rank 1 the same as on rank 0"),
@@ -413,6 +443,8 @@ FAULTS: dict[Callable[[int], None], tuple[str, str]] = {
     two_meshes: ("StructureError", r"different meshes: .*path w0"),
     partial_gradient: ("StructureError", r"path w, .*Partial"),
     ignored_params: ("MismatchError", r"gradient: path blocks\.0\.norm\.weight.*sum the gradients"),
+    other_rates: ("MismatchError", r"lr in param_groups is 0\.1 on rank 0 and 0\.05 on rank 1"),
+    first_fsdp: ("StructureError", "FSDP's first version .*fully_shard"),
     gradient_on_one_rank: ("MismatchError", r"path head\.bias, .*got None and \["),
 }
 
@@ -687,6 +719,47 @@ def test_wrong_arguments() -> None:
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
+
+
+def test_names_are_those_of_the_plain_module() -> None:
+    """By which masks choose: torch.compile's and checkpointing's wrappers put others before."""
+    plain = build()
+    model = build()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")  # type: ignore[assignment]
+    for wrapped in (model, torch.compile(model, backend="eager")):
+        optimizer = optim.to_torch(adamw, wrapped, lr=0.1)  # type: ignore[arg-type]
+        names = optimizer.param_groups[0]["param_names"]
+        assert names == [name for name, _ in plain.named_parameters()]
+
+
+def test_a_compiled_step() -> None:
+    models = build(), build()
+    for model in models:
+        optimizer = optim.to_torch(TRANSFORMS["clip+adamw"][0](), model)
+        step = optimizer.step
+        if model is models[1]:
+            step = torch.compile(optimizer.step, backend="eager")
+        for batch in batches(3):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            step()
+    assert all(map(torch.equal, leaves_of(models[0]), leaves_of(models[1])))
+
+
+def test_what_nothing_reads_is_refused() -> None:
+    """Settings in param groups, an emptied state, and a rate of another kind were ignored."""
+    model = build()
+    optimizer = optim.to_torch(adamw, model, lr=0.1)
+    train(model, optimizer, 0, 1, range(1))
+    with pytest.raises(AttributeError, match="a new optimizer"):
+        optimizer.state = {}  # type: ignore[assignment]
+    own = optim.to_torch(optim.adamw(0.1), build())
+    with pytest.raises(StructureError, match=r"path lr of param_groups, .*transform's own rate"):
+        optimizer.load_state_dict(own.state_dict())
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(ValueError, match=r"weight_decay .*nothing reads it.*got 0\.5"):
+        optimizer.step()
 
 
 def test_a_lie_is_found_at_construction() -> None:
