@@ -206,8 +206,8 @@ TORCH = [
 ]
 
 PO, TO = "pytorch_optimizer", "torch_optimizer"
-MUON = {"use_muon": True}
-REST = {"use_muon": False}
+MUON, REST = {"use_muon": True}, {"use_muon": False}
+LOW_RANK = {"rank": 3, "update_proj_gap": 2, "scale": 1.0}
 FOREIGN = [
     *(
         plain(PO, PO, name, lr=1e-2)
@@ -231,17 +231,24 @@ FOREIGN = [
             "Prodigy",
             "DAdaptAdam",
             "Shampoo",
-            "ScalableShampoo",
             "SOAP",
             "Kron",
             "SCION",
             "SPlus",
-            "GaLore",
-            "APOLLO",
-            "Conda",
         )
     ),
     plain(PO, PO, "Ranger21", num_iterations=STEPS, lr=1e-2),
+    plain(
+        PO,
+        PO,
+        "ScalableShampoo",
+        lr=1e-2,
+        start_preconditioning_step=1,
+        preconditioning_compute_steps=1,
+    ),
+    plain(PO, PO, "Conda", lr=1e-2, update_proj_gap=2),
+    by_groups(PO, PO, "GaLore", first=LOW_RANK | {"projection_type": "std"}, rest={}),
+    by_groups(PO, PO, "APOLLO", first=LOW_RANK | {"projection_type": "random"}, rest={}),
     by_groups(PO, PO, "Muon", first=MUON, rest=REST, casts=True),
     by_groups(PO, PO, "AdaMuon", first=MUON, rest=REST, casts=True),
     by_groups(PO, PO, "NorMuon", first=MUON, rest=REST, casts=True),
@@ -263,21 +270,14 @@ FOREIGN = [
         "galore-torch",
         "galore_torch",
         "GaLoreAdamW",
-        first={"rank": 3, "update_proj_gap": 2, "scale": 1.0, "proj_type": "std"},
+        first=LOW_RANK | {"proj_type": "std"},
         rest={},
     ),
     by_groups(
         "apollo-torch",
         "apollo_torch",
         "APOLLOAdamW",
-        first={
-            "rank": 3,
-            "proj": "random",
-            "scale_type": "channel",
-            "scale": 1.0,
-            "update_proj_gap": 2,
-            "proj_type": "std",
-        },
+        first=LOW_RANK | {"proj": "random", "proj_type": "std", "scale_type": "channel"},
         rest={},
     ),
     Candidate(
@@ -354,7 +354,7 @@ def run(
     try:
         return launch(moved, ranks, candidate, rows, noise, start_method="fork", timeout=limit), ""
     except TimeoutError:
-        return [], f"hangs ({limit:.0f} s)"
+        return [], f"not done after {limit:.0f} s"
     except Exception as error:
         text = " ".join(str(error).split("\n")[0].split()).replace("|", "/")
         short = text if len(text) <= 90 else text[:90].rsplit(" ", 1)[0] + " …"
