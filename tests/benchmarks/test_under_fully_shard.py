@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from functorch_zero.groups import launch
 from tests.benchmarks import under_fully_shard as script
 from tests.tiers import FULL, THOROUGH
 
@@ -49,6 +52,17 @@ def test_wrong_ones_and_crashes_are_told() -> None:
     assert not row.is_right and re.fullmatch(r"\*\*off by \de[-+]\d\d\*\*", row.cells[0])
     crash = script.tried(script.Candidate("torch", "crashing", crashing), [2], 60)
     assert crash.cells == ["RuntimeError: no / strategy"] * 2 and not crash.is_right
+
+
+def sum_as_number() -> float:
+    mesh = init_device_mesh("cpu", (2,))
+    return float(distribute_tensor(torch.arange(1.0, 9.0), mesh, [Shard(0)]).sum().item())
+
+
+@THOROUGH
+def test_the_number_of_a_partial_sum_is_of_a_rank_alone() -> None:
+    """The page says so, and that no warning is given."""
+    assert launch(sum_as_number, 2, start_method="fork", timeout=60) == [10, 26]
 
 
 @FULL
