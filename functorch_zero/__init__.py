@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import compress, errors, groups, optim
+from . import compress, errors, groups, optim, places
 from .groups import Group, HybridGroup, ProcessGroup, launch
 from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
@@ -59,6 +59,7 @@ __all__ = [
     "named_leaves",
     "optim",
     "pieces",
+    "places",
     "plan",
     "program_step",
     "propagate_failures",

@@ -116,8 +116,8 @@ class OnEngine:
 
     @property
     def as_it_lies(self) -> Any:
-        """This rank's part of the tree in plain tensors, wherever it lies: what a storage has moved
-        isn't fetched."""
+        """This rank's part of the tree in plain tensors, wherever it lies: what has a place
+        isn't brought beside the others."""
         raise NotImplementedError
 
     def with_local(self, tree: Any) -> Any:

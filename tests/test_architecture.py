@@ -19,7 +19,7 @@ from tests.tiers import THOROUGH
 
 PACKAGE = "functorch_zero"
 ROOT = Path(__file__).parents[1] / PACKAGE
-MAX_ENTRIES = 27  # a newcomer sees at the top of the package
+MAX_ENTRIES = 28  # a newcomer sees at the top of the package
 MAX_IMPORT_SECONDS = 0.3  # per second that importing torch takes
 
 # What the modules of each folder may import from the rest of the package: whole folders, or single

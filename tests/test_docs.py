@@ -27,6 +27,7 @@ PACKAGES = ["functorch_zero"] + [
         "errors",
         "optim",
         "optim.contrib",
+        "places",
         "planning",
         "testing",
     )

@@ -540,7 +540,7 @@ class ShardedTree(OnEngine):
             made._known = _Known(self._known.flats, own=self._known.own)
         return made
 
-    def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
+    def with_flats(self, flats: Sequence[Any]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
         known = self._known

@@ -24,6 +24,7 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
+from ..places import Place
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
 from ..sharded.notes import codecs_of, elements_by_unit, notes_of
@@ -34,7 +35,6 @@ from ..sharded.options import (
     StateAxes,
     check_of_program,
 )
-from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.state import State
@@ -67,7 +67,7 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    state_storage: StateStorage | None = None,
+    place: Mapping[str, Place] | None = None,
     reduce_bucket: int | None = None,
 ) -> Plan:
     """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
@@ -94,7 +94,7 @@ def plan(
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
         donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction,
-            state_storage, reduce_bucket: as for `shard`.
+            place, reduce_bucket: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -160,7 +160,7 @@ def plan(
         # The stand-ins may lie on another device than the leaves
         overlap=Overlap.by_default(device) if overlap is None else overlap,
         reduction=reduction,
-        state_storage=state_storage,
+        place=place,
         reduce_bucket=reduce_bucket,
         loss_scale=loss_scale,
     )

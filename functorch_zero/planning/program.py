@@ -21,13 +21,13 @@ from ..optim.base import Transform
 from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
+from ..sharded.placed import is_moved
 from ..sharded.program.agreement import ProgramAgreement
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.ledger import Ledger
 from ..sharded.program.step import ShardedProgramStep
-from ..sharded.storage import is_moved
-from ..sharded_optim.sharded_state import ShardedOptState, is_stored
+from ..sharded_optim.sharded_state import ShardedOptState, is_placed
 from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
@@ -35,7 +35,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .trace import with_imagined_storage
+from .trace import with_imagined_places
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
@@ -54,14 +54,14 @@ class ImaginedProgram:
         level: 0 to 3; None where there are levels by leaf.
         held: bytes of the first value's trees that are held as params are.
         others: bytes of the rest of that value.
-        stored: of these, bytes that lie in the storage of optimizers' states.
+        stored: of these, bytes that lie in the place of optimizers' states.
         parts: bytes that the gradients' reduction keeps between steps.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
         self.watch, self._fake = MemoryWatch(options.group.journal, fake), fake
-        options = with_imagined_storage(options, self.watch.live)
+        options = with_imagined_places(options, self.watch.live)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
@@ -158,7 +158,7 @@ class _AnnouncedEngine:
         # The rest of an `Engine`, as it is
         self.dot, self.unshard = engine.dot, engine.unshard
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
-        self.stored = engine.stored
+        self.placed = engine.placed
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims
@@ -227,10 +227,10 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _stored_in(value: Any) -> list[Tensor]:
-    """The tensors of a value's optimizer states that lie in a storage."""
+    """The tensors of a value's optimizer states that have a place."""
     found: list[Tensor] = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if is_stored(node):
+        if is_placed(node):
             found += filter(is_moved, optree.tree_leaves(node.as_it_lies))
     return found
 

@@ -196,8 +196,7 @@ class Plan:
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
         parts: bytes that parts of the step keep between steps, a rank's.
-        stored: bytes of the state that lie elsewhere, with `state_storage`. The samples don't have
-            them. The update fetches them as temporaries.
+        stored: bytes of the state that lie elsewhere, in a `place`. The samples don't have them.
         mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
             for one axis.
         notes: lines about codecs, sparse gradients, and a unit of more than half of the parameters.

@@ -22,19 +22,21 @@ import optree
 import torch
 from optree import PyTree, tree_map
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local
+from ..places import Here
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
+from ..sharded.placed import is_moved
 from ..sharded.state import shard_state
-from ..sharded.storage import is_moved
 from ..sharded.update import PreparedUpdate
 from ..step.state import State
 from ..step.train import TrainStep
@@ -73,7 +75,7 @@ class ImaginedStep:
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
-        self._options = with_imagined_storage(options, self.live)
+        self._options = with_imagined_places(options, self.live)
         self._layout, self._pass_layout = layout, pass_layout
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
@@ -126,7 +128,7 @@ class ImaginedStep:
 
     def stored_in(self, state: State) -> list[Tensor]:
         """The tensors of the state that lie elsewhere than its params."""
-        if self._options.state_storage is None:
+        if self._options.places.state is None:
             return []
         leaves = optree.tree_leaves(state.opt_state)
         return [x for x in leaves if is_moved(x)]
@@ -183,27 +185,33 @@ class ImaginedStep:
 
 
 class Elsewhere:
-    """Storage for state without values, which no device takes."""
+    """A place for tensors without values, which no device takes. As in a `File`, a step works in
+    it."""
 
     def __init__(self, live: LiveBytes):
         self._live = live
+        self._made = WeakIdKeyDictionary()
 
-    def fetch(self, stored: Tensor) -> Tensor:
-        return stored.clone()
-
-    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        # Storage that is there already is written over
-        if into is not None:
-            return into
+    def empty(self, like: Tensor) -> Tensor:
         with self._live.paused():  # it takes nothing of the memory that is watched
-            return torch.empty_like(tensor)
+            made = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._made[made] = True
+        return made
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor in self._made
+
+    def bring(self, stored: Tensor) -> Here:
+        return Here(stored)
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Here:
+        return Here(into)
 
 
-def with_imagined_storage(options: Options, live: LiveBytes) -> Options:
-    """The same with a stand-in for the user's storage, which would be asked for real memory."""
-    if options.state_storage is None:
-        return options
-    return replace(options, state_storage=Elsewhere(live))
+def with_imagined_places(options: Options, live: LiveBytes) -> Options:
+    """The same with a stand-in for the user's places, which would be asked for real memory."""
+    imagined = {kind: Elsewhere(live) for kind in options.places.given}
+    return replace(options, places=replace(options.places, **imagined))
 
 
 class _Announced:
@@ -215,8 +223,8 @@ class _Announced:
     ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
-        # The rest of an `Updater`, as it is: `fetched` and `stored` move the state
-        self.fetched, self.stored = prepared.fetched, prepared.stored
+        # The rest of an `Updater`, as it is: `brought` and `placed` move the state
+        self.brought, self.placed = prepared.brought, prepared.placed
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
         self._enter("optimizer")

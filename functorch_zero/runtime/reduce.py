@@ -21,6 +21,7 @@ from ..groups import Then, labelled
 from ..groups.mesh import Axes, Axis
 from ..groups.protocol import Group, Work
 from ..layout.layout import Bucket, Layout
+from ..places import Place, moved
 from ..profiling import NOTHING, ranged
 from .together import Summing, Together
 
@@ -171,6 +172,7 @@ class GradientReduction:
         kept: the tensors that `by` has kept, by bucket.
         num_bytes: of gradients that are summed as one, where they are summed as they are; 0: each
             bucket's by itself.
+        place: of gradients that add up, and of their sums; None: memory of the device.
 
     Attributes:
         kept: those that it keeps for the next step, by bucket, once the reduction is finished.
@@ -188,8 +190,9 @@ class GradientReduction:
         by: Reduction = SUMMED,
         kept: Mapping[int, Kept] | None = None,
         num_bytes: int = 0,
+        place: Place | None = None,
     ):
-        self._by = by
+        self._by, self._place = by, place
         # A copy: a step that is repeated begins with the same tensors
         self.kept: dict[int, Kept] = {} if kept is None else {**kept}
         self.divisor: Tensor | None = None
@@ -225,7 +228,7 @@ class GradientReduction:
         if b in self.whole:
             # One micro-batch keeps the dtype of reductions; sums are made in the storage dtype
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
-        self.whole[b] = flat
+        self.whole[b] = moved(self._place, flat)
 
     def make_room(self, num_under_way: int, buckets: Sequence[int]) -> None:
         """Wait until another unit's reductions, of these buckets, may start, so that those of at
@@ -348,7 +351,9 @@ class GradientReduction:
             work.wait()
         # Sums over passes are made in the storage dtype, which the optimizer sees
         result = result.to(bucket.dtype)
-        self._sums[b] = self._sums[b].add_(result) if b in self._sums else result
+        self._sums[b] = (
+            self._sums[b].add_(result) if b in self._sums else moved(self._place, result)
+        )
 
     def _go_on(self, buckets: Iterable[int]) -> None:
         """Begin what follows on sums along the shard axis, or of encoded gradients of level 0. They

@@ -73,8 +73,9 @@ from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
 from ..model.untouched import Untouched, changed_in_place, marks_of_values
+from ..places import Place
 from ..profiling import NOTHING
-from ..tree import has_values
+from ..tree import has_values, is_flagged
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
@@ -151,6 +152,17 @@ class SavedTensor(NamedTuple):
 
     tensor: Tensor
     version: int
+
+
+class PlacedTensor(NamedTuple):
+    """Any other tensor, in the place of what is saved."""
+
+    stored: Tensor  # 1-D: its elements as they lie in memory, and what lies between them
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+_PLACED_FROM = 4096  # bytes: a page, of which a mapped file takes whole ones
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # (pack, unpack) of saved tensors
@@ -307,6 +319,7 @@ class Pass:
             the next pass, which is given the same.
         last: whether no other pass will give gradients to the same reduction.
         look: whether the values of flats are compared too, to see that the loss changes none.
+        place: of tensors that autograd saves for backward, other than params; None: memory.
     """
 
     def __init__(
@@ -321,6 +334,7 @@ class Pass:
         keeps: bool = False,
         last: bool = True,
         look: bool = False,
+        place: Place | None = None,
     ):
         self.entered = False  # whether gradients can flow to any trained leaf
         self.anchor: Any = None  # 0-d Tensor: makes autograd run the units' nodes
@@ -330,7 +344,8 @@ class Pass:
         self.stream = current_stream(device)  # see Note [one stream]
         self._reduction: Any = reduction
         self.overlap = Overlap.by_default(device) if overlap is None else overlap
-        self._last, self._look = last, look
+        self._last, self._look, self._place = last, look, place
+        self._resident: set[int] = set()  # storages of params that stay whole
         self._keeps = keeps and reduction is not None
         self._units = []
         for index, unit in enumerate(layout.units):
@@ -350,6 +365,7 @@ class Pass:
         for here in self._units:
             if here.flats.here is not None:
                 here.untouched = Untouched(here.flats.here, look=look)
+                self._resident.update(map(storage_id, here.flats.here))
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
@@ -453,6 +469,13 @@ class Pass:
         # A transform's tensors have no storage to go by
         if self.anchor is None or self._keeps or transforms_active():
             return NOTHING
+        return self._hooks()
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        """Around the loss: saved tensors go to their place, where they have one."""
+        return NOTHING if self._place is None or self.anchor is None else self._hooks()
+
+    def _hooks(self) -> AbstractContextManager[None]:
         theirs = _others_hooks()
         if theirs is None:
             return saved_tensors_hooks(self._remember, self._recall)
@@ -472,9 +495,30 @@ class Pass:
         """The name of a use's unit."""
         return self._units[use.unit].name
 
-    def _remember(self, tensor: Tensor) -> SavedLeaf | SavedTensor:
+    def _remember(self, tensor: Tensor) -> SavedLeaf | PlacedTensor | SavedTensor:
         """Autograd saves a tensor for backward."""
-        return self.place_of(tensor) or SavedTensor(tensor, version_of(tensor))
+        in_flat = None if self._keeps or transforms_active() else self.place_of(tensor)
+        return in_flat or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
+
+    def _placed(self, tensor: Tensor) -> PlacedTensor | None:
+        """The tensor in the place of what is saved; None: it stays in memory."""
+        place = self._place
+        if place is None or transforms_active() or tensor.nbytes < _PLACED_FROM:
+            return None
+        # Without memory row by row; params, which are in memory anyway
+        if tensor.layout is not torch.strided or is_flagged(tensor):
+            return None
+        if storage_id(tensor) in self._resident or storage_id(tensor) in self._gathered:
+            return None
+        if tensor.device != self._device:
+            return None
+        size, stride = tensor.size(), tensor.stride()
+        # With its strides: a kernel may sum another layout's elements in another order
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        source = tensor.detach().as_strided((span,), (1,))
+        stored = place.empty(source)
+        place.leave(source, stored).wait()
+        return PlacedTensor(stored, size, stride)
 
     def place_of(self, tensor: Tensor) -> SavedLeaf | None:
         """The place of a tensor in a gathered flat; None: it lies in none."""
@@ -514,8 +558,12 @@ class Pass:
 
     # Backward
 
-    def _recall(self, saved: SavedLeaf | SavedTensor) -> Tensor:
+    def _recall(self, saved: SavedLeaf | PlacedTensor | SavedTensor) -> Tensor:
         """Autograd asks for a tensor that it has saved."""
+        if isinstance(saved, PlacedTensor):
+            assert self._place is not None
+            stored = self._place.bring(saved.stored).wait()
+            return stored.as_strided(saved.size, saved.stride)
         if isinstance(saved, SavedLeaf):
             return self.on_first_use(saved.use, saved)
         if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
@@ -795,6 +843,8 @@ class Pass:
             # Resident flats of a mixed unit stay; an empty flat may share its address with others
             if passing and flat.numel():
                 self._gathered[storage_id(flat)] = unit, k
+            elif not passing:
+                self._resident.add(storage_id(flat))
         return flats
 
     def _reshard(self, unit: UnitInPass) -> None:

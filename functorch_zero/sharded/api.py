@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Required, TypedDict, Unpack, overload
 
 from ..groups import as_group
 from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
+from ..places import Place
 from ..runtime.reduce import Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
@@ -22,7 +24,6 @@ from .options import (
     check_state_axes,
 )
 from .program.step import ShardedProgramStep
-from .storage import StateStorage
 from .train import ShardedTrainStep
 
 
@@ -38,7 +39,7 @@ class _Options(TypedDict, total=False):
     state_axes: StateAxes
     overlap: OverlapChoice | None
     reduction: Reduction | None
-    state_storage: StateStorage | None
+    place: Mapping[str, Place] | None
     reduce_bucket: int | None
 
 
@@ -66,7 +67,7 @@ def shard(
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    state_storage: StateStorage | None = None,
+    place: Mapping[str, Place] | None = None,
     reduce_bucket: int | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
@@ -108,9 +109,11 @@ def shard(
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
             `State.parts`; of a program, those of each trained tree of its value. None: gradients
             are summed as they are, or as `Precision.reduce` says.
-        state_storage: the place of the optimizer's state between steps, of a program's optimizers
-            between their updates: an object with the methods of `sharded.storage.StateStorage`.
-            None: it lies beside the params.
+        place: by kind of what a rank holds, its `places.Place`. "state": the optimizer's between
+            steps, those of a program's optimizers between their updates. "params": as they are
+            held between steps. "gradients": sums, up to the update, and whole ones that add up.
+            "saved": tensors that autograd saves for backward, other than params. None, and kinds
+            that aren't given: memory beside the params.
         reduce_bucket: the bytes of gradients, at levels 0 to 2, that are summed over ranks as one:
             a small unit's wait for those of the next ones, until there are as many. Those of a unit
             of as many bytes go by themselves, and none waits for the step's end. Results are
@@ -164,7 +167,7 @@ def shard(
         reduce_gradients=reduce_gradients,
         overlap=overlap,
         reduction=reduction,
-        state_storage=state_storage,
+        place=place,
         reduce_bucket=reduce_bucket,
         loss_scale=_scales(step),
     )

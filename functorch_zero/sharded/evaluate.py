@@ -35,9 +35,9 @@ from .checks import check_batch, check_place, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
 from .params import make_unit_flats
+from .placed import brought
 from .program.engine import ShardedEngine
 from .publish import held_flats_of
-from .storage import fetched
 
 
 class _Reading(NamedTuple):
@@ -209,7 +209,7 @@ class ShardedEvalStep:
         """
         found: list[ShardedTree] = []
         pieces = pieces_of(flats, state.params.holding)
-        opt_state = fetched(self.options.state_storage, state.opt_state)
+        opt_state = brought(self.options.places.state, state.opt_state)
         known = _known_as_cut(opt_state, state, self.group.rank)
 
         def as_held(tree: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -16,12 +17,12 @@ from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
+from ..places import Place
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..sharded_optim.state_plan import StatePlan
 from ..tree import PyTree
 from .buffers import SyncBuffers, check_sync_buffers
-from .storage import StateStorage
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,27 @@ class StatePlace:
 
 
 @dataclass(frozen=True)
+class Places:
+    """The places of what a rank holds, by kind; None: memory beside the params."""
+
+    state: Place | None = None  # of the optimizer, between updates
+    params: Place | None = None  # as they are held between steps
+    gradients: Place | None = None  # those that add up, and their sums, up to the update
+    saved: Place | None = None  # tensors that autograd saves for backward
+
+    @property
+    def empty_params(self) -> Callable[[Tensor], Tensor]:
+        """Makes a flat like one that holds params."""
+        return torch.empty_like if self.params is None else self.params.empty
+
+    @property
+    def given(self) -> dict[str, Place]:
+        """Those that were given, by kind."""
+        by_kind = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {kind: place for kind, place in by_kind.items() if place is not None}
+
+
+@dataclass(frozen=True)
 class Options:
     """The arguments of `shard`. See there."""
 
@@ -55,7 +77,7 @@ class Options:
     reduce_gradients: ReduceGradients | None = None  # None: as the level's row says
     overlap: Overlap | None = None  # None: the device's own choice
     reduction: Reduction = SUMMED
-    state_storage: StateStorage | None = None
+    places: Places = field(default_factory=lambda: Places())
     reduce_bucket: int = 0  # bytes of gradients that are summed as one; 0: each bucket by itself
     aligned: bool = True  # as `make_layout` takes it; false in proofs
 
@@ -71,7 +93,7 @@ class Options:
         reduce_gradients: Any = None,
         overlap: Any = None,
         reduction: Any = None,
-        state_storage: Any = None,
+        place: Any = None,
         reduce_bucket: Any = None,
         loss_scale: bool = False,
     ) -> Options:
@@ -95,7 +117,7 @@ class Options:
             reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
             overlap=check_overlap(overlap),
             reduction=check_reduction(reduction, loss_scale=loss_scale),
-            state_storage=check_state_storage(state_storage),
+            places=check_places(place),
             reduce_bucket=check_reduce_bucket(reduce_bucket, levels, reduction),
         )
 
@@ -129,8 +151,8 @@ class Options:
         # The defaults are no seams: nothing was given
         if self.reduction is not SUMMED:
             given["reduction"] = _printed(self.reduction)
-        if self.state_storage is not None:
-            given["state_storage"] = _printed(self.state_storage)
+        for kind, place in self.places.given.items():
+            given[f"place of {kind}"] = _printed(place)
         return given
 
     @property
@@ -258,14 +280,23 @@ def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
     return value
 
 
-def check_state_storage(value: Any) -> StateStorage | None:
-    """The storage, if it is one, or None."""
-    if value is not None and (isinstance(value, type) or not isinstance(value, StateStorage)):
+def check_places(value: Any) -> Places:
+    """The places, by kind of what lies there."""
+    kinds = [each.name for each in fields(Places)]
+    if value is None:
+        return Places()
+    if not isinstance(value, Mapping) or not {*value} <= {*kinds}:
         raise TypeError(
-            f"state_storage must be an object with `fetch` and `store`, got {value!r}. Remedy: see "
-            "sharded.storage.StateStorage"
+            f"place must be a dict of places by kind, of which there are {kinds}, got {value!r}. "
+            'Remedy: place={"state": fz.places.File(folder)}'
         )
-    return value
+    for kind, place in value.items():
+        if place is not None and (isinstance(place, type) or not isinstance(place, Place)):
+            raise TypeError(
+                f"place[{kind!r}] must be an object with `empty`, `holds`, `bring` and `leave`, "
+                f"got {place!r}. Remedy: fz.places.File(folder), or see fz.places.Place"
+            )
+    return Places(**value)
 
 
 def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:

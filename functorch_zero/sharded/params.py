@@ -88,6 +88,7 @@ def make_reduction(
         by=options.reduction,
         kept=kept,
         num_bytes=options.reduce_bucket,
+        place=options.places.gradients,
     )
 
 

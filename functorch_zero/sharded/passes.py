@@ -87,6 +87,7 @@ def run_pass(
         keeps=not options.reshard_after_forward,
         last=last,
         look=look,
+        place=options.places.saved,
     )
     # Whatever mode the caller is in. Backward, also one of the loss's own, runs in this thread on
     # every device: see Note [where backward is] in `runtime/unit.py`.
@@ -94,7 +95,7 @@ def run_pass(
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
-            with ranged("loss"), in_a_loss():
+            with ranged("loss"), in_a_loss(), one_pass.around_loss():
                 outcome = _called(loss, params, rank)
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:

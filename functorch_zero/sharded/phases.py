@@ -70,13 +70,13 @@ class Updater(Protocol):
         """
         ...
 
-    def fetched(self, state: Any) -> Any:
+    def brought(self, state: Any) -> Any:
         """The optimizer's state, beside the params."""
         ...
 
-    def stored(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if given.
-        With `look`, the storage is asked whether it has lost anything."""
+        With `look`, its place is asked whether it has lost anything."""
         ...
 
 
@@ -255,11 +255,18 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     measured.see("param_norm", lambda: view.local_tree)
     if agreed.fine:
         with ranged("update"):
-            opt_state = run.updater.fetched(opt_state)
+            opt_state = run.updater.brought(opt_state)
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
-            params = publish(params, run.flats, updates, options.axes, donate=options.donate)
+            params = publish(
+                params,
+                run.flats,
+                updates,
+                options.axes,
+                donate=options.donate,
+                empty=options.places.empty_params,
+            )
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.local_tree))
@@ -269,7 +276,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
         old, look = state.opt_state if options.donate else None, is_looked_at(int(state.step))
-        opt_state = run.updater.stored(opt_state, old, look=look)
+        opt_state = run.updater.placed(opt_state, old, look=look)
     if options.donate:
         run.sharding.donations.take_counters(state.step, state.opt_state, opt_state)
     new = State(

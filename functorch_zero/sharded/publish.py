@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -31,12 +31,14 @@ def publish(
     axes: Axes,
     *,
     donate: bool,
+    empty: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> ShardedTree:
     """params + updates, as held between steps; with updates None the flats hold the sums already.
 
     Args:
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
+        empty: makes a flat like another one, where params lie between steps.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
     is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
@@ -55,7 +57,7 @@ def publish(
     made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         # A frozen flat stays the same one; without donation the given params stay valid
-        new = flat if donate or not bucket.trainable else torch.empty_like(flat)
+        new = flat if donate or not bucket.trainable else empty(flat)
         made.append(new)
         if not bucket.trainable:
             continue
@@ -89,13 +91,18 @@ def _add(
     torch.add(piece, update.to(piece.dtype), out=out)
 
 
-def copies_to_update(flats: Sequence[Tensor], layout: Layout, piece_number: int) -> list[Tensor]:
+def copies_to_update(
+    flats: Sequence[Tensor],
+    layout: Layout,
+    piece_number: int,
+    empty: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> list[Tensor]:
     """Flats of which this rank's pieces are copies, to be updated in place and published; of
     frozen buckets the flats themselves."""
     made = []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
-            new = torch.empty_like(flat)
+            new = empty(flat)
             own_piece(new, bucket, piece_number).copy_(own_piece(flat, bucket, piece_number))
             flat = new
         made.append(flat)

@@ -48,6 +48,7 @@ from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
+from .placed import check_places_work, moved_flats
 from .program.engine import ShardedEngine
 from .readable import told_values
 from .refit import agree_on_refit, carried, first_parts, refuse_parts
@@ -117,6 +118,7 @@ class ShardedTrainStep:
                 buffers = values.fill(buffers)
             check_tensors(buffers, "buffers")
 
+            check_places_work(self.options.places.given, params, self.group.rank)
             # Before any tensor is made, so that ranks that differ say so instead of hanging later
             group = labelled(self.group, "init/agreement")
             agree(group, self._facts(layout, params, buffers, seed))
@@ -129,6 +131,7 @@ class ShardedTrainStep:
             sharding = self.options.sharding(layout, self.state_plan(layout))
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
+            held = held.with_flats(moved_flats(self.options.places.params, held.flats()))
             if fill is not None:
                 # Values that are made on each rank could not be compared before
                 agree(group, {"deferred values": fill.digests})
@@ -139,6 +142,9 @@ class ShardedTrainStep:
             parts = self._prepare(layout).parts.init(held.flats()[0].device)
             value = TrainValue(params=held, buffers=copies, opt_state=opt_state)
             finite = self.unsharded.policy.init()
+            # A rank without room for what it places says so before the others go on
+            if self.options.places.given:
+                agree(labelled(self.group, "init/places"), {"places": [*self.options.places.given]})
             return State.first(value, seed, sharding=sharding, finite=finite, parts=parts)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -178,6 +184,7 @@ class ShardedTrainStep:
         # loss is given then
         params = own_params(state, self.group.rank)
         flats = params.flats(to_write=self.options.donate)
+        flats = moved_flats(self.options.places.params, flats)
         state = state.replace(params=params.with_flats(flats))
         if flats[0].is_meta:
             check_not_on_meta(state.params, batch)
@@ -277,7 +284,7 @@ class ShardedTrainStep:
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),
-                value=TrainValue(held, new_buffers, prepared.stored(opt_state)),
+                value=TrainValue(held, new_buffers, prepared.placed(opt_state)),
                 seed=tree_map(torch.clone, state.seed),
                 sharding=sharding,
                 finite=carried_whole(finite, state.finite, "the policy's state"),
@@ -309,7 +316,7 @@ class ShardedTrainStep:
         new = ShardedOptState(fresh, StateHolding(params.sharding, prepared.plan))
         assert state.sharding is not None
         holding = StateHolding(state.sharding, past.plan)
-        old = ShardedOptState(past.fetched(state.opt_state), holding)
+        old = ShardedOptState(past.brought(state.opt_state), holding)
         return carried(new, old, self._refit_group, "the optimizer's state").as_it_lies
 
     @property
@@ -348,7 +355,7 @@ class ShardedTrainStep:
         for."""
         prepared = self._prepare(layout)
         made = self.unsharded.optimizer.init(params.pieces().local_tree, prepared.across)
-        return prepared.stored(lay_out_state(made, prepared.plan, layout, self._piece_number))
+        return prepared.placed(lay_out_state(made, prepared.plan, layout, self._piece_number))
 
     @property
     def _piece_number(self) -> int:

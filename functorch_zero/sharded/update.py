@@ -20,7 +20,7 @@ from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
 from .parts import ReductionParts
-from .storage import fetched, stored
+from .placed import brought, placed
 
 
 class PreparedUpdate:
@@ -48,7 +48,7 @@ class PreparedUpdate:
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
-        self.optimizer, self._storage = optimizer, options.state_storage
+        self.optimizer, self._place = optimizer, options.places.state
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
         # Else kernels for some of the leaves may run
@@ -62,10 +62,7 @@ class PreparedUpdate:
         return cls(step.optimizer, layout, options, fuse=fuse)
 
     def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
-        """Raise unless an optimizer's state, of this name, is one that this update can take. One
-        that is stored in a place of its own is told by that place."""
-        if self._storage is not None:
-            return
+        """Raise unless an optimizer's state, of this name, is one that this update can take."""
         leaves, treedef = optree.tree_flatten(state)
         # The usual case, asked of all leaves at once: a state may have many
         if treedef == self.plan.treedef and self._shapes_in(leaves) == self._shapes:
@@ -105,14 +102,14 @@ class PreparedUpdate:
         _, fused = self._split
         return self.across.fuses(fused, _trained_flats(params))
 
-    def fetched(self, state: Any) -> Any:
+    def brought(self, state: Any) -> Any:
         """The optimizer's state, beside the params."""
-        return fetched(self._storage, state)
+        return brought(self._place, state)
 
-    def stored(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
-        return stored(self._storage, state, old, look=look)
+        return placed(self._place, state, old, look=look)
 
 
 @dataclass(frozen=True)

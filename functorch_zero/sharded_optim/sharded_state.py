@@ -66,18 +66,18 @@ class StateHolding:
         sharding: how the params are cut that the state follows, and which rank's part this is.
         plan: which leaves of the state follow a param, and which have an owner.
         engine: answers for the state on its ranks. Not compared, and not pickled.
-        fetched: of a state that lies in a storage, copies its tree to a place beside the params.
+        brought: of a state that has a place, brings its tree beside the params.
             None: it lies beside them. Not compared, and not pickled.
     """
 
     sharding: Sharding
     plan: StatePlan = field(repr=False)
     engine: Engine | None = field(default=None, compare=False, repr=False)
-    fetched: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+    brought: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
 
-    def lying(self, fetched: Callable[[Any], Any] | None) -> StateHolding:
+    def lying(self, brought: Callable[[Any], Any] | None) -> StateHolding:
         """The same of leaves that lie in another place."""
-        return self if fetched is self.fetched else replace(self, fetched=fetched)
+        return self if brought is self.brought else replace(self, brought=brought)
 
     def places(self) -> list[_Place | None]:
         """Per leaf of the state, its place; None: all ranks have the same, whole."""
@@ -224,8 +224,8 @@ class ShardedOptState(OnEngine):
     @property
     def beside(self) -> Any:
         """This rank's part of the state in plain tensors beside the params, for an update."""
-        tree, fetched = self.as_it_lies, self.holding.fetched
-        return tree if fetched is None else fetched(tree)
+        tree, brought = self.as_it_lies, self.holding.brought
+        return tree if brought is None else brought(tree)
 
     def _check(self) -> None:
         """Raise unless the state may be read."""
@@ -316,9 +316,9 @@ class ShardedOptState(OnEngine):
         return f"ShardedOptState({outline(self._tree, most=4)})"
 
 
-def is_stored(node: Any) -> bool:
-    """Whether a node of a value is an optimizer's state that lies in a storage."""
-    return isinstance(node, ShardedOptState) and node.holding.fetched is not None
+def is_placed(node: Any) -> bool:
+    """Whether a node of a value is an optimizer's state that has a place."""
+    return isinstance(node, ShardedOptState) and node.holding.brought is not None
 
 
 def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +20,11 @@ from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
+from functorch_zero.places import File
 from functorch_zero.planning.program import held_and_others
 from tests.local import local_leaves, part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
-from tests.sharded.test_seams import OnDisk
 from tests.tiers import tiers
 
 
@@ -123,32 +122,30 @@ def trees() -> tuple[Any, Any]:
     return made, tree_map(lambda p: (2 * p).detach().requires_grad_(), made)
 
 
-class Numpy:
-    """Keeps the state in numpy's memory, which torch's allocator doesn't count."""
+class Numpy(File):
+    """As mapped files, in numpy's memory, which torch's allocator doesn't count."""
 
-    def fetch(self, stored: Tensor) -> Tensor:
-        return stored.clone()
+    def _mapped(self, like: Tensor) -> Tensor:
+        return torch.from_numpy(np.empty(like.nbytes, dtype=np.uint8)).view(like.dtype)
 
-    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        if into is None:
-            into = torch.from_numpy(np.empty(tensor.shape, dtype=np.float32))
-        return into.copy_(tensor)
+    def holds(self, tensor: Tensor) -> bool:
+        return not tensor.untyped_storage().resizable()  # as no foreign memory is
 
 
-def measured_peaks(levels: list[int], donate: bool, storage: Any = None) -> list[int]:
+def measured_peaks(levels: list[int], donate: bool, place: Any = None) -> list[int]:
     """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
     torch.set_num_threads(1)
-    return [measured_peak(level, donate, storage) for level in levels]
+    return [measured_peak(level, donate, place) for level in levels]
 
 
-def measured_peak(level: int, donate: bool, storage: Any) -> int:
-    step = fz.shard(BOTH, level=level, donate=donate, state_storage=storage)
+def measured_peak(level: int, donate: bool, place: Any) -> int:
+    step = fz.shard(BOTH, level=level, donate=donate, place=place)
     state = step.init(*trees())
     batch = torch.randn(64, WIDTH)
     for _ in range(2):
         state, _ = step(state, batch)
     before, peaks = held(state.value), []
-    if storage is not None:
+    if place is not None:
         before -= held([x for x in local_leaves(state.value[2:]) if x.dim()])
     for _ in range(6):  # gloo's threads may hold tensors a little longer than the step does
         gc.collect()
@@ -174,7 +171,7 @@ def test_the_peak_is_that_of_a_run_on_real_ranks(levels: list[int], donate: bool
 
 @pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_the_peak_with_state_elsewhere(donate: bool) -> None:
-    levels, options = [1, 3], {"donate": donate, "state_storage": Numpy()}
+    levels, options = [1, 3], {"donate": donate, "place": {"state": Numpy("nowhere")}}
     found = fz.launch(measured_peaks, 2, levels, *options.values(), timeout=100)[0]
     batch = torch.empty(64, WIDTH)
     for level, most in zip(levels, found, strict=True):
@@ -183,10 +180,10 @@ def test_the_peak_with_state_elsewhere(donate: bool) -> None:
 
 
 def test_state_elsewhere_is_told_apart() -> None:
-    """To the byte, and without a call of the user's storage."""
+    """To the byte, and without a call of the user's place."""
     options = {"level": 1, "ranks": 2, "batch": torch.empty(64, WIDTH)}
     plain = plan(trees(), BOTH, **options)
-    made = plan(trees(), BOTH, **options, state_storage=OnDisk(Path("nowhere")))
+    made = plan(trees(), BOTH, **options, place={"state": File("nowhere")})
     value = fz.shard(BOTH, level=1, group=CountingGroup(2)).init(*trees()).value
     flats = [x for x in optree.tree_leaves(value[2]) if x.dim()]
     assert made.stored == held(flats) > 0 == plain.stored

@@ -10,8 +10,9 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.mesh import HybridGroup, axes_of
 from functorch_zero.layout.levels import Levels
+from functorch_zero.places import File
 from functorch_zero.runtime.prefetch import Overlap
-from functorch_zero.sharded.options import Options
+from functorch_zero.sharded.options import Options, Places
 from tests.sharded.test_seams import ROUNDED
 
 OPTIONS = Options(
@@ -31,8 +32,7 @@ OTHERS: dict[str, Any] = {
     "reduce_gradients": "once",
     "overlap": Overlap.time,
     "reduction": ROUNDED,
-    "gather": object(),
-    "state_storage": object(),
+    "places": Places(state=File("folder")),
     "reduce_bucket": 2**20,
     "aligned": False,
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import util
@@ -56,6 +57,10 @@ WORLDS = (
     (4, None),
 )
 MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
+
+
+PLACE = fz.places.File(tempfile.gettempdir())  # its files have no names
+KINDS = ("state", "params", "gradients", "saved")
 
 
 class Block(nn.Module):
@@ -263,6 +268,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "donate": Option(shard={"donate": True}),
     "keep the old state": Option(shard={"donate": False}),
+    "placed": Option(shard={"place": dict.fromkeys(KINDS, PLACE)}),
     "stay gathered": Option(shard={"reshard_after_forward": False}),
     "checked group": Option(loop={"checked": True}),
     "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"sync_buffers": "mean"})) or BATCH_NORM,

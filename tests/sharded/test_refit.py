@@ -20,7 +20,6 @@ from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.local import local_leaves
 from tests.models import MLP
-from tests.sharded.test_seams import OnDisk
 from tests.tiers import crossed, thinned, tiers
 
 LEVELS = [0, 1, 2, 3, {"": 3, "layers.1": 1}]
@@ -517,9 +516,9 @@ def test_state_that_lies_elsewhere(tmp_path: Any) -> None:
     def run(group: Any) -> None:
         folder = tmp_path / str(group.rank)
         folder.mkdir()
-        storage = OnDisk(folder)
+        place = {"state": fz.places.File(folder)}
         before, after = (
-            fz.shard(step, level=2, group=group, state_storage=storage) for step in (first, second)
+            fz.shard(step, level=2, group=group, place=place) for step in (first, second)
         )
         state, _ = before(before.init(PARAMS), part(X[0], group))
         made = after.refit(state)

@@ -1,13 +1,11 @@
 """Seams, each proved by a double that is given through a constructor: a reduction that keeps its
-rounding error, optimizer state elsewhere than its params, and a second axis whose ranks hold the
-same data."""
+rounding error, state elsewhere than its params, and a second axis whose ranks hold the same
+data."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +18,10 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero._torch_private import storage_id
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import HybridGroup, Then, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
-from tests.local import local_leaves
 from tests.sharded.test_processes import on_processes
 from tests.tiers import thinned, tiers
 
@@ -392,267 +388,17 @@ def test_pieces_of_replicas_are_refused() -> None:
     run_ranks(run, 2)
 
 
-# Optimizer state elsewhere than its params
-
-
-class OnDisk:
-    """Keeps the state in files mapped into memory, and counts what it moves."""
-
-    def __init__(self, folder: Path):
-        self.moved: Counter[str] = Counter()
-        self._folder = folder
-        self._mapped: list[Tensor] = []
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        assert self.holds(stored)
-        self.moved["fetched"] += 1
-        return stored.clone()
-
-    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        assert not self.holds(tensor) and (into is None or self.holds(into))
-        self.moved["stored"] += 1
-        if into is None:
-            into = self._map(tensor)
-        return into.copy_(tensor)
-
-    def _map(self, tensor: Tensor) -> Tensor:
-        self.moved["mapped"] += 1
-        file = self._folder / f"{os.getpid()} {id(self)} {len(self._mapped)}"
-        n = tensor.numel()
-        flat = torch.from_file(str(file), shared=True, size=n, dtype=tensor.dtype)
-        self._mapped.append(flat)
-        return flat.view(tensor.shape) if tensor.dim() > 1 else flat
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it lies in one of the files."""
-        return storage_id(tensor) in map(storage_id, self._mapped)
-
-
 def adamw_step(**options: Any) -> fz.TrainStep:
     return fz.train_step(linear_loss, optim.adamw(0.1), **options)
-
-
-def vectors(state: Any) -> list[Tensor]:
-    return [x for x in local_leaves(state.opt_state) if x.dim()]
-
-
-@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
-@pytest.mark.parametrize("donate", tiers([True], [False]))
-def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
-    """To the bit as beside the params; fetched and stored once per flat and step, and fetched once
-    more where that is looked at, as here."""
-    batches = make_batches()
-
-    def run(group: Any) -> None:
-        disk = OnDisk(tmp_path)
-        options: dict[str, Any] = {"level": level, "group": group, "donate": donate}
-        plain = fz.shard(adamw_step(), **options)
-        step = fz.shard(adamw_step(), **options, state_storage=disk)
-        state = step.init(make_params())
-        num = disk.moved["stored"]
-        assert num == 2 and all(map(disk.holds, vectors(state)))
-        first = tree_map(torch.clone, state)
-        later = train(step, state, batches, group)
-        assert all(map(disk.holds, vectors(later)))
-        assert disk.moved["fetched"] == 7 * num and disk.moved["stored"] == 4 * num
-        assert disk.moved["mapped"] == (num if donate else 4 * num), "donated files are used again"
-        expected = train(plain, plain.init(make_params()), batches, group)
-        assert_equal_values(expected, later, grade=EXACT)
-        if not donate:
-            assert_equal_values(first, state, grade=EXACT)
-        assert_equal_values(plain.unshard(expected), step.unshard(later), grade=EXACT)
-        assert "state_storage=OnDisk()" in str(fz.describe(step, later))
-
-    run_ranks(run, 2)
-
-
-class Copied:
-    """Storages that are right, and mistakes that lose numbers, by name."""
-
-    def __init__(self, how: str):
-        self.how = how
-        self.place = torch.empty(2**12, dtype=torch.float64)
-        self.num = 0  # of its elements that are taken
-        self.buffers: dict[Any, Tensor] = {}
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        if self.how == "one buffer per shape":
-            buffer = self.buffers.setdefault(stored.shape, torch.empty_like(stored))
-            return buffer.copy_(stored)
-        return stored if self.how == "no copy" else stored.clone()
-
-    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        if self.how == "one place" or (self.how == "places of one storage" and into is None):
-            into = torch.empty(0, dtype=tensor.dtype)  # a view would share its version counter
-            into.set_(self.place.untyped_storage(), self.num, tensor.shape)
-            self.num += tensor.numel() if self.how != "one place" else 0
-        if self.how == "keeps what it is given":
-            return tensor
-        if into is None:
-            return tensor.clone()
-        if self.how == "forgets":
-            return into
-        return into.copy_(tensor.float() if self.how == "rounds" else tensor)
-
-
-LOSES = {
-    "one buffer per shape": "fetch returned a tensor that lies in the same memory as another one's",
-    "no copy": "fetch returned a tensor that lies in the same memory as the one it was given",
-    "one place": "store returned a tensor that lies in the same memory as another one's",
-    "forgets": r"Copied has lost numbers of the optimizer's state.*path .*weight.*to the bit|lost",
-    "rounds": "Copied has lost numbers of the optimizer's state",
-}
-
-
-@pytest.mark.parametrize("how", [*LOSES, "places of one storage", "keeps what it is given", ""])
-@pytest.mark.parametrize("program", [False, True])
-def test_a_storage_that_loses_numbers_is_told(how: str, program: bool) -> None:
-    adamw = optim.adamw(0.1)
-
-    def of_value(value: Any, x: Tensor) -> Any:
-        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(value[0], x)
-        return adamw.apply(grads, value[1], value[0]), {"loss": mean}
-
-    step: Any = adamw_step()
-    if program:
-        step = fz.program_step(of_value, init=lambda params: (params, adamw.init(params)))
-
-    def run(group: Any) -> None:
-        options: dict[str, Any] = {"level": 3, "group": group, "donate": True}
-        plain, own = fz.shard(step, **options), fz.shard(step, **options, state_storage=Copied(how))
-        if how in LOSES:
-            with pytest.raises(fz.errors.FunctorchZeroError, match=LOSES[how]):
-                train(own, own.init(make_params()), make_batches(), group)
-            return
-        wholes = []
-        for each in (plain, own):
-            wholes.append(
-                each.unshard(train(each, each.init(make_params()), make_batches(), group))
-            )
-        assert_equal_values(*wholes, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-def test_one_storage_serves_several_states(tmp_path: Path) -> None:
-    """What it holds by then is not compared across ranks: each rank's is its own."""
-
-    def run(group: Any) -> None:
-        step = fz.shard(adamw_step(), level=3, group=group, state_storage=OnDisk(tmp_path))
-        first = step.init(make_params())
-        states = [step.unshard(train(step, first, make_batches(), group))]
-        states += [step.unshard(train(step, step.init(make_params()), make_batches(), group))]
-        assert_equal_values(*states, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-def test_stored_state_is_carried_to_other_ranks(tmp_path: Path) -> None:
-    batches = make_batches(4)
-
-    def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
-        disk = OnDisk(tmp_path)
-        step = fz.shard(adamw_step(), level=3, group=group, state_storage=disk)
-        state = step.init(make_params())
-        if not new:
-            state = checkpoint.load(tmp_path / "saved", step, like=state).state
-            assert all(map(disk.holds, vectors(state)))
-            assert_equal_values(whole, step.unshard(state), grade=EXACT)
-            assert all(map(disk.holds, vectors(step.shard_state(whole))))
-        state = train(step, state, batches, group)
-        checkpoint.save(tmp_path / "saved", step, state)
-        return step.unshard(state)
-
-    whole = run_ranks(lambda group: run(group, batches[:3], new=True), 2)[0]
-    last = run_ranks(lambda group: run(group, batches[3:], new=False), 3)[0]
-    plain = adamw_step()
-    state = plain.init(make_params())
-    for x in batches:
-        state, _ = plain(state, x)
-    assert_equal_values(state.params, last.params, grade="reordered")
-
-
-@pytest.mark.parametrize("name", thinned(["muon", "lamb", "schedule_free", "adafactor"]))
-def test_states_of_other_shapes_lie_elsewhere(name: str, tmp_path: Path) -> None:
-    """Owned by a rank, or the same on all ranks, too."""
-    makers: dict[str, Any] = {
-        "adafactor": lambda: optim.adafactor(0.01),
-        "muon": lambda: optim.muon(0.01),
-        "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01)),
-        "schedule_free": lambda: optim.schedule_free_adamw(0.01),
-    }
-    options = {"metrics": ["grad_norm", "update_norm"]}
-    step = fz.train_step(linear_loss, makers[name](), **options)
-
-    def run(group: Any) -> None:
-        disk, states = OnDisk(tmp_path), []
-        for storage in (None, disk):
-            sharded = fz.shard(step, level=3, group=group, state_storage=storage)
-            state = sharded.init(make_params())
-            states.append(sharded.unshard(train(sharded, state, make_batches(), group)))
-        assert_equal_values(*states, grade=EXACT)
-        assert disk.moved["fetched"]
-
-    run_ranks(run, 2)
-
-
-def test_an_evaluation_fetches_the_state(tmp_path: Path) -> None:
-    optimizer = optim.schedule_free_adamw(0.01)
-    step = fz.train_step(linear_loss, optimizer)
-    check = fz.eval_step(
-        lambda p, b, x: {"loss": linear_loss(p, b, x)}, params=optim.schedule_free_eval_params
-    )
-    x = make_batches()[0]
-
-    def run(group: Any) -> None:
-        disk, losses = OnDisk(tmp_path), []
-        for storage in (None, disk):
-            options: dict[str, Any] = {"level": 1, "group": group, "state_storage": storage}
-            sharded, evaluated = fz.shard(step, **options), fz.shard(check, **options)
-            state = train(sharded, sharded.init(make_params()), make_batches(), group)
-            losses.append(evaluated(state, x)["loss"])
-        assert losses[0] == losses[1]
-
-    run_ranks(run, 2)
 
 
 def test_the_proof_takes_seams(tmp_path: Path) -> None:
     """A step with state elsewhere equals the unsharded one; one that rounds gradients doesn't."""
     args = adamw_step(), make_params(), {}, make_batches()
-    assert_sharded_equals_unsharded(*args, state_storage=OnDisk(tmp_path), ranks=(1,))
+    place = {"state": fz.places.File(tmp_path)}
+    assert_sharded_equals_unsharded(*args, place=place, ranks=(1,))
     with pytest.raises(AssertionError):
         assert_sharded_equals_unsharded(*args, reduction=ROUNDED, ranks=(2,), levels=(3,))
-
-
-def test_a_skipped_step_moves_nothing(tmp_path: Path) -> None:
-    disk = OnDisk(tmp_path)
-    group = fz.groups.SingleRank()
-    step = fz.shard(adamw_step(nonfinite="skip"), level=3, group=group, state_storage=disk)
-    state = step.init(make_params())
-    before = disk.moved.copy()
-    state, _ = step(state, make_batches()[0] * float("inf"))
-    assert int(state.finite.skipped) == 1 and disk.moved == before
-
-
-def test_a_plan_tells_state_elsewhere_apart(tmp_path: Path) -> None:
-    disk = OnDisk(tmp_path)
-
-    def planned(**options: Any) -> Any:
-        return fz.plan(make_params(), adamw_step(), level=3, ranks=2, **options)
-
-    plain, stored = planned(), planned(state_storage=disk)
-    counts = stored.state - stored.stored
-    assert 0 < counts < 64 < stored.state == plain.state and plain.stored == 0
-    assert stored.samples[0].state == counts and plain.samples[0].state == plain.state
-    assert stored.samples[0].total < plain.samples[0].total
-    assert stored.collectives == plain.collectives and not disk.moved
-    assert "stored" in str(stored) and json.loads(stored.to_json())["stored"] == stored.stored
-
-
-def test_wrong_storages_are_refused() -> None:
-    for wrong in (OnDisk, "cpu", torch.device("cpu")):
-        with pytest.raises(TypeError, match=r"state_storage must be an object.*Remedy"):
-            fz.shard(adamw_step(), level=3, group=fz.groups.SingleRank(), state_storage=wrong)
 
 
 # A second axis whose ranks hold the same data
@@ -753,7 +499,8 @@ def test_both_together(tmp_path: Path) -> None:
     batches = make_batches(4)
 
     def seams() -> dict[str, Any]:
-        return {"reduction": ROUNDED, "state_storage": OnDisk(tmp_path)}
+        place = {"state": fz.places.File(tmp_path)}
+        return {"reduction": ROUNDED, "place": place}
 
     def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
         step = fz.shard(adamw_step(), level=3, group=group, **seams())
@@ -764,7 +511,7 @@ def test_both_together(tmp_path: Path) -> None:
         state = train(step, state, batches, group)
         checkpoint.save(tmp_path / "saved", step, state)
         text = str(fz.describe(step, state))
-        assert all(f"{name}=" in text for name in seams())
+        assert all(f"{name}=" in text for name in ("reduction", "place of state"))
         return step.unshard(state)
 
     whole = run_ranks(lambda group: run(group, batches[:3], new=True), 2)[0]
@@ -778,8 +525,8 @@ def test_processes_give_what_threads_give(tmp_path: Path) -> None:
     batches = make_batches()
 
     def run(group: Any) -> Any:
-        seams: dict[str, Any] = {"reduction": ROUNDED, "state_storage": OnDisk(tmp_path)}
-        step = fz.shard(adamw_step(), level=3, group=group, **seams)
+        place = {"state": fz.places.File(tmp_path)}
+        step = fz.shard(adamw_step(), level=3, group=group, reduction=ROUNDED, place=place)
         return step.unshard(train(step, step.init(make_params()), batches, group))
 
     expected = run_ranks(run, 2)[0]

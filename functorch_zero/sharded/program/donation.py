@@ -9,9 +9,9 @@ import optree
 
 from ...layout.sharded_tree import ShardedTree
 from ...params import as_local, is_on_engine
-from ...sharded_optim.sharded_state import ShardedOptState, is_stored
+from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...tree import storages
-from ..storage import is_moved
+from ..placed import is_moved
 
 
 class EarlierCalls:
@@ -111,9 +111,9 @@ class Donation:
 
 
 def _is_read(node: Any) -> bool:
-    """Whether the program has read leaves of a node that it was given. Of a state in a storage it
-    has copies."""
-    return node.are_leaves_shown and not is_stored(node)
+    """Whether the program has read leaves of a node that it was given, which an update would
+    change."""
+    return bool(node.are_leaves_shown)
 
 
 def _is_used_up(node: Any) -> bool:
@@ -124,7 +124,7 @@ def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
     """The storages of a node that an update would write to."""
     if isinstance(node, ShardedTree):
         return _storages_of(node)
-    if is_stored(node):
+    if is_placed(node):
         return storages([leaf for leaf in optree.tree_leaves(node.as_it_lies) if is_moved(leaf)])
     # An update makes a new count and a new rate. States of one optimizer may share the old ones.
     rows = zip(optree.tree_leaves(node.as_it_lies), node.holding.plan.leaves, strict=True)

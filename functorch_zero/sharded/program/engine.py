@@ -31,7 +31,7 @@ from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ...runtime.reduce import SUMMED
 from ...runtime.two_seeds import TwoSeeds
 from ...sharded_optim.across import Sharded
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
 from ...sharded_optim.state_plan import plan_state
 from ...step.backward import nodes_behind
 from ...step.loss import untrained
@@ -42,12 +42,12 @@ from ...step.state import check_not_on_meta
 from ...tree import PyTree, same_structure
 from ..agreement import agree
 from ..failures import sharing_failures
-from ..options import Options
+from ..options import Options, Places
 from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
+from ..placed import brought, placed
 from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
-from ..storage import fetched, stored
 from ..update import PreparedUpdate
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
 from .kept import KeptTensors
@@ -65,9 +65,9 @@ class ShardedEngine:
 
     def __init__(self, options: Options):
         self.options = options
-        storage = options.state_storage
-        # One object: by it the engine knows states that lie in its storage
-        self._fetched = None if storage is None else partial(fetched, storage)
+        place = options.places.state
+        # One object: by it the engine knows states that lie in its place
+        self._brought = None if place is None else partial(brought, place)
         self._reminder = Reminder()  # for all losses together
         self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
@@ -150,24 +150,24 @@ class ShardedEngine:
         made = transform.init_fn(view.local_tree, self._across_of(layout))
         plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-        return self.stored(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
+        return self.placed(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
 
-    def stored(self, tree: Any, holding: StateHolding, old: Any = None) -> ShardedOptState:
+    def placed(self, tree: Any, holding: StateHolding, old: Any = None) -> ShardedOptState:
         """An optimizer's state where it lies between updates.
 
         Args:
             tree: this rank's part, beside the params.
             holding: of the state before, wherever that lies.
-            old: the tree of a state in this storage that is used up: written over.
+            old: the tree of a state in this place that is used up: written over.
         """
         look = is_looked_at(next(self._storings))
-        tree = stored(self.options.state_storage, tree, old, look=look)
-        return ShardedOptState(tree, holding.lying(self._fetched))
+        tree = placed(self.options.places.state, tree, old, look=look)
+        return ShardedOptState(tree, holding.lying(self._brought))
 
-    def _stored_over(self, state: ShardedOptState, tree: Any) -> ShardedOptState:
+    def _placed_over(self, state: ShardedOptState, tree: Any) -> ShardedOptState:
         """The next state, over the tensors of this one, which is used up."""
-        is_here = state.holding.fetched is self._fetched
-        made = self.stored(tree, state.holding, state.as_it_lies if is_here else None)
+        is_here = state.holding.brought is self._brought
+        made = self.placed(tree, state.holding, state.as_it_lies if is_here else None)
         state.use_up()
         return made
 
@@ -186,7 +186,7 @@ class ShardedEngine:
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
             new, after = self._updated(prepared, updates, state, params)
-            return new, self.stored(after, state.holding)
+            return new, self.placed(after, state.holding)
 
     def _updated(
         self,
@@ -238,14 +238,15 @@ class ShardedEngine:
         """The next params and state; those given stay as they are."""
         if not prepared.fuses(params.pieces()):
             updates, tree = self._updated(prepared, grads, state, params)
-            after = self.stored(tree, state.holding)
+            after = self.placed(tree, state.holding)
             return self.apply_updates(params, updates), after
         axes = self.options.axes
         # The kernel writes to these, and no argument is written to
-        flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
+        layout, empty = params.sharding.layout, self.options.places.empty_params
+        flats = copies_to_update(params.flats(), layout, axes.piece_number, empty)
         pieces = pieces_of(flats, params.holding)
         _, tree = prepared.update(grads, state.beside, pieces, donate=False)
-        after = self.stored(tree, state.holding)
+        after = self.placed(tree, state.holding)
         new = publish(params, flats, None, axes, donate=True)
         return new.as_read_only(params.is_read_only), after
 
@@ -256,20 +257,20 @@ class ShardedEngine:
         state: ShardedOptState,
         params: ShardedTree,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """The same for params that are used up, and a state that is, where a kernel runs or a
-        storage holds it."""
+        """The same for params that are used up, and a state that is, where a kernel runs or it
+        has a place."""
         flats, read_only = params.flats(to_write=True), params.is_read_only
         pieces = pieces_of(flats, params.holding)
         if prepared.fuses(pieces):
             updates, tree = prepared.update(grads, state.beside, pieces, donate=True)
-            after = self._stored_over(state, tree)
+            after = self._placed_over(state, tree)
         else:
             found, tree = self._updated(prepared, grads, state, params)
             updates = found.local_tree
-            if is_stored(state):
-                after = self._stored_over(state, tree)
+            if is_placed(state):
+                after = self._placed_over(state, tree)
             else:
-                after = self.stored(tree, state.holding)
+                after = self.placed(tree, state.holding)
         new = publish(params.handed_on(flats), flats, updates, self.options.axes, donate=True)
         return new.as_read_only(read_only), after
 
@@ -286,7 +287,14 @@ class ShardedEngine:
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
-            made = publish(params, params.flats(), updates.local_tree, axes, donate=False)
+            made = publish(
+                params,
+                params.flats(),
+                updates.local_tree,
+                axes,
+                donate=False,
+                empty=self.options.places.empty_params,
+            )
             return made.as_read_only(params.is_read_only)
 
     @compared
@@ -510,7 +518,7 @@ class ShardedEngine:
         known = self._updates.setdefault(transform, {})
         if id(layout) not in known:
             # Trees have many owners, so nothing is donated. The engine itself moves states.
-            options = replace(self.options, donate=False, reduction=SUMMED, state_storage=None)
+            options = replace(self.options, donate=False, reduction=SUMMED, places=Places())
             known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
         known[id(layout)].check_state(
             state.as_it_lies, axes.world.rank, what="the optimizer's state"

@@ -23,12 +23,13 @@ from ...groups.protocol import Group
 from ...layout.build import make_layout
 from ...layout.joined import join_layouts
 from ...layout.layout import Cut, Layout
-from ...layout.sharded_tree import hold
+from ...layout.sharded_tree import ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...params import Engine, is_on_engine
+from ...places import moved
 from ...runtime.prefetch import PrefetchOrders
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_stored
+from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
 from ...shared_elements import check_apart
 from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
@@ -50,6 +51,7 @@ from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
+from ..placed import check_places_work, moved_flats
 from ..refit import agree_on_refit, carried, check_same_ranks, refuse_parts
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
@@ -80,7 +82,7 @@ class ProgramEngine(Engine, Protocol):
 
     orders: PrefetchOrders  # in which passes have gathered units
 
-    def stored(self, tree: Any, holding: StateHolding) -> ShardedOptState:
+    def placed(self, tree: Any, holding: StateHolding) -> ShardedOptState:
         """An optimizer's state where it lies between updates; `tree` lies beside the params."""
         ...
 
@@ -166,6 +168,7 @@ class ShardedProgramStep:
         fills = _fills(given, values)
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
+        check_places_work(self.options.places.given, given, self.group.rank)
         self._agreement.on_arguments(given, layouts, seed)
         state = self._first_state(given, layouts, seed, fills)
         self._agreement.on_first_value(state.value, fills)
@@ -191,33 +194,53 @@ class ShardedProgramStep:
         for name, layout in layouts.items():
             sharding, fill = self.options.sharding(layout), fills.get(name)
             engine, number = self.engine, numbers[name]
-            cut[name] = hold(
-                given[name], sharding, engine=engine, number=number, name=name, fill=fill
-            )
+            held = hold(given[name], sharding, engine=engine, number=number, name=name, fill=fill)
+            cut[name] = held.with_flats(moved_flats(self.options.places.params, held.flats()))
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         value = without_pieces(self.unsharded.first_value(*own))
         check_value(value, self.group.rank)
         marked = as_marked(value)
         return State.first(
-            self._stored(marked),
+            self._placed(marked),
             seed,
             sharding=self._sharding(layouts),
             parts=self._parts.of(marked).parts.init(device_of_value(marked)),
         )
 
-    def _stored(self, value: Any) -> Any:
-        """A value whose optimizers' states lie in the storage, if there is one: also those that the
-        program has made by `tree_map`."""
+    def _placed(self, value: Any) -> Any:
+        """A value whose optimizers' states lie in their place, and its params in theirs, where
+        there is one: also those that the program has made by `tree_map`."""
+        places = self.options.places
+        frozen: dict[int, Tensor] = {}
 
-        def stored(node: Any) -> Any:
-            if not isinstance(node, ShardedOptState) or is_stored(node):
+        def placed(node: Any) -> Any:
+            if places.params is not None and isinstance(node, ShardedTree):
+                return self._moved(node, frozen)
+            if places.state is None or not isinstance(node, ShardedOptState) or is_placed(node):
                 return node
-            return self.engine.stored(node.as_it_lies, node.holding)
+            return self.engine.placed(node.as_it_lies, node.holding)
 
-        if self.options.state_storage is None:
+        if places.state is None and places.params is None:
             return value
-        return tree_map(stored, value, is_leaf=is_on_engine)
+        return tree_map(placed, value, is_leaf=is_on_engine)
+
+    def _moved(self, tree: ShardedTree, frozen: dict[int, Tensor]) -> ShardedTree:
+        """A tree whose flats lie in the params' place.
+
+        Args:
+            frozen: by the id of a frozen flat, which trees may share, where it lies now.
+        """
+        place = self.options.places.params
+        made: list[Tensor | None] = []
+        for flat, bucket in zip(tree.flats(), tree.sharding.layout.buckets, strict=True):
+            if flat is None:
+                made.append(None)
+            elif bucket.trainable:
+                made.append(moved(place, flat))
+            else:
+                made.append(frozen.setdefault(id(flat), moved(place, flat)))
+        return tree.with_flats(made)
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -242,7 +265,7 @@ class ShardedProgramStep:
             group = labelled(axes.optimizer, "refit")
             # Elements travel beside the params
             new, old = beside_params(fresh.value), beside_params(state.value)
-            value = self._stored(carried(new, old, group, "the value"))
+            value = self._placed(carried(new, old, group, "the value"))
             # A refit that fails changes nothing
             self._note_structure(fresh)
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
@@ -310,7 +333,7 @@ class ShardedProgramStep:
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
-            after = self._marked(state, self._stored(new))
+            after = self._marked(state, self._placed(new))
             name_nodes(after, value_of_step(number + 1))
             parts = None if kept is None else kept.next_parts(new, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after, parts=parts), metrics
@@ -384,7 +407,7 @@ class ShardedProgramStep:
             parts = self._parts.of(value).parts.part(state.parts, device_of_value(value))
             return State(
                 step=state.step.clone(),
-                value=self._stored(value),
+                value=self._placed(value),
                 seed=tree_map(torch.clone, state.seed),
                 sharding=structure.sharding,
                 parts=parts,

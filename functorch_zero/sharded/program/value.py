@@ -122,7 +122,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def beside_params(value: Any) -> Any:
-    """A value whose optimizers' states lie beside the params: copies of those in a storage."""
+    """A value whose optimizers' states lie beside the params, also of those that have a place."""
 
     def beside(node: Any) -> Any:
         if not isinstance(node, ShardedOptState):

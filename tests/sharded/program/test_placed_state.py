@@ -1,10 +1,9 @@
-"""Programs whose optimizers' states lie elsewhere between updates: the same numbers to the bit."""
+"""Programs whose optimizers' states have a place of their own: the same numbers to the bit."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import DonatedError, StructureError
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
+from functorch_zero.places import Here
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import local_leaves, part
-from tests.sharded.test_seams import OnDisk
+from tests.places import Away, Counted
 from tests.tiers import thinned
 
 EXACT = "bitwise"
@@ -41,26 +41,6 @@ OPTIMIZERS = {
 adamw = OPTIMIZERS["adamw"]
 
 
-class Negated:
-    """Keeps other values than it is given, so that a state that isn't fetched gives others. It
-    notes what it moves."""
-
-    def __init__(self) -> None:
-        self.moved: Counter[str] = Counter()
-        self.held: list[Tensor] = []
-
-    def fetch(self, stored: Tensor) -> Tensor:
-        assert any(stored is held for held in self.held)
-        self.moved["fetched"] += 1
-        return -stored
-
-    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        self.moved["new" if into is None else "over"] += 1
-        made = -tensor if into is None else into.copy_(-tensor)
-        self.held.append(made)
-        return made
-
-
 def loss(params: Any, x: Tensor) -> Tensor:
     return ((x @ params["w"] + params["b"]) * params["frozen"]).square().mean()
 
@@ -72,6 +52,10 @@ def program_of(optimizer: Any) -> Any:
         return optimizer.apply(grads, state, params), {"loss": mean}
 
     return fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+
+
+def places_of(state: Any) -> Any:
+    return None if state is None else {"state": state}
 
 
 def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
@@ -89,28 +73,28 @@ def vectors(state: Any) -> list[Tensor]:
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_to_the_bit_as_beside_the_params(level: int, donate: bool, tmp_path: Path) -> None:
-    """Fetched and stored once per flat and step, and fetched once more where that is looked at;
-    files of used-up states are used again."""
+    """The update works in the files where it donates; else new ones are made."""
     step = program_of(adamw)
 
     def run(group: Any) -> None:
-        disk, options = OnDisk(tmp_path), {"level": level, "group": group, "donate": donate}
+        disk, options = Counted(tmp_path), {"level": level, "group": group, "donate": donate}
         plain = fz.shard(step, **options)
-        sharded = fz.shard(step, **options, state_storage=disk)
+        sharded = fz.shard(step, **options, place=places_of(disk))
         state = sharded.init(FIRST)
-        assert disk.moved == {"stored": 2, "mapped": 2, "fetched": 2}
+        # Two to try the place, and two of the state; what was left is looked at
+        assert disk.calls == {"empty": 2 + 2, "leave": 2 + 2, "bring": 2 + 2}
+        disk.calls.clear()
         assert all(map(disk.holds, vectors(state)))
         later = train(sharded, state)
         assert all(map(disk.holds, vectors(later)))
-        assert disk.moved["fetched"] == 2 * (6 + 5) and disk.moved["stored"] == 2 * 7
         # The first step donates nothing
-        assert disk.moved["mapped"] == (2 * 2 if donate else 2 * 7)
+        assert disk.calls["empty"] == disk.calls["leave"] == (2 if donate else 2 * 6)
         expected = plain.unshard(train(plain, plain.init(FIRST)))
         assert_equal_values(expected, sharded.unshard(later), grade=EXACT)
         if not donate:
             first = plain.unshard(plain.init(FIRST))
             assert_equal_values(first, sharded.unshard(state), grade=EXACT)
-        assert "state_storage=OnDisk()" in str(fz.describe(sharded, later))
+        assert "place of state=Counted()" in str(fz.describe(sharded, later))
         assert fz.describe(sharded, later).nbytes == fz.describe(plain, plain.init(FIRST)).nbytes
 
     run_ranks(run, 2)
@@ -122,12 +106,12 @@ def test_states_of_every_kind(name: str, donate: bool) -> None:
     step = program_of(OPTIMIZERS[name])
 
     def run(group: Any) -> None:
-        storage, wholes = Negated(), []
+        storage, wholes = Away(), []
         for own in (None, storage):
-            sharded = fz.shard(step, level=3, group=group, donate=donate, state_storage=own)
+            sharded = fz.shard(step, level=3, group=group, donate=donate, place=places_of(own))
             wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
         assert_equal_values(*wholes, grade=EXACT)
-        assert storage.moved["new"] and bool(storage.moved["over"]) == donate
+        assert (storage.calls["leave"] > storage.calls["empty"]) == donate
 
     run_ranks(run, 3)
 
@@ -160,9 +144,9 @@ def test_a_program_reads_its_state(level: int) -> None:
     def run(group: Any) -> None:
         wholes = []
         for donate in (False, True):
-            for storage in (None, Negated()):
+            for storage in (None, Away()):
                 options = {"level": level, "group": group, "donate": donate}
-                sharded = fz.shard(step, **options, state_storage=storage)
+                sharded = fz.shard(step, **options, place=places_of(storage))
                 wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
         for whole in wholes[1:]:
             assert_equal_values(wholes[0], whole, grade=EXACT)
@@ -170,7 +154,7 @@ def test_a_program_reads_its_state(level: int) -> None:
     run_ranks(run, 2)
 
 
-def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> None:
+def test_reports_bring_nothing_and_a_state_that_is_read_stays() -> None:
     def program(value: Any, x: Tensor) -> Any:
         params, state = value
         count = state[0].count
@@ -181,23 +165,22 @@ def test_reports_fetch_nothing_and_reads_keep_no_state_from_being_donated() -> N
     step = fz.program_step(program, init=lambda params: (params, adamw.init(params)))
 
     def run(group: Any) -> None:
-        storage = Negated()
-        sharded = fz.shard(step, level=1, group=group, donate=True, state_storage=storage)
+        storage = Away()
+        sharded = fz.shard(step, level=1, group=group, donate=True, place=places_of(storage))
         state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
-        storage.moved.clear()
+        storage.calls.clear()
         after, metrics = sharded(state, part(BATCHES[1], group))
         # Two flats, for the field that is read, for the update, and for a look
-        assert storage.moved == {"fetched": 2 * 3, "over": 2}
+        assert storage.calls == {"bring": 2 * 3, "empty": 2, "leave": 2}
         assert metrics["count"] == 1 and metrics["learning_rate"] == 0.1
-        with pytest.raises(DonatedError):
-            state.value[1].tree  # noqa: B018
+        assert state.value[1].tree[0].count == 1  # its leaves were read, so it stays
         assert set(optim.state_metrics(after.value[1])) == {"learning_rate"}
 
     run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_step_without_a_storage_fetches_the_state_of_one_with(donate: bool) -> None:
+def test_a_step_without_a_place_brings_the_state_of_one_with(donate: bool) -> None:
     """Also in a call that isn't looked at, in which nobody else reads leaves: the sixth."""
 
     def program(value: Any, x: Tensor) -> Any:
@@ -211,8 +194,8 @@ def test_a_step_without_a_storage_fetches_the_state_of_one_with(donate: bool) ->
     def run(group: Any) -> None:
         options: dict[str, Any] = {"level": 1, "group": group, "donate": donate}
         wholes = []
-        for storage in (None, Negated()):
-            writer = fz.shard(program_of(adamw), **options, state_storage=storage)
+        for storage in (None, Away()):
+            writer = fz.shard(program_of(adamw), **options, place=places_of(storage))
             reader = fz.shard(reading, **options)
             train(reader, reader.init(FIRST), [*BATCHES[:3], *BATCHES[:2]])
             state = train(writer, writer.init(FIRST), BATCHES[:2])
@@ -228,8 +211,8 @@ def test_outside_of_a_step() -> None:
 
     def run(group: Any) -> None:
         values = []
-        for storage in (None, Negated()):
-            sharded = fz.shard(step, level=3, group=group, state_storage=storage)
+        for storage in (None, Away()):
+            sharded = fz.shard(step, level=3, group=group, place=places_of(storage))
             value = train(sharded, sharded.init(FIRST), BATCHES[:2]).value
             params, state = copy.deepcopy(value) if storage is None else value
             _, grads = fz.value_and_grad(loss)(params, part(BATCHES[2], group))
@@ -238,15 +221,15 @@ def test_outside_of_a_step() -> None:
         assert_equal_values(*values, grade=EXACT)
         # As it lies, like the state of a training step
         assert state.as_it_lies[0].mu["w"].eq(-state.beside[0].mu["w"]).all()
-        assert pickle.loads(pickle.dumps(state)).holding.fetched is None
+        assert pickle.loads(pickle.dumps(state)).holding.brought is None
 
     run_ranks(run, 2)
 
 
-def test_a_copied_state_is_fetched() -> None:
+def test_a_copied_state_is_brought() -> None:
     def run(group: Any) -> None:
-        storage = Negated()
-        sharded = fz.shard(program_of(adamw), level=1, group=group, state_storage=storage)
+        storage = Away()
+        sharded = fz.shard(program_of(adamw), level=1, group=group, place=places_of(storage))
         state = sharded.init(FIRST)
         mapped = tree_map(lambda x: x, state)
         one, other = (sharded.unshard(train(sharded, s, BATCHES[:2])) for s in (state, mapped))
@@ -261,8 +244,8 @@ def test_whole_and_back_and_refit() -> None:
 
     def run(group: Any) -> None:
         found = []
-        for storage in (None, Negated()):
-            options = {"level": 2, "group": group, "state_storage": storage}
+        for storage in (None, Away()):
+            options = {"level": 2, "group": group, "place": places_of(storage)}
             sharded, refitted = fz.shard(step, **options), fz.shard(other, **options)
             state = train(sharded, sharded.init(FIRST), BATCHES[:2])
             again = sharded.shard_state(sharded.unshard(state))
@@ -276,20 +259,20 @@ def test_whole_and_back_and_refit() -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_checkpoint_is_the_same_and_is_loaded_into_the_storage(
+def test_a_checkpoint_is_the_same_and_is_loaded_into_the_place(
     donate: bool, tmp_path: Path
 ) -> None:
     step = program_of(adamw)
 
     def save(group: Any) -> Any:
-        disk = OnDisk(tmp_path)
-        sharded = fz.shard(step, level=3, group=group, donate=donate, state_storage=disk)
+        disk = Counted(tmp_path)
+        sharded = fz.shard(step, level=3, group=group, donate=donate, place=places_of(disk))
         state = train(sharded, sharded.init(FIRST), BATCHES[:3])
         checkpoint.save(tmp_path / "saved", sharded, state)
         return sharded.unshard(train(sharded, state, BATCHES[3:]))
 
     def go_on(group: Any, storage: Any) -> Any:
-        sharded = fz.shard(step, level=2, group=group, donate=donate, state_storage=storage)
+        sharded = fz.shard(step, level=2, group=group, donate=donate, place=places_of(storage))
         like = sharded.init(FIRST)
         state = checkpoint.load(tmp_path / "saved", sharded, like=like).state
         if donate and storage is not None:
@@ -297,21 +280,15 @@ def test_a_checkpoint_is_the_same_and_is_loaded_into_the_storage(
             assert all(map(storage.holds, vectors(state)))
         return sharded.unshard(train(sharded, state, BATCHES[3:]))
 
-    class Copied(OnDisk):
-        """A storage that takes what a checkpoint was read into: memory of the host, say."""
-
-        def fetch(self, stored: Tensor) -> Tensor:
-            return stored.clone()
-
     expected = run_ranks(save, 2)[0]
-    for make in (lambda: None, lambda: OnDisk(tmp_path) if donate else Copied(tmp_path)):
+    for make in (lambda: None, lambda: Counted(tmp_path)):
         for whole in run_ranks(lambda group, make=make: go_on(group, make()), 2):
             assert_equal_values(expected, whole, grade="reordered")
 
 
-def test_the_proof_takes_a_storage(tmp_path: Path) -> None:
+def test_the_proof_takes_a_place(tmp_path: Path) -> None:
     args = program_of(OPTIMIZERS["lamb"]), FIRST, BATCHES[:2]
-    assert_sharded_equals_unsharded(*args, state_storage=OnDisk(tmp_path), ranks=(1,))
+    assert_sharded_equals_unsharded(*args, place=places_of(Counted(tmp_path)), ranks=(1,))
 
 
 def test_a_state_that_the_program_needs_later_stays() -> None:
@@ -327,29 +304,60 @@ def test_a_state_that_the_program_needs_later_stays() -> None:
     step = fz.program_step(program, init=lambda params: (params, adamw.init(params)))
 
     def run(group: Any) -> None:
-        storage, wholes = Negated(), []
+        storage, wholes = Away(), []
         for own in (None, storage):
-            sharded = fz.shard(step, level=1, group=group, donate=True, state_storage=own)
+            sharded = fz.shard(step, level=1, group=group, donate=True, place=places_of(own))
             wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
         assert_equal_values(*wholes, grade=EXACT)
-        assert not storage.moved["over"]
+        assert storage.calls["leave"] == storage.calls["empty"]
 
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("method", ["fetch", "store"])
+@pytest.mark.parametrize("method", ["bring", "empty"])
 def test_a_tensor_of_another_form_is_refused(method: str) -> None:
-    class Other(Negated):
+    class Other(Away):
         pass
 
     for made, words in ((Tensor.half, r"torch\.float16"), (lambda x: None, "NoneType")):
-        setattr(Other, method, lambda self, x, into=None, made=made: made(x))
-        storage: Any = Other()
+        wrong = (lambda x, made=made: Here(made(x))) if method == "bring" else made
+        setattr(Other, method, lambda self, x, wrong=wrong: wrong(x))
         sharded = fz.shard(
             program_of(optim.adam(0.1)),
             level=1,
             group=fz.groups.SingleRank(),
-            state_storage=storage,
+            place={"state": Other()},
         )
-        with pytest.raises(StructureError, match=rf"{method} returned.*float32, got .*{words}"):
+        with pytest.raises(StructureError, match=rf"Other returned.*float64, got .*{words}"):
             sharded(sharded.init(FIRST), BATCHES[0])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("level", thinned([3, 1, 0]))
+def test_everything_in_files(level: int, donate: bool, tmp_path: Path) -> None:
+    """Also a tree that the program makes by `tree_map`: an average."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state, average = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        params, state = adamw.apply(grads, state, params)
+        average = tree_map(lambda a, p: (0.9 * a + 0.1 * p).detach(), average, params)
+        return (params, state, average), {"loss": mean}
+
+    def init(params: Any) -> Any:
+        return params, adamw.init(params), tree_map(lambda p: p.detach().clone(), params)
+
+    step, disk = fz.program_step(program, init=init), Counted(tmp_path)
+    everything = dict.fromkeys(("state", "params", "gradients", "saved"), disk)
+
+    def run(group: Any) -> None:
+        wholes = []
+        for place in (None, everything):
+            sharded = fz.shard(step, level=level, group=group, donate=donate, place=place)
+            state = train(sharded, sharded.init(FIRST))
+            wholes.append(sharded.unshard(state))
+        for tree in (state.value[0], state.value[2]):
+            assert all(map(disk.holds, tree.flats()))
+        assert_equal_values(*wholes, grade=EXACT)
+
+    run_ranks(run, 3)

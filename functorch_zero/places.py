@@ -1,0 +1,182 @@
+"""Places for what a rank holds, other than memory beside its params: `shard(place={...})`.
+
+A place makes tensors, brings them beside the params and takes them back. `File` is a file mapped
+into memory: on a CPU a step works in it where it lies, so nothing is copied, and the operating
+system writes to the disk what the memory has no room for.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .errors import StructureError, explain
+
+__all__ = ["Arriving", "File", "Leaving", "Place"]
+
+
+class Arriving(Protocol):
+    """A tensor on its way to the params' device."""
+
+    def wait(self) -> Tensor:
+        """The tensor there, once the work that is queued from now on may read it."""
+        ...
+
+
+class Leaving(Protocol):
+    """A tensor on its way to a place."""
+
+    def wait(self) -> object:
+        """Return once the tensor may be written to again."""
+        ...
+
+
+@runtime_checkable
+class Place(Protocol):
+    """Where tensors of a kind lie, on one rank; no communication.
+
+    Nothing is rounded: what is brought is, to the bit, what has left. Every method may be called
+    for tensors of any shape, dtype and number of dims.
+    """
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A new tensor here, of this shape and dtype, contiguous, in memory that nothing else lies
+        in. It lives as long as somebody holds it.
+
+        Raises: whatever says that there is no room.
+        """
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies here. One that doesn't is moved, by `empty` and `leave`: it was
+        copied, unpickled, or made by another step."""
+        ...
+
+    def bring(self, stored: Tensor) -> Arriving:
+        """Start to bring a tensor that lies here beside the params: to memory of its own, or the
+        tensor itself, where it can be worked on. `stored` is only read."""
+        ...
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
+        """Start to copy a tensor beside the params to one that lies here. `tensor` is only read."""
+        ...
+
+
+def moved(place: Place | None, tensor: Tensor) -> Tensor:
+    """A tensor where it lies in a place that a step works in; None: where it is."""
+    if place is None or place.holds(tensor):
+        return tensor
+    made = place.empty(tensor)
+    place.leave(tensor, made).wait()
+    return made
+
+
+class Here(NamedTuple):
+    """What need not travel."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class File:
+    """Files of a folder, mapped into memory, one per tensor. For CPUs: a step works in them.
+
+    Each file is made by this process for one tensor, and has no name any more once it is mapped. So
+    no two ranks or steps can share one, nothing is left behind by a process that was killed, and
+    the folder is needed only while tensors are made. Its room is taken at once: a full disk is an
+    error there, and not a crash later.
+
+    Args:
+        folder: on a disk with room for what is placed; it must exist. Ranks may give different
+            ones.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import functorch_zero as fz
+        >>> folder = tempfile.mkdtemp()
+        >>> place = fz.places.File(folder)
+        >>> x = place.empty(torch.ones(3))
+        >>> place.leave(torch.arange(3.0), x).wait()
+        tensor([0., 1., 2.])
+        >>> place.bring(x).wait() is x and place.holds(x)
+        True
+    """
+
+    folder: str | os.PathLike[str] = field(repr=False)  # which ranks may choose apart
+
+    def empty(self, like: Tensor) -> Tensor:
+        if like.device.type != "cpu":
+            raise NotImplementedError(
+                f"places.File was asked for a tensor like one on {like.device}, and a GPU can't "
+                "work in a mapped file. Remedy: places of other kinds, on CPUs"
+            )
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        try:
+            flat = self._mapped(like)
+        except (OSError, RuntimeError) as error:
+            raise StructureError(
+                explain(
+                    f"places.File could not make a file: {error}",
+                    expected=f"a folder with room for {like.nbytes:,} bytes more",
+                    got=os.fspath(self.folder),
+                    remedy="a folder that exists, on a disk with room for all that is placed",
+                )
+            ) from error
+        # No view of the flat: a tensor's base is looked for where leaves lie in flats
+        made = torch.empty(0, dtype=like.dtype, device="cpu")
+        return made.set_(flat.untyped_storage()).resize_(like.shape)
+
+    def _mapped(self, like: Tensor) -> Tensor:
+        """(numel,), in a file that is made now, and has no name afterwards."""
+        handle, name = tempfile.mkstemp(prefix=_prefix(), dir=self.folder)
+        try:
+            try:
+                # Written to without room, a mapped file would end the process
+                os.posix_fallocate(handle, 0, like.nbytes)
+            finally:
+                os.close(handle)
+            return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype)
+        finally:
+            os.unlink(name)
+
+    def holds(self, tensor: Tensor) -> bool:
+        if not tensor.numel():
+            return tensor.device.type == "cpu"
+        # Torch keeps the name of a mapped file; None: of other memory
+        folder, file = os.path.split(tensor.untyped_storage().filename or "")
+        if not file.startswith(_PREFIX) or folder != os.fspath(self.folder):
+            return False
+        if not file.startswith(_prefix()):
+            raise StructureError(
+                explain(
+                    "a process was forked from one that trains in mapped files, and shares them "
+                    "with it: what one writes would change the other's",
+                    got=f"a file of the process {file.split('-')[1]} in the process {os.getpid()}",
+                    remedy="load a checkpoint in the new process, or give it step.unshard(state)",
+                )
+            )
+        return True
+
+    def bring(self, stored: Tensor) -> Arriving:
+        return Here(stored)
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
+        return Here(into.copy_(tensor))
+
+
+_PREFIX = "functorch_zero-"
+
+
+def _prefix() -> str:
+    """How the names of this process's files begin."""
+    return f"{_PREFIX}{os.getpid()}-"
