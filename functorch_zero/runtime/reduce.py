@@ -228,7 +228,7 @@ class GradientReduction:
         if b in self.whole:
             # One micro-batch keeps the dtype of reductions; sums are made in the storage dtype
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
-        self.whole[b] = moved(self._place, flat)
+        self.whole[b] = flat if self._place is None else moved(self._place, flat)
 
     def make_room(self, num_under_way: int, buckets: Sequence[int]) -> None:
         """Wait until another unit's reductions, of these buckets, may start, so that those of at
@@ -351,9 +351,10 @@ class GradientReduction:
             work.wait()
         # Sums over passes are made in the storage dtype, which the optimizer sees
         result = result.to(bucket.dtype)
-        self._sums[b] = (
-            self._sums[b].add_(result) if b in self._sums else moved(self._place, result)
-        )
+        if b in self._sums:
+            self._sums[b].add_(result)
+        else:
+            self._sums[b] = result if self._place is None else moved(self._place, result)
 
     def _go_on(self, buckets: Iterable[int]) -> None:
         """Begin what follows on sums along the shard axis, or of encoded gradients of level 0. They
