@@ -42,6 +42,7 @@ _POINTWISE = {
     "_conj",
     "_foreach_copy_",
     "_foreach_zero_",
+    "_neg_view",
     "_to_copy",
     "alias",
     "clone",
