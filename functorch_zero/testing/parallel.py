@@ -492,23 +492,30 @@ class _Proof:
             runs = [oracle.run(share=Share(k, part, parts)) for part in range(parts)]
             return [wide_values(run.values(k, kind)) or {} for run in runs]
 
-        inside = k >= self.first
         wrong = [d.leaf for d in found if d.leaf is not None]
-        last = k + 1 == oracle.num_steps
-        return Evidence(
+        names = {name for values in got for name in values}
+        evidence = Evidence(
             kind,
             wrong,
             self._sizes,
-            num_leaves=len({name for values in got for name in values}),
+            num_leaves=len(names),
             ranks=[wide_values(values) or {} for values in got],
             uses=run.uses,
-            earlier=wide_values(oracle.values(k - 1, kind)) if inside and k > 0 else None,
-            later=wide_values(self.got[0].values(k + 1, kind)) if inside and not last else None,
-            shares=shares if inside and self._has_shares else None,
             share_of=[run.shares[0] for run in self.got if run.shares],
-            gradients=wide_values(oracle.values(k, "gradients")) if inside else None,
-            params=wide_values(run.params(k - 1)) if inside else None,
             adam=self._adam(k, wrong[0].leaf) if kind == "updates" else None,
+        )
+        if k < self.first:
+            return evidence
+        earlier = oracle.values(k - 1, kind) if k > 0 else None
+        is_last = k + 1 == oracle.num_steps
+        later = None if is_last else self.got[0].values(k + 1, kind)
+        return replace(
+            evidence,
+            earlier=wide_values(earlier),
+            later=wide_values(later),
+            shares=shares if self._has_shares else None,
+            gradients=wide_values(oracle.values(k, "gradients")),
+            params=wide_values(run.params(k - 1)),
         )
 
     @property
