@@ -1,8 +1,8 @@
 """Why values on ranks differ from a reference's: the mistakes that are made again and again.
 
-A `Hypothesis` predicts what ranks would hold if one such mistake had been made. It explains a
-difference if all elements that differ are as predicted. So a mistake is told by its formula, and
-nothing else has to be written down for it.
+A `Mistake` predicts what ranks would hold if it had been made. It explains a difference if all
+elements that differ are as predicted. So a mistake is told by its formula, and nothing else has to
+be written down for it. A prediction that needs what isn't known raises KeyError.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Values = Mapping[str, Tensor]  # by leaf; float64 or complex128
+# By leaf, float64 or complex128; what isn't known is left out
+Values = Mapping[str, Tensor]
 
 # How much of a difference may be left unexplained: Adam's eps bends its ratios. Of a single number
 # more is asked, since many mistakes are tried
@@ -35,12 +35,32 @@ class Wrong(NamedTuple):
 
     def is_as(self, predicted: Tensor, close: float = _CLOSE) -> bool:
         """Whether all elements that differ are as predicted."""
+        if predicted.shape != self.got.shape:
+            return False
         largest, most = (float(x.abs().max()) for x in (self.expected, predicted))
         # Round-off grows with the values
         allowed = self.allowed * max(1.0, most / largest if largest else 1.0)
         apart = (self.got - self.expected).abs()
         near = (self.got - predicted).abs() <= allowed + close * apart
         return bool(near[self.bad].all())
+
+
+Predict = Callable[[Wrong], Tensor]
+
+
+class Mistake(NamedTuple):
+    text: str  # what the values are: that is seen; and after "likely" the mistake
+    predict: Predict
+    close: float = _CLOSE
+
+    def explains(self, wrong: Sequence[Wrong]) -> bool:
+        """Whether it predicts all elements that differ."""
+        alone = all(int(row.bad.sum()) == 1 for row in wrong)
+        close = _CLOSE_ALONE if alone else self.close
+        try:
+            return all(row.is_as(self.predict(row), close) for row in wrong)
+        except KeyError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -53,13 +73,13 @@ class Evidence:
     num_leaves: int = 1  # that were compared, on each rank
     ranks: Sequence[Values] = ()  # what each rank has
     uses: Mapping[str, int] = field(default_factory=dict)  # of tied leaves
-    earlier: Values | None = None  # the reference's values of the step before
-    later: Values | None = None  # rank 0's values of the step after
+    earlier: Values = field(default_factory=dict)  # the reference's of the step before
+    later: Values = field(default_factory=dict)  # rank 0's of the step after
     # The reference's values on each rank's rows alone, and which of them is each rank's
-    shares: Callable[[], Sequence[Values]] | None = None
+    shares: Callable[[], Sequence[Values]] = tuple
     share_of: Sequence[int] = ()
-    gradients: Values | None = None  # the reference's of this step
-    params: Values | None = None  # the reference's before this step
+    gradients: Values = field(default_factory=dict)  # the reference's of this step
+    params: Values = field(default_factory=dict)  # the reference's before this step
     adam: tuple[float, float, int] | None = None  # b1, b2, and the number of this step from 1
 
     @property
@@ -67,28 +87,23 @@ class Evidence:
         return sorted({row.rank for row in self.wrong})
 
     @property
-    def is_everywhere(self) -> bool:
-        """Whether no rank is right."""
-        return len(self.wrong_ranks) == len(self.ranks)
+    def on(self) -> str:
+        """The ranks that differ: "on rank 1 only"."""
+        ranks = self.wrong_ranks
+        if len(ranks) == len(self.ranks):
+            return "on all ranks"
+        return f"on rank {', '.join(map(str, ranks))} only"
 
 
-class Hypothesis(NamedTuple):
-    """One known mistake."""
-
-    text: str  # what the values are: that is seen; and after "likely" the mistake
-    predicted: Callable[[Wrong], Tensor | None]  # of a leaf on a rank; None: it can't be so
-    close: float = _CLOSE
-
-    def explains(self, evidence: Evidence) -> bool:
-        """Whether it predicts all elements that differ."""
-        alone = all(int(row.bad.sum()) == 1 for row in evidence.wrong)
-        for row in evidence.wrong:
-            value = self.predicted(row)
-            if value is None or value.shape != row.got.shape:
-                return False
-            if not row.is_as(value, _CLOSE_ALONE if alone else self.close):
-                return False
-        return True
+def why(evidence: Evidence) -> str:
+    """The mistakes that explain a difference, as a sentence: those of all leaves, or at least of
+    the first one. Empty where none is known."""
+    causes, of = causes_of(evidence), ""
+    if not causes and evidence.wrong:
+        leaf = evidence.wrong[0].leaf
+        its = [row for row in evidence.wrong if row.leaf == leaf]
+        causes, of = causes_of(replace(evidence, wrong=its)), f" of {leaf}"
+    return f"What differs{of} is {'; or '.join(causes)}." if causes else ""
 
 
 def causes_of(evidence: Evidence) -> list[str]:
@@ -99,30 +114,23 @@ def causes_of(evidence: Evidence) -> list[str]:
     if not evidence.wrong:
         return []
     for family in _FAMILIES:
-        if found := [h.text for h in family(evidence) if h.explains(evidence)]:
+        if found := [m.text for m in family(evidence) if m.explains(evidence.wrong)]:
             return found
     return []
 
 
 def where(evidence: Evidence) -> str:
     """Which leaves and ranks differ: "in 2 of 8 leaves, on rank 1 only"."""
-    leaves = {row.leaf for row in evidence.wrong}
+    leaves, num = len({row.leaf for row in evidence.wrong}), evidence.num_leaves
     words = []
-    if evidence.num_leaves > 1:
-        every = len(leaves) == evidence.num_leaves
-        words.append(f"in {'all' if every else f'{len(leaves)} of'} {evidence.num_leaves} leaves")
+    if num > 1:
+        words.append(f"in {'all' if leaves == num else f'{leaves} of'} {num} leaves")
     first = evidence.wrong[0]
     if rows := _rows(first.bad, evidence.sizes):
         words.append(f"of {first.leaf} {rows}")
     if len(evidence.ranks) > 1:
-        words.append(_on(evidence))
+        words.append(evidence.on)
     return ", ".join(words)
-
-
-def _on(evidence: Evidence) -> str:
-    """The ranks that differ: "on rank 1 only"."""
-    ranks = ", ".join(map(str, evidence.wrong_ranks))
-    return "on all ranks" if evidence.is_everywhere else f"on rank {ranks} only"
 
 
 def _rows(bad: Tensor, sizes: Mapping[str, int]) -> str:
@@ -144,181 +152,125 @@ def _rows(bad: Tensor, sizes: Mapping[str, int]) -> str:
 # The families of mistakes, in the order in which they are tried
 
 
-def _late(e: Evidence) -> Iterator[Hypothesis]:
-    later = e.later or {}
+def _late(e: Evidence) -> Iterator[Mistake]:
+    def zero(row: Wrong) -> Tensor:
+        comes = row.is_as(row.got - e.later[row.leaf] + row.expected)
+        return torch.zeros_like(row.got) if comes else row.expected
 
-    def zero(row: Wrong) -> Tensor | None:
-        after = later.get(row.leaf)
-        comes = after is not None and row.is_as(row.got - after + row.expected)
-        return torch.zeros_like(row.got) if comes else None
-
-    if e.is_everywhere:
-        yield Hypothesis("zero now, and the reference's in the next step: stale by a step", zero)
+    if 0 in e.wrong_ranks:
+        yield Mistake("zero now, and the reference's in the next step: stale by a step", zero)
 
 
-def _missing(e: Evidence) -> Iterator[Hypothesis]:
-    on = f" {_on(e)}" if e.ranks else ""
-    yield Hypothesis(f"missing{on}: zero, or None", lambda row: torch.zeros_like(row.got))
+def _missing(e: Evidence) -> Iterator[Mistake]:
+    on = f" {e.on}" if e.ranks else ""
+    yield Mistake(f"missing{on}: zero, or None", lambda row: torch.zeros_like(row.got))
 
 
-def _ratios(e: Evidence) -> Iterator[Hypothesis]:
-    for n, number in _numbers(e):
-        yield _times(n, f"{n} times the reference's, {number}: likely a sum where it takes a mean")
-        yield _times(
-            1 / n,
-            f"1/{n} of the reference's, {number}: likely divided by that once more, or a mean "
-            "where it takes a sum",
-        )
-    if e.uses:
-        yield Hypothesis(
-            "as many times the reference's as a tied leaf has names: likely each of its uses "
-            "counts them all",
-            lambda row: row.expected * e.uses.get(row.leaf, 1),
-        )
+# By the power of a number: what is seen, and the likely mistake
+_POWERS = {
+    1: ("{n} times", "a sum where it takes a mean"),
+    -1: ("1/{n} of", "divided by that once more, or a mean where it takes a sum"),
+    0.5: ("√{n} times", "the root of a sum of squares of which each was the whole"),
+    -0.5: ("1/√{n} of", "the root of a mean of squares, or of one part's"),
+    2: ("{n}² times", "multiplied twice"),
+    -2: ("1/{n}² of", "divided twice"),
+}
+
+
+def _powers(e: Evidence, *powers: float) -> Iterator[Mistake]:
+    for power in powers:
+        seen, likely = _POWERS[power]
+        for what, n in e.sizes.items():
+            if n > 1:
+                number = f"{seen.format(n=n)} the reference's, {n} being the number of {what}"
+                yield Mistake(f"{number}: likely {likely}", _times(n**power))
+
+
+def _times(factor: float) -> Predict:
+    return lambda row: factor * row.expected
+
+
+def _ratios(e: Evidence) -> Iterator[Mistake]:
+    yield from _powers(e, 1, -1)
+    yield Mistake(
+        "as many times the reference's as a tied leaf has names: likely each of its uses "
+        "counts them all",
+        lambda row: row.expected * e.uses.get(row.leaf, 1),
+    )
     yield from _bias_corrections(e)
 
 
-def _roots_and_squares(e: Evidence) -> Iterator[Hypothesis]:
-    for n, number in _numbers(e):
-        yield _times(
-            math.sqrt(n),
-            f"√{n} times the reference's, {number}: likely the root of a sum of squares of which "
-            "each was the whole",
-        )
-        yield _times(
-            1 / math.sqrt(n),
-            f"1/√{n} of the reference's, {number}: likely the root of a mean of squares, or of one "
-            "part's",
-        )
-        yield _times(n * n, f"{n}² times the reference's, {number}: likely multiplied twice")
-        yield _times(1 / (n * n), f"1/{n}² of the reference's, {number}: likely divided twice")
-
-
-def _numbers(e: Evidence) -> Iterator[tuple[int, str]]:
-    for what, n in e.sizes.items():
-        if n > 1:
-            yield n, f"{n} being the number of {what}"
-
-
-def _times(factor: float, text: str) -> Hypothesis:
-    return Hypothesis(text, lambda row: factor * row.expected)
-
-
-def _bias_corrections(e: Evidence) -> Iterator[Hypothesis]:
+def _bias_corrections(e: Evidence) -> Iterator[Mistake]:
     """Adam's update with the corrections of another step, beside weight decay of any size."""
-    if e.adam is None or e.params is None:
+    if e.adam is None:
         return
     b1, b2, step = e.adam
 
     def correction(t: int) -> float:  # of m / sqrt(v)
         return math.sqrt(1 - b2**t) / (1 - b1**t)
 
-    ratios = {"a step ahead": correction(step + 1) / correction(step)}
+    others = {"a step ahead": correction(step + 1), "left out": 1.0}
     if step > 1:
-        ratios["a step behind"] = correction(step - 1) / correction(step)
-        ratios["that of the first step"] = correction(1) / correction(step)
-    ratios["left out"] = 1 / correction(step)
-    params = e.params
-    fit = _fitted(e, lambda row: row.expected, lambda row: params.get(row.leaf))
-    for how, ratio in ratios.items():
-        if fit is not None and abs(fit.factors[0] / ratio - 1) < _CLOSE:
-            text = f"{ratio:.4g} times the reference's: Adam's bias correction is {how}"
-            yield Hypothesis(text, fit.predicted)
+        others |= {"a step behind": correction(step - 1), "that of the first step": correction(1)}
+    for fit in _fitted(e, lambda row: row.expected, lambda row: e.params[row.leaf]):
+        for how, other in others.items():
+            ratio = other / correction(step)
+            if abs(fit.factors[0] / ratio - 1) < _CLOSE:
+                text = f"{ratio:.4g} times the reference's: Adam's bias correction is {how}"
+                yield Mistake(text, fit.predict)
 
 
-def _other_steps(e: Evidence) -> Iterator[Hypothesis]:
-    if e.earlier is None:
-        return
-    earlier = e.earlier
-    yield Hypothesis(
-        "the reference's of the step before: stale by a step",
-        lambda row: earlier.get(row.leaf),
+def _roots_and_squares(e: Evidence) -> Iterator[Mistake]:
+    yield from _powers(e, 0.5, -0.5, 2, -2)
+
+
+def _other_steps(e: Evidence) -> Iterator[Mistake]:
+    yield Mistake(
+        "the reference's of the step before: stale by a step", lambda row: e.earlier[row.leaf]
     )
-    yield Hypothesis(
+    yield Mistake(
         "the reference's and those of the step before: likely nothing set them to zero",
-        lambda row: row.expected + earlier[row.leaf] if row.leaf in earlier else None,
+        lambda row: row.expected + e.earlier[row.leaf],
     )
 
 
-def _among_ranks(e: Evidence) -> Iterator[Hypothesis]:
+def _among_ranks(e: Evidence) -> Iterator[Mistake]:
     """Values of which each rank has another: what they make together tells what they are."""
     num = len(e.ranks)
 
-    def others(row: Wrong) -> list[Tensor]:
-        return [x[row.leaf] for rank, x in enumerate(e.ranks) if rank != row.rank]
+    def others(row: Wrong) -> Tensor:  # (ranks - 1, *the leaf's shape)
+        return torch.stack([x[row.leaf] for rank, x in enumerate(e.ranks) if rank != row.rank])
 
     def root(row: Wrong) -> Tensor:
-        squares = torch.stack([x.square() for x in others(row)])
-        return (row.expected.square() - squares.sum(0)).clamp(min=0).sqrt()
+        return (row.expected.square() - others(row).square().sum(0)).clamp(min=0).sqrt()
 
-    if num < 2 or not all(row.leaf in values for row in e.wrong for values in e.ranks):
+    if num < 2:
         return
-    yield Hypothesis(
+    yield Mistake(
         "each rank's own, whose mean is the reference's: not reduced",
-        lambda row: num * row.expected - torch.stack(others(row)).sum(0),
+        lambda row: num * row.expected - others(row).sum(0),
     )
-    yield Hypothesis(
+    yield Mistake(
         "each rank's part of a sum, which is the reference's: not reduced",
-        lambda row: row.expected - torch.stack(others(row)).sum(0),
+        lambda row: row.expected - others(row).sum(0),
     )
     if e.kind == "norm":
         text = "each rank's own, whose squares sum to the reference's: norms of the ranks' pieces"
-        yield Hypothesis(text, root)
+        yield Mistake(text, root)
 
 
-def _norms(e: Evidence) -> Iterator[Hypothesis]:
+def _norms(e: Evidence) -> Iterator[Mistake]:
     """Norms that count some leaf otherwise."""
-    if e.kind != "norm" or e.gradients is None:
+    if e.kind != "norm":
         return
-    yield Hypothesis(
-        "the reference's square: likely no root was taken", lambda row: row.expected.square()
-    )
-    squares = {leaf: x.abs().square().sum() for leaf, x in e.gradients.items()}
-    for times, text in ((-1, "leaves out"), (1, "counts twice")):
-        for leaf, square in squares.items():
-            yield Hypothesis(
-                f"a norm that {text} {leaf}", partial(_root_of_sum, times=times, square=square)
-            )
-    flat = [square for leaf, square in squares.items() if e.gradients[leaf].dim() < 2]
-    if flat and len(flat) < len(squares):
-        for what, n in e.sizes.items():
-            text = (
-                f"a norm that counts leaves of less than two dims {n} times, the number of {what}"
-            )
-            square = torch.stack(flat).sum()
-            yield Hypothesis(text, partial(_root_of_sum, times=n - 1, square=square))
+    for leaf, gradient in e.gradients.items():
+        square = gradient.abs().square().sum()
+        for text, times in (("leaves out", -1), ("counts twice", 1)):
+            yield Mistake(f"a norm that {text} {leaf}", _root_of_sum(times * square))
 
 
-def _root_of_sum(row: Wrong, times: int, square: Tensor) -> Tensor:
-    return (row.expected.square() + times * square).clamp(min=0).sqrt()
-
-
-def _shares(e: Evidence) -> Iterator[Hypothesis]:
-    """Values that come of some ranks' rows, or of all of them weighted otherwise."""
-    if e.shares is None:
-        return
-    shares = e.shares()
-    if len(e.ranks) == len(e.share_of):  # not of losses, whose mean is compared
-        yield Hypothesis(
-            "what each rank's own rows give: not reduced",
-            lambda row: shares[e.share_of[row.rank]].get(row.leaf),
-        )
-    for part, values in enumerate(shares):
-        rest = ", ".join(str(n) for n in range(len(shares)) if n != part)
-        yield Hypothesis(
-            f"what part {part} of the rows gives alone: those of part {rest} don't count",
-            partial(_of_leaf, values),
-        )
-
-    def mean(row: Wrong) -> Tensor | None:
-        found = [values[row.leaf] for values in shares if row.leaf in values]
-        return torch.stack(found).mean(0) if len(found) == len(shares) else None
-
-    yield Hypothesis(_MEANS.get(e.kind, _UNWEIGHTED), mean)
-
-
-def _of_leaf(values: Values, row: Wrong) -> Tensor | None:
-    return values.get(row.leaf)
+def _root_of_sum(more: Tensor) -> Predict:
+    return lambda row: (row.expected.square() + more).clamp(min=0).sqrt()
 
 
 _UNWEIGHTED = (
@@ -332,103 +284,115 @@ _MEANS = {
 }
 
 
+def _shares(e: Evidence) -> Iterator[Mistake]:
+    """Values that come of some ranks' rows, or of all of them weighted otherwise."""
+    shares = e.shares()
+    if not shares:
+        return
+    if len(e.ranks) == len(e.share_of):  # not of losses, whose mean is compared
+        yield Mistake(
+            "what each rank's own rows give: not reduced",
+            lambda row: shares[e.share_of[row.rank]][row.leaf],
+        )
+    for part, values in enumerate(shares):
+        rest = ", ".join(str(n) for n in range(len(shares)) if n != part)
+        yield Mistake(
+            f"what part {part} of the rows gives alone: those of part {rest} don't count",
+            _of(values),
+        )
+    yield Mistake(
+        _MEANS.get(e.kind, _UNWEIGHTED),
+        lambda row: torch.stack([values[row.leaf] for values in shares]).mean(0),
+    )
+
+
+def _of(values: Values) -> Predict:
+    return lambda row: values[row.leaf]
+
+
 class _Fit(NamedTuple):
     """Tensors times factors that come closest to what ranks have."""
 
     factors: list[float]
-    predicted: Callable[[Wrong], Tensor]
+    predict: Predict
 
 
-def _added(e: Evidence, term: Callable[[Wrong], Tensor | None]) -> _Fit | None:
-    """The multiple of a tensor that the reference's values lack, of which nothing else is said."""
-    beside = replace(e, wrong=[row._replace(got=row.got - row.expected) for row in e.wrong])
-    fit = _fitted(beside, term)
-    if fit is None:
-        return None
-    return _Fit(fit.factors, lambda row: row.expected + fit.predicted(row))
+def _fitted(e: Evidence, *terms: Predict, beside: float = 0.0) -> Iterator[_Fit]:
+    """None where a term isn't known, or there are too few elements to tell.
 
-
-def _fitted(e: Evidence, *terms: Callable[[Wrong], Tensor | None]) -> _Fit | None:
-    """None: a term isn't known, or there are too few elements to tell."""
-    rows, wanted, enough = [], [], False
-    for row in e.wrong:
-        values = [term(row) for term in terms]
-        if row.got.is_complex() or any(x is None or x.shape != row.got.shape for x in values):
-            return None
-        rows.append(torch.stack([x[row.bad] for x in values if x is not None], dim=1))
-        wanted.append(row.got[row.bad])
-        enough |= len(wanted[-1]) >= 2 * len(terms)
+    Args:
+        terms: whose factors are looked for.
+        beside: the multiple of the reference's values that is there besides.
+    """
+    rows, wanted = [], []
+    try:
+        for row in e.wrong:
+            rows.append(torch.stack([term(row)[row.bad] for term in terms], dim=1))
+            wanted.append((row.got - beside * row.expected)[row.bad])
+    except (KeyError, IndexError):  # a term isn't known, or has another shape
+        return
     matrix, right = torch.cat(rows), torch.cat(wanted)
-    if not enough or not bool(matrix.isfinite().all() & right.isfinite().all()):
-        return None
+    is_enough = any(len(x) >= 2 * len(terms) for x in wanted)
+    is_finite = bool(matrix.isfinite().all() & right.isfinite().all())
+    if right.is_complex() or not (is_enough and is_finite):
+        return
     # gelsd: terms may depend on each other
     factors = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0].tolist()
 
-    def predicted(row: Wrong) -> Tensor:
-        pairs = zip(factors, terms, strict=True)
-        return torch.stack([factor * term(row) for factor, term in pairs]).sum(0)
+    def predict(row: Wrong) -> Tensor:
+        total = beside * row.expected
+        for factor, term in zip(factors, terms, strict=True):
+            total = total + factor * term(row)
+        return total
 
-    return _Fit(factors, predicted)
+    yield _Fit(factors, predict)
 
 
-def _of_weight_decay(e: Evidence) -> Iterator[Hypothesis]:
+def _of_weight_decay(e: Evidence) -> Iterator[Mistake]:
     """Updates that are right but for a multiple of the params."""
-    params = e.params or {}
     if e.kind != "updates":
         return
-    fit = _added(e, lambda row: params.get(row.leaf))
-    if fit is not None:
+    for fit in _fitted(e, _of(e.params), beside=1.0):
         text = f"the reference's and {fit.factors[0]:+.3g} times the params: likely by weight decay"
-        yield Hypothesis(text, fit.predicted)
+        yield Mistake(text, fit.predict)
 
 
-def _of_lost_state(e: Evidence) -> Iterator[Hypothesis]:
+def _of_lost_state(e: Evidence) -> Iterator[Mistake]:
     """Values of a later step that lack what the steps before have left."""
-    earlier, gradients, params = e.earlier or {}, e.gradients or {}, e.params or {}
-    if e.earlier is None:
-        return
     if e.kind != "updates":  # running means
-        fit = _added(e, lambda row: earlier.get(row.leaf))
-        if fit is not None:
+        for fit in _fitted(e, _of(e.earlier), beside=1.0):
             text = f"the reference's and {fit.factors[0]:+.3g} times that of the step before"
-            yield Hypothesis(f"{text}: likely what went before was lost", fit.predicted)
-        return
-    for what, function in (("", torch.clone), ("the sign of ", torch.sign)):
-
-        def gradient(row: Wrong, function: Callable[[Tensor], Tensor] = function) -> Tensor | None:
-            return function(gradients[row.leaf]) if row.leaf in gradients else None
-
-        fit = _fitted(e, gradient, lambda row: params.get(row.leaf))
-        if fit is not None:
+            yield Mistake(f"{text}: likely what went before was lost", fit.predict)
+    elif e.earlier:
+        signs = {leaf: x.sgn() for leaf, x in e.gradients.items()}
+        # Adam divides by a gradient's size and eps
+        for what, values, close in (("", e.gradients, _CLOSE), ("the sign of ", signs, 0.05)):
             text = f"made of {what}this step's gradient alone: likely the optimizer's state is lost"
-            # Adam divides by a gradient's size and eps
-            yield Hypothesis(text, fit.predicted, close=0.05 if what else _CLOSE)
+            for fit in _fitted(e, _of(values), _of(e.params)):
+                yield Mistake(text, fit.predict, close)
 
 
-def _in_another_order(e: Evidence) -> Iterator[Hypothesis]:
-    def moved(row: Wrong) -> Tensor | None:
-        if row.got.is_complex() or row.got.numel() < 2:
-            return None
-        ours, theirs = (x.flatten() for x in (row.expected, row.got))
-        if _are_near(ours, theirs):  # each in its own place, and off by little
-            return None
-        return row.got if _are_near(ours.sort().values, theirs.sort().values) else None
+def _in_another_order(e: Evidence) -> Iterator[Mistake]:
+    def moved(row: Wrong) -> Tensor:
+        ours, theirs = row.expected.flatten(), row.got.flatten()
+        if row.got.is_complex() or len(ours) < 2 or _are_near(ours, theirs):
+            return row.expected
+        return row.got if _are_near(ours.sort().values, theirs.sort().values) else row.expected
 
     text = "the reference's in other places: likely pieces in another order, or a transposed leaf"
-    yield Hypothesis(text, moved)
+    yield Mistake(text, moved)
 
 
 def _are_near(ours: Tensor, theirs: Tensor) -> bool:
     return bool(((ours - theirs).abs() <= _CLOSE * ours.abs()).all())
 
 
-def _any_ratio(e: Evidence) -> Iterator[Hypothesis]:
-    fit = _fitted(e, lambda row: row.expected)
-    if fit is not None:
+def _any_ratio(e: Evidence) -> Iterator[Mistake]:
+    for fit in _fitted(e, lambda row: row.expected):
         ratio = fit.factors[0]
         number = f"{ratio:.6g}" if abs(ratio - 1) > _CLOSE else f"1{ratio - 1:+.3g}"
         text = f"{number} times the reference's, which is no number that is known here"
-        yield Hypothesis(text, fit.predicted)
+        yield Mistake(text, fit.predict)
 
 
 _FAMILIES = (

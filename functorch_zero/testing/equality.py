@@ -390,11 +390,12 @@ def compare_within(
     expected: Tensor,
     got: Tensor,
     allowed: Tensor,  # elementwise, float64
+    rank: int = 0,
 ) -> Difference | None:
     """The element that is furthest off, of those that are further apart than `allowed`."""
     alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
     near = _distances(expected, got) <= allowed
-    return _furthest(path, ~(alike | near), expected, got, allowed)
+    return _furthest(path, ~(alike | near), expected, got, allowed, rank)
 
 
 def _furthest(
@@ -403,6 +404,7 @@ def _furthest(
     expected: Tensor,
     got: Tensor,
     allowed: Tensor,
+    rank: int = 0,
 ) -> Difference | None:
     """Of the bad elements, the one that is furthest above `allowed`; None where there is none."""
     if not bool(bad.any()):
@@ -421,7 +423,7 @@ def _furthest(
         got=got[at].item(),
         error=float(error[at]),
         allowed=float(allowed[at]),
-        leaf=Wrong(0, path, wide(expected), wide(got), bad, allowed),
+        leaf=Wrong(rank, path, wide(expected), wide(got), bad, allowed),
     )
 
 

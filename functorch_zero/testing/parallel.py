@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import explain
 from ..groups import ProcessGroup, launch, run_ranks
 from ..groups.protocol import Group
-from .causes import Evidence, causes_of, where
+from .causes import Evidence, Wrong, where, why
 from .comparison import ROUND_OFF
 from .equality import (
     REORDERED,
@@ -115,13 +115,11 @@ def assert_parallel_equals_reference(
         TimeoutError: ranks still ran after `timeout` seconds.
         Exception: the reference's or the first failing rank's, with that rank's traceback.
     """
-    oracle = _Reference(reference, rounding)
+    oracle = _Reference(reference, rounding, tuple(unused))
     run = partial(_run, candidate, ranks, timeout, start_method)
     equality = None if grade == "measured" else as_equality(grade)
-    proof = partial(
-        _Proof, oracle, equality=equality, given_sizes=dict(sizes or {}), unused=tuple(unused)
-    )
-    oracle.check_moves(tuple(unused))
+    proof = partial(_Proof, oracle, equality=equality, given_sizes=dict(sizes or {}))
+    oracle.check_moves()
     proof(run(Task(names=names))).run()
     if resume_at is None:
         return
@@ -135,8 +133,8 @@ def assert_parallel_equals_reference(
         )
     with tempfile.TemporaryDirectory() as folder:
         task = Task(names=names, folder=Path(folder))
-        run(task.until(resume_at))
-        proof(run(task.since(resume_at))).run()
+        run(replace(task, stop=resume_at))
+        proof(run(replace(task, first=resume_at))).run()
 
 
 def _run(
@@ -171,7 +169,8 @@ class _Reference:
     """The loop in one process, and how it runs."""
 
     loop: Loop
-    rounding: torch.dtype | None = None  # the dtype whose roundings are measured
+    rounding: torch.dtype | None  # whose roundings are measured; None: the params'
+    unused: tuple[str, ...]  # patterns of leaves that aren't compared
 
     def run(self, jitter: int | None = None, share: Share | None = None) -> Recording:
         recorder = Recorder(
@@ -194,62 +193,47 @@ class _Reference:
     def num_steps(self) -> int:
         return len(self.recording.steps)
 
-    def check_moves(self, unused: tuple[str, ...]) -> None:
+    def is_unused(self, name: str) -> bool:
+        """Whether the values of a leaf, or what an optimizer keeps for it, may be round-off."""
+        return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in self.unused)
+
+    def check_moves(self) -> None:
         """Refuse a run that would prove nothing."""
         run = self.recording
         if not run.steps:
             raise ProvesNothing("the reference has recorded no step. Remedy: call record.step")
         for name in run.trained or run.start:
-            if any(fnmatchcase(name, pattern) for pattern in unused):
-                continue
             every = [run.params(k)[name] for k in range(-1, self.num_steps)]
+            if self.is_unused(name) or not every[0].numel():
+                continue
             if not all(bool(leaf.isfinite().all()) for leaf in every):
-                raise ProvesNothing(
-                    explain(
-                        "the reference's params become infinite or NaN, and then all that is wrong "
-                        "would be equal",
-                        path=name,
-                        remedy="take a smaller learning rate, fewer steps or float64",
-                    )
-                )
-            pairs = itertools.pairwise(every)
-            if every[0].numel() and not any(is_visible(old, new) for old, new in pairs):
-                raise ProvesNothing(
-                    explain(
-                        "no step of the reference moves this leaf visibly, so that a comparison "
-                        "would prove nothing",
-                        path=name,
-                        remedy="give it a gradient, take a larger learning rate or float64, or "
-                        "name it in `unused`",
-                    )
-                )
+                story = "the reference's params become infinite or NaN, as all that is wrong may"
+                remedy = "take a smaller learning rate, fewer steps or float64"
+            elif not any(is_visible(old, new) for old, new in itertools.pairwise(every)):
+                story = "no step of the reference moves this leaf visibly"
+                remedy = "give it a gradient, take a larger learning rate or float64, or name it "
+                remedy += "in `unused`"
+            else:
+                continue
+            story += ", so that a comparison would prove nothing"
+            raise ProvesNothing(explain(story, path=name, remedy=remedy))
 
     def check_repeats(self, k: int, kind: str) -> None:
         """Refuse a loop that draws other numbers each time: neither round-off nor causes can be
         told then."""
-        first, again = (self.values(k, kind, run) or {} for run in (None, self.run()))
-        if not all(
-            bool(same_bits(x, y).all()) for x, y in zip(first.values(), again.values(), strict=True)
-        ):
+        first, again = (run.values(k, kind).values() for run in (self.recording, self.run()))
+        if not all(bool(same_bits(x, y).all()) for x, y in zip(first, again, strict=True)):
             raise AssertionError(
                 "The reference gives other numbers when it runs again. Remedy: seed all that it "
                 "draws, and make model and optimizer anew in each call."
             )
 
-    def values(self, k: int, kind: str, run: Recording | None = None) -> Leaves | None:
-        """The values of a kind in step k. Those of the start are the params themselves, or how far
-        they are from the start where a run is resumed after step k."""
-        run = run or self.recording
-        if kind != "start":
-            return run.values(k, kind)
-        return run.start if k < 0 else differences(run.params(k), run.start)
-
     def spread(self, k: int, kind: str) -> Leaves:
         """How far round-off may carry, by leaf, elementwise; see Note [measured]."""
         found = {}
-        for name, leaf in (self.values(k, kind) or {}).items():
+        for name, leaf in self.recording.values(k, kind).items():
             if leaf.numel():
-                others = [(self.values(k, kind, run) or {})[name] for run in self.measuring]
+                others = [run.values(k, kind)[name] for run in self.measuring]
                 most = torch.stack([(wide(x) - wide(leaf)).abs() for x in others]).amax(0)
                 often = most.flatten().kthvalue(math.ceil(_OFTEN * most.numel())).values
                 found[name] = ROUND_OFF * torch.maximum(most, often)
@@ -264,7 +248,6 @@ class _Proof:
     got: Sequence[Recording]  # by rank
     equality: Equality | None  # None: round-off is measured
     given_sizes: Mapping[str, int]
-    unused: tuple[str, ...]
 
     @property
     def first(self) -> int:
@@ -289,58 +272,27 @@ class _Proof:
         for k in range(self.first, self.oracle.num_steps):
             for kind in KINDS:
                 self._compare(k, kind)
-            self._compare_ranks(k)
-
-    def _got(self, k: int, kind: str) -> list[Leaves] | None:
-        """What each rank has recorded; of the losses, their mean alone."""
-        origin = self.oracle.recording.start
-        ranks: list[Leaves | None] = []
-        for run in self.got:
-            if kind == "start":
-                ranks.append(run.start if k < 0 else differences(run.start, origin))
-            else:
-                ranks.append(run.values(k, kind))
-        told = [values or {} for values in ranks]
-        if kind == "loss" and all(told):
-            told = [{kind: torch.stack([wide(values[kind]) for values in told]).mean(0)}]
-        return told if any(values is not None for values in ranks) else None
+            self._compare_replicas(k)
 
     def _compare(self, k: int, kind: str) -> None:
         """Raise where some rank's values differ from the reference's."""
-        expected, got = self.oracle.values(k, kind), self._got(k, kind)
-        if expected is None and got is None:
-            return
-        expected, got = expected or {}, got or [{}]
-        self._check_names(kind, expected, got)
-        found = self._differences(k, kind, expected, got)
-        if found:
+        expected = self.oracle.recording.values(k, kind)
+        got = [run.values(k, kind, self.oracle.recording.start) for run in self.got]
+        if kind == "loss" and all(got):  # of the ranks' own the mean is compared
+            got = [{kind: torch.stack([wide(values[kind]) for values in got]).mean(0)}]
+        _check_names(kind, expected, got)
+        wrong = self._wrong(k, kind, expected, got)
+        if wrong:
             self.oracle.check_repeats(k, kind)
-        if found and self.equality is None:
+        if wrong and self.equality is None:
             spread = self.oracle.spread(k, kind)
-            beyond = self._differences(k, kind, expected, got, spread)
-            found = beyond or self._off_as_a_whole(k, kind, found, spread)
-        if found:
-            self._check_is_more_than_round_off(k, kind, found[0].path, expected)
-            raise AssertionError(self._story(k, kind, found, got))
+            beyond = self._wrong(k, kind, expected, got, spread)
+            wrong = beyond or self._wrong_as_a_whole(k, kind, wrong, spread)
+        if wrong:
+            self._check_is_more_than_round_off(k, kind, wrong[0].path, expected)
+            raise AssertionError(self._story(k, kind, wrong, got))
 
-    def _check_names(self, kind: str, expected: Leaves, got: list[Leaves]) -> None:
-        """Raise unless each leaf of the reference is on some rank, in its shape, and no other."""
-        held = {name: leaf for values in got for name, leaf in values.items()}
-        for name in [*expected, *held]:
-            kinds = [_kind(x[name]) if name in x else "no such leaf" for x in (expected, held)]
-            if kinds[0] != kinds[1]:
-                raise AssertionError(
-                    explain(
-                        f"the candidate and the reference recorded other leaves ({kind})",
-                        path=name,
-                        expected=kinds[0],
-                        got=kinds[1],
-                        remedy="record the same in both; names={...} maps the candidate's names, "
-                        "and a dict of whole tensors may stand for a module or an optimizer",
-                    )
-                )
-
-    def _differences(
+    def _wrong(
         self,
         k: int,
         kind: str,
@@ -351,35 +303,31 @@ class _Proof:
         found = []
         for rank, values in enumerate(got):
             for name, leaf in expected.items():
-                if name not in values or not leaf.numel() or self._is_unused(name):
+                if name not in values or not leaf.numel() or self.oracle.is_unused(name):
                     continue
                 allowed = self._allowed(k, kind, name, leaf)
                 if spread is not None:
                     allowed = allowed + spread[name]
-                difference = compare_within(name, leaf, values[name], allowed)
-                if difference is not None and difference.leaf is not None:
-                    here = difference.leaf._replace(rank=rank)
-                    found.append(difference._replace(leaf=here))
+                difference = compare_within(name, leaf, values[name], allowed, rank)
+                if difference is not None:
+                    found.append(difference)
         return found
 
     def _allowed(self, k: int, kind: str, name: str, leaf: Tensor) -> Tensor:
         """How far the elements of a leaf may be apart without measuring."""
-        nothing = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            return nothing
-        run = self.oracle.recording
-        dtypes = {leaf.dtype, *(x.dtype for x in run.start.values())}
-        if self.oracle.rounding is not None:
-            dtypes.add(self.oracle.rounding)
+        allowed = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
+        run, rounding = self.oracle.recording, self.oracle.rounding
+        dtypes = {leaf.dtype, rounding or leaf.dtype, *(x.dtype for x in run.start.values())}
         tolerance = _floor(dtypes) if self.equality is None else self.equality.tolerance(dtypes)
-        allowed = nothing + tolerance * largest(leaf)
-        if tolerance and kind == "updates":
-            allowed += last_places(run.params(k - 1)[name], run.params(k)[name])
-        elif tolerance and kind == "start" and k >= 0:
-            allowed += last_places(run.start[name], run.params(k)[name])
+        if not tolerance or not (leaf.is_floating_point() or leaf.is_complex()):
+            return allowed
+        allowed += tolerance * largest(leaf)
+        if kind in ("updates", "start"):
+            before = run.params(k - 1) if kind == "updates" else run.start
+            allowed += last_places(before[name], run.params(k)[name])
         return allowed
 
-    def _off_as_a_whole(
+    def _wrong_as_a_whole(
         self, k: int, kind: str, found: list[Difference], spread: Leaves
     ) -> list[Difference]:
         """Of leaves whose elements are near enough, those that are another multiple of the
@@ -387,20 +335,15 @@ class _Proof:
         off = []
         for difference in found:
             name, leaf = difference.path, difference.leaf
-            if leaf is None:
-                continue
-            runs = [self.oracle.values(k, kind, run) or {} for run in self.oracle.measuring]
-            apart = max(abs(_ratio(leaf.expected, wide(values[name])) - 1) for values in runs)
+            others = [wide(run.values(k, kind)[name]) for run in self.oracle.measuring]
+            apart = max(abs(_ratio(leaf.expected, other) - 1) for other in others)
             allowed = ROUND_OFF * apart + _floor([torch.float32])
             if not allowed <= _TELLING:  # a NaN, too
-                raise ProvesNothing(
-                    explain(
-                        f"it can't be told whether {_differ(kind)}{self._at(k)}: params that are "
-                        f"off by one rounding change this leaf as a whole by {apart:.1%}",
-                        path=name,
-                        remedy="prove it in float64, or name it in `unused` where its true "
-                        "gradient is zero",
-                    )
+                raise self._cannot_tell(
+                    k,
+                    kind,
+                    name,
+                    f"params that are off by one rounding change this leaf as a whole by {apart:.1%}",
                 )
             if abs(_ratio(leaf.expected, leaf.got) - 1) > allowed:
                 # As near to what explains it as round-off lets it be
@@ -410,31 +353,29 @@ class _Proof:
 
     def _check_is_more_than_round_off(self, k: int, kind: str, name: str, expected: Leaves) -> None:
         """Refuse a gradient that is about zero beside the others: a few runs may round it alike."""
-        if kind != "gradients":
-            return
-        size = largest(expected[name])
+        size, dtype = largest(expected[name]), expected[name].dtype
         most = max(largest(leaf) for leaf in expected.values() if leaf.numel())
-        if 0 < size <= _ROUNDINGS * torch.finfo(expected[name].dtype).eps * most:
-            raise ProvesNothing(
-                explain(
-                    f"it can't be told whether {_differ(kind)}{self._at(k)}: this leaf's are at "
-                    f"most {size:.3g}, and others' {most:.3g}",
-                    path=name,
-                    remedy="name it in `unused` if its true gradient is zero, or take float64",
-                )
+        if kind == "gradients" and 0 < size <= _ROUNDINGS * torch.finfo(dtype).eps * most:
+            story = f"this leaf's are at most {size:.3g}, and others' {most:.3g}"
+            raise self._cannot_tell(k, kind, name, story)
+
+    def _cannot_tell(self, k: int, kind: str, name: str, story: str) -> ProvesNothing:
+        return ProvesNothing(
+            explain(
+                f"it can't be told whether {_differ(kind)}{self._at(k)}: {story}",
+                path=name,
+                remedy="prove it in float64, or name it in `unused` where its true gradient is "
+                "zero",
             )
+        )
 
-    def _is_unused(self, name: str) -> bool:
-        """Whether the values of a leaf, or what an optimizer keeps for it, may be round-off."""
-        return any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in self.unused)
-
-    def _compare_ranks(self, k: int) -> None:
+    def _compare_replicas(self, k: int) -> None:
         """Raise unless the params that several ranks hold are the same, to the bit."""
+        first: Leaves = {}
         for rank, run in enumerate(self.got):
             for name, leaf in run.params(k).items():
-                first = next(r.params(k)[name] for r in self.got if name in r.params(k))
-                if not bool(same_bits(first, leaf).all()):
-                    apart = float((wide(first) - wide(leaf)).abs().max())
+                if not bool(same_bits(first.setdefault(name, leaf), leaf).all()):
+                    apart = float((wide(first[name]) - wide(leaf)).abs().max())
                     raise AssertionError(
                         explain(
                             f"the replicas of a leaf differ{self._at(k)}: by {apart:.3g}, no "
@@ -455,119 +396,109 @@ class _Proof:
     def _story(self, k: int, kind: str, found: list[Difference], got: list[Leaves]) -> str:
         """Which values differ, where, and why."""
         first, *others = found
-        evidence = self._evidence(k, kind, found, got)
-        what = f"{_differ(kind)}{self._at(k)}"
+        evidence = self._evidence(k, kind, [d.leaf for d in found], got)
         names = [name for name in dict.fromkeys(d.path for d in others) if name != first.path]
         more = f", and {len(names)} more leaves: {some(names)}" if names else ""
-        lines = [f"{what}: {first}{more}."]
+        lines = [f"{_differ(kind)}{self._at(k)}: {first}{more}."]
         if place := where(evidence):
             lines.append(f"Where: {place}.")
-        lines += self._facts(k, kind, first)
-        return "\n".join([*lines, self._why(kind, evidence)])
+        lines += self._facts(k, first)
+        cause = why(evidence)
+        if kind == "start" and self.first and "missing" in cause:
+            cause = "These are the params of the start: nothing was loaded."
+        return "\n".join([*lines, cause or "No mistake that is known here explains it."])
 
-    def _why(self, kind: str, evidence: Evidence) -> str:
-        """The mistake that explains the difference, or at least that of its first leaf."""
-        causes, of = causes_of(evidence), ""
-        if not causes:
-            leaf = evidence.wrong[0].leaf
-            its = [row for row in evidence.wrong if row.leaf == leaf]
-            causes, of = causes_of(replace(evidence, wrong=its)), f" of {leaf}"
-        if kind == "start" and self.first and any("missing" in cause for cause in causes):
-            return "These are the params of the start: nothing was loaded."
-        if causes:
-            return f"What differs{of} is {'; or '.join(causes)}."
-        unknown = "No mistake that is known here explains it."
-        if self._all_take_batches:
-            return unknown
-        return f"{unknown} More is known where both loops take record.batches."
-
-    def _evidence(self, k: int, kind: str, found: list[Difference], got: list[Leaves]) -> Evidence:
+    def _evidence(self, k: int, kind: str, wrong: list[Wrong], got: list[Leaves]) -> Evidence:
         oracle, run = self.oracle, self.oracle.recording
-
-        def wide_values(values: Leaves | None) -> Leaves | None:
-            return None if values is None else {n: wide(x) for n, x in values.items()}
-
-        def shares() -> list[Leaves]:
-            parts = max(run.shares[1] for run in self.got if run.shares is not None)
-            runs = [oracle.run(share=Share(k, part, parts)) for part in range(parts)]
-            return [wide_values(run.values(k, kind)) or {} for run in runs]
-
-        wrong = [d.leaf for d in found if d.leaf is not None]
-        names = {name for values in got for name in values}
         evidence = Evidence(
             kind,
             wrong,
             self._sizes,
-            num_leaves=len(names),
-            ranks=[wide_values(values) or {} for values in got],
-            uses=run.uses,
-            share_of=[run.shares[0] for run in self.got if run.shares],
-            adam=self._adam(k, wrong[0].leaf) if kind == "updates" else None,
+            num_leaves=len({name for values in got for name in values}),
+            ranks=[_wide(values) for values in got],
         )
         if k < self.first:
             return evidence
-        earlier = oracle.values(k - 1, kind) if k > 0 else None
+        parts = {shares[1] for shares in self._shares if shares is not None}
+
+        def shares() -> list[Leaves]:
+            if len(parts) != 1 or parts == {1} or None in self._shares or run.shares is None:
+                return []  # the reference can't be run on the rows of one rank
+            (num,) = parts
+            runs = [oracle.run(share=Share(k, part, num)) for part in range(num)]
+            return [_wide(run.values(k, kind)) for run in runs]
+
+        settings = run.at(k).settings.get(wrong[0].leaf, {})
+        adam = [settings.get(key) for key in ("betas.0", "betas.1", "step")]
         is_last = k + 1 == oracle.num_steps
-        later = None if is_last else self.got[0].values(k + 1, kind)
         return replace(
             evidence,
-            earlier=wide_values(earlier),
-            later=wide_values(later),
-            shares=shares if self._has_shares else None,
-            gradients=wide_values(oracle.values(k, "gradients")),
-            params=wide_values(run.params(k - 1)),
+            uses=run.uses,
+            earlier=_wide(run.values(k - 1, kind)) if k > 0 else {},
+            later={} if is_last else _wide(self.got[0].values(k + 1, kind)),
+            shares=shares,
+            share_of=[shares[0] for shares in self._shares if shares is not None],
+            gradients=_wide(run.values(k, "gradients")),
+            params=_wide(run.params(k - 1)),
+            adam=tuple(adam) if kind == "updates" and None not in adam else None,
         )
+
+    @property
+    def _shares(self) -> list[tuple[int, int] | None]:
+        """Each rank's part of the batches, and of how many."""
+        return [run.shares for run in self.got]
 
     @property
     def _sizes(self) -> dict[str, int]:
         """Numbers by which a mistake may multiply, by what they count."""
         num, first = len(self.got), self.got[0]
-        found = {"ranks": num}
-        if first.shares is not None:
-            found["parts of the batch"] = first.shares[1]
-        found |= first.axes
+        found = {"parts of the batch": first.shares[1] if first.shares else num, **first.axes}
         others = {what: size for what, size in found.items() if size != num}
         return {"ranks": num, **others, **self.given_sizes}
 
-    @property
-    def _all_take_batches(self) -> bool:
-        return all(run.shares is not None for run in (self.oracle.recording, *self.got))
-
-    @property
-    def _has_shares(self) -> bool:
-        """Whether the reference can be run on the rows of one rank."""
-        parts = {run.shares[1] for run in self.got if run.shares is not None}
-        return self._all_take_batches and len(parts) == 1 and max(parts) > 1
-
-    def _adam(self, k: int, name: str) -> tuple[float, float, int] | None:
-        """b1, b2 and the number of the step, where the reference's optimizer is some Adam."""
-        step = self.oracle.recording.at(k)
-        settings = step.settings.get(name, {})
-        counted = step.others.get("optimizer state", {}).get(f"{name}.step")
-        if "betas.0" not in settings or counted is None:
-            return None
-        return settings["betas.0"], settings["betas.1"], int(counted)
-
-    def _facts(self, k: int, kind: str, first: Difference) -> list[str]:
+    def _facts(self, k: int, first: Difference) -> list[str]:
         """What else is seen beside the first difference, which may be its cause."""
-        run = self.oracle.recording
         if k < 0:
             return ["Ranks must start from the reference's params: seed all alike, or broadcast."]
-        if k < self.first or first.leaf is None:
+        if k < self.first:
             return []
         rank = first.leaf.rank
-        ours, theirs = run.at(k), self.got[rank].at(k)
+        ours, theirs = self.oracle.recording.at(k), self.got[rank].at(k)
         lines = []
         # An optimizer's state is named by its param and a key
         for param in (first.path, first.path.rpartition(".")[0]):
             lines += _other_settings(param, ours, theirs)
-        if ours.draws or theirs.draws:
-            pairs = (("the reference", ours), (f"rank {rank}", theirs))
-            who = " and ".join(name for name, step in pairs if step.draws)
+        if who := [
+            name for name, x in (("the reference", ours), (f"rank {rank}", theirs)) if x.draws
+        ]:
             lines.append(
-                f"In this step {who} drew random numbers: dropout on ranks isn't the reference's."
+                f"In this step {' and '.join(who)} drew random numbers: dropout on ranks isn't the "
+                "reference's."
             )
         return lines
+
+
+def _check_names(kind: str, expected: Leaves, got: list[Leaves]) -> None:
+    """Raise unless each leaf of the reference is on some rank, in its shape, and no other."""
+    held = {name: leaf for values in got for name, leaf in values.items()}
+    for name in [*expected, *held]:
+        kinds = [_kind(x[name]) if name in x else "no such leaf" for x in (expected, held)]
+        if kinds[0] != kinds[1]:
+            raise AssertionError(
+                explain(
+                    f"the candidate and the reference recorded other leaves ({kind})",
+                    path=name,
+                    expected=kinds[0],
+                    got=kinds[1],
+                    remedy="record the same in both; names={...} maps the candidate's names, "
+                    "and a dict of whole tensors may stand for a module or an optimizer",
+                )
+            )
+
+
+def _kind(leaf: Tensor) -> str:
+    """A leaf's shape and dtype; numbers have no dtype that counts."""
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if leaf.dim() else "a number"
 
 
 _SUBJECTS = {
@@ -587,19 +518,15 @@ def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> lis
     if theirs.settings and param in ours.settings and param not in theirs.settings:
         return [f"The candidate's optimizer has no param group with {param}."]
     wanted, found = (step.settings.get(param, {}) for step in (ours, theirs))
-    lines = []
-    for key, value in wanted.items():
-        if key in found and not math.isclose(value, found[key]):
-            lines.append(
-                f"The optimizer's {key} is {found[key]:.9g}, and {value:.9g} in the reference."
-            )
-    states = [step.others.get("optimizer state", {}) for step in (theirs, ours)]
-    counts = [float(state.get(f"{param}.step", math.nan)) for state in states]
-    if abs(counts[0] - counts[1]) >= 1:
-        lines.append(
-            f"The optimizer counts step {counts[0]:g}, and {counts[1]:g} in the reference."
-        )
-    return lines
+    return [
+        f"The optimizer's {key} is {found[key]:.9g}, and {value:.9g} in the reference."
+        for key, value in wanted.items()
+        if key in found and not math.isclose(value, found[key])
+    ]
+
+
+def _wide(values: Leaves) -> Leaves:
+    return {name: wide(leaf) for name, leaf in values.items()}
 
 
 def _floor(dtypes: Iterable[torch.dtype]) -> float:
@@ -611,8 +538,3 @@ def _floor(dtypes: Iterable[torch.dtype]) -> float:
 def _ratio(expected: Tensor, got: Tensor) -> float:
     """The multiple of the expected values that comes closest to what there is."""
     return float((expected.conj() * got).real.sum() / expected.abs().square().sum())
-
-
-def _kind(leaf: Tensor) -> str:
-    """A leaf's shape and dtype; numbers have no dtype that counts."""
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if leaf.dim() else "a number"

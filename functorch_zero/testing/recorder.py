@@ -33,11 +33,11 @@ KINDS = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
 
 @dataclass
 class RecordedStep:
-    """One step; a kind that wasn't recorded is left out."""
+    """One step; a kind that wasn't recorded has no leaves."""
 
     params: Leaves  # after it
     others: dict[str, Leaves]  # by kind: all but the updates
-    settings: dict[str, dict[str, float]]  # by param, torch's optimizer's: lr, weight_decay, ...
+    settings: dict[str, dict[str, float]]  # by param, torch's optimizer's: lr, step, ...
     draws: bool  # whether random numbers were drawn
 
 
@@ -60,11 +60,15 @@ class Recording:
         """The params after step k; those of the start before the first one."""
         return self.start if k < self.first else self.at(k).params
 
-    def values(self, k: int, kind: str) -> Leaves | None:
-        """The values of a kind in step k, if they were recorded."""
+    def values(self, k: int, kind: str, origin: Leaves | None = None) -> Leaves:
+        """The values of a kind in step k. Those of the start are the params themselves, or, where
+        a run is resumed after step k, how far they are from the origin."""
         if kind == "updates":
             return differences(self.params(k), self.params(k - 1))
-        return self.at(k).others.get(kind)
+        if kind == "start":
+            params = self.params(k)
+            return params if k < 0 else differences(params, origin or self.start)
+        return self.at(k).others[kind]
 
 
 class Share(NamedTuple):
@@ -87,14 +91,6 @@ class Task:
     rounding: torch.dtype | None = None  # the dtype of that rounding; None: each param's own
     share: Share | None = None  # of the reference's batches
     is_reference: bool = False
-
-    def until(self, step: int) -> Task:
-        """The first part of this run, which is saved."""
-        return replace(self, stop=step)
-
-    def since(self, step: int) -> Task:
-        """The second part, which is loaded."""
-        return replace(self, first=step)
 
 
 class Recorder:
@@ -136,7 +132,7 @@ class Recorder:
         self.save_to = task.folder if task.stop is not None else None
         self.load_from = task.folder if task.first else None
         self.recording = Recording(task.first)
-        self._gradients: Leaves | None = None  # of the step that isn't recorded yet
+        self._gradients: Leaves = {}  # of the step that isn't recorded yet
         self._random = torch.get_rng_state()  # uint8, of the CPU's generator
 
     def start(self, params: PyTree[Tensor]) -> PyTree[Tensor]:
@@ -198,9 +194,9 @@ class Recorder:
         self._check_started()
         named = self._named(gradients)
         if isinstance(gradients, nn.Module):
-            zeros = {name: torch.zeros_like(leaf) for name, leaf in self.recording.start.items()}
+            start = self.recording.start
             named = {
-                name: zeros[name] if leaf.grad is None else leaf.grad
+                name: torch.zeros_like(start[name]) if leaf.grad is None else leaf.grad
                 for name, leaf in named.items()
                 if leaf.requires_grad
             }
@@ -228,32 +224,25 @@ class Recorder:
         """
         self._check_started()
         named = self._named(params)
-        told: dict[str, Any] = {}
-        if loss is not None:
-            told["loss"] = {"loss": loss}
-        if norm is not None:
-            told["norm"] = {"norm": norm}
-        if self._gradients is not None:
-            told["gradients"] = self._gradients
-        if buffers is not None:
-            told["buffers"] = named_leaves(buffers)
-        elif isinstance(params, nn.Module):
-            told["buffers"] = self._renamed(dict(params.named_buffers()))
-        settings: dict[str, dict[str, float]] = {}
+        state, settings = named_leaves(optimizer), {}
         if isinstance(optimizer, torch.optim.Optimizer):
-            settings = _settings_of(optimizer, named)
-            told["optimizer state"] = _state_of(optimizer, named)
-        elif optimizer is not None:
-            told["optimizer state"] = named_leaves(optimizer)
-        others = {}
-        for kind in KINDS:  # in this order on all ranks, since DTensors are made whole
-            if kind in told:
-                others[kind] = self._all_whole(told[kind])
+            state, settings = _state_and_settings(optimizer, named)
+        own = isinstance(params, nn.Module) and buffers is None
+        told = {
+            "loss": named_leaves({"loss": loss}),  # None is no leaf
+            "gradients": self._gradients,
+            "norm": named_leaves({"norm": norm}),
+            "optimizer state": state,
+            "buffers": self._renamed(dict(params.named_buffers()))
+            if own
+            else named_leaves(buffers),
+        }
+        # In this order on all ranks, since DTensors are made whole
+        others = {kind: self._all_whole(values) for kind, values in told.items()}
         random, self._random = self._random, torch.get_rng_state()
         draws = not torch.equal(random, self._random)
-        params = self._all_whole(named)
-        self.recording.steps.append(RecordedStep(params, others, settings, draws))
-        self._gradients = None
+        self.recording.steps.append(RecordedStep(self._all_whole(named), others, settings, draws))
+        self._gradients = {}
 
     def _check_started(self) -> None:
         if not self.recording.start:
@@ -314,43 +303,34 @@ def _uses(params: PyTree[Tensor], named: dict[str, Tensor]) -> dict[str, int]:
     return {name: every.count(id(p)) for name, p in named.items() if every.count(id(p)) > 1}
 
 
-def _state_of(optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and tensors that an optimizer keeps for each param.
+def _state_and_settings(
+    optimizer: torch.optim.Optimizer, named: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """The numbers and tensors that an optimizer keeps for each param; and by param the numbers of
+    its group, and its count of steps.
 
     Of its state dict, since `state` may have what one rank holds alone.
     """
-    saved = optimizer.state_dict()
-    by_param: dict[int, Any] = {}
+    saved, names = optimizer.state_dict(), {id(param): name for name, param in named.items()}
+    state: dict[str, Any] = {}
+    settings: dict[str, dict[str, float]] = {}
     for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        given = {key: x for key, x in group.items() if key not in ("params", "initial_lr")}
         for param, key in zip(group["params"], packed["params"], strict=True):
-            by_param[id(param)] = saved["state"].get(key, {})
-    found = {}
-    for name, param in named.items():
-        for key, value in named_leaves(dict(by_param.get(id(param), {}))).items():
-            if isinstance(value, Tensor | Number):
-                found[f"{name}.{key}"] = value
-    return found
+            if id(param) not in names:
+                continue
+            name = names[id(param)]
+            kept = _numbers(saved["state"].get(key, {}))
+            state |= {f"{name}.{what}": x for what, x in kept.items()}
+            told = _numbers(given) | {what: x for what, x in kept.items() if what == "step"}
+            # Flags choose kernels, and are left out
+            settings[name] = {n: float(x) for n, x in told.items() if not isinstance(x, bool)}
+    return state, settings
 
 
-def _settings_of(
-    optimizer: torch.optim.Optimizer, named: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """The numbers in each param's group; flags choose kernels, and are left out."""
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    found: dict[str, dict[str, float]] = {}
-    for name, param in named.items():
-        if id(param) in groups:
-            given = {
-                key: x
-                for key, x in groups[id(param)].items()
-                if key not in ("params", "initial_lr")
-            }
-            found[name] = {
-                key: float(x)  # type: ignore[arg-type]
-                for key, x in named_leaves(given).items()
-                if isinstance(x, Tensor | Number) and not isinstance(x, bool)
-            }
-    return found
+def _numbers(tree: PyTree[Any]) -> dict[str, Any]:
+    leaves = named_leaves(dict(tree)).items()
+    return {name: x for name, x in leaves if isinstance(x, Tensor | Number)}
 
 
 def _off_by_a_rounding(

@@ -63,7 +63,7 @@ MICRO = {"sizes": {"micro-batches": 3}}
     tiers(
         thorough=[
             (engines.NormOfItsPiece(), "the norm differs.*norms of the ranks' pieces", {}),
-            (engines.LosesItsState(), "counts step 1, and 3.*state is lost", {"resume_at": 2}),
+            (engines.LosesItsState(), "step is 1, and 3.*state is lost", {"resume_at": 2}),
         ],
         full=[
             (engines.NotDivided(), "3 times.*3 being the number of micro-batches", MICRO),
