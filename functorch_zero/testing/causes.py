@@ -28,10 +28,14 @@ class Wrong(NamedTuple):
 
     rank: int
     leaf: str
-    expected: Tensor
+    expected: Tensor  # float64 or complex128, as `got`
     got: Tensor
     bad: Tensor  # bool: the elements that differ
-    allowed: Tensor | float  # how far elements may be apart
+    allowed: Tensor  # float64: how far elements may be apart
+    text: str = ""  # the element that is furthest off, in words
+
+    def __str__(self) -> str:
+        return self.text
 
     def is_as(self, predicted: Tensor, close: float = _CLOSE) -> bool:
         """Whether all elements that differ are as predicted."""
@@ -63,6 +67,12 @@ class Mistake(NamedTuple):
             return False
 
 
+class Adam(NamedTuple):
+    b1: float
+    b2: float
+    step: float  # the number of this one, from 1
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All that is known of a difference. What is None, or empty, isn't known."""
@@ -80,7 +90,7 @@ class Evidence:
     share_of: Sequence[int] = ()
     gradients: Values = field(default_factory=dict)  # the reference's of this step
     params: Values = field(default_factory=dict)  # the reference's before this step
-    adam: tuple[float, float, int] | None = None  # b1, b2, and the number of this step from 1
+    adam: Adam | None = None
 
     @property
     def wrong_ranks(self) -> list[int]:
@@ -206,8 +216,8 @@ def _bias_corrections(e: Evidence) -> Iterator[Mistake]:
         return
     b1, b2, step = e.adam
 
-    def correction(t: int) -> float:  # of m / sqrt(v)
-        return math.sqrt(1 - b2**t) / (1 - b1**t)
+    def correction(t: float) -> float:  # of m / sqrt(v)
+        return math.sqrt(1 - math.pow(b2, t)) / (1 - math.pow(b1, t))
 
     others = {"a step ahead": correction(step + 1), "left out": 1.0}
     if step > 1:

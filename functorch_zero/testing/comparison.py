@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from typing import Any
 
@@ -14,33 +16,23 @@ from optree import tree_map
 from torch import Tensor
 
 from ..step.state import State
-from ..tree import PyTree, paths
+from ..tree import named_leaves, paths
+from .causes import Adam, Evidence, Wrong, why
 from .equality import (
-    RATIO,
     Equality,
+    ProvesNothing,
+    Unequal,
     apart,
-    are_scaled,
     assert_equal_updates,
     assert_equal_values,
+    compare_within,
     is_visible,
+    wide_values,
 )
 from .runs import Run, Step
 
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
-
-AS_SUM = (
-    "{what} 1/{n} of the unsharded step's, on {n} parts of the batch: the loss is a sum over its "
-    "batch, and sharded it is the mean over ranks of their sums. Remedy: make it a mean over its "
-    "rows; where they count unequally, divide by their number or weight, and return that as "
-    "fz.Aux(weight=...)."
-)
-DIVIDED_TWICE = (
-    "{what} {n} times the unsharded step's, on {n} parts of the batch: the loss is smaller than a "
-    "mean over its batch, as a mean that is divided by the number of rows again. Remedy: make it a "
-    "mean over its rows; where they count unequally, divide by their number or weight once, and "
-    "return that as fz.Aux(weight=...)."
-)
 
 
 @dataclass(frozen=True)
@@ -53,46 +45,74 @@ class Comparison:
     unused: tuple[str, ...]
     local: list[int] | None  # each rank's part of the batch, if ranks keep buffers of their own
     at: dict[str, Any]  # for errors: level and ranks
-    names_its_loss: bool = False  # whether the metric "loss" is the one whose gradients are taken
+    sizes: Mapping[str, int]  # for causes, as all below: numbers that a mistake may multiply by
+    decays: tuple[float, float] | None  # Adam's b1 and b2
+    # The oracle's runs that end with step k, of which each has one part alone. None: a difference
+    # is raised without its cause
+    shares: Callable[[int], Sequence[Run]] | None = None
 
-    def run(self, jittered: Sequence[Run] = ()) -> None:
-        """Raise at the first difference that the grade does not allow, nor round-off as in the
-        `jittered` runs."""
+    def difference(self, jittered: Sequence[Run] = ()) -> AssertionError | None:
+        """The first difference that the grade does not allow, nor round-off as in the `jittered`
+        runs."""
+        try:
+            self._run(jittered)
+        except ProvesNothing:
+            raise  # the oracle's update is at fault, and round-off explains nothing
+        except AssertionError as error:
+            return error
+        return None
+
+    def _run(self, jittered: Sequence[Run]) -> None:
         # By the oracle's run alone: the other's may be wrong
         moving = self._moving()
+        first, *others = self.got
         for k, want in enumerate(self.expected.steps):
-            have = [run.steps[k] for run in self.got]
             at = {"step": k, **self.at}
             # Rank 0 against the oracle; the others against rank 0, to the bit
-            self._compare_updates(k, moving, jittered, at)
-            self._compare_others(want, have[0], [run.steps[k] for run in jittered], at)
-            self._compare_ranks(want, have, at)
+            with self._explained(k, partial(self._compare_others, k, first, (), at, ["metrics"])):
+                self._compare_updates(k, first, moving, jittered, at)
+                self._compare_others(k, first, jittered, at, want.others())
+            for rank, run in enumerate(others, start=1):
+                here = {**at, "rank": rank}
+                with self._explained(k, partial(self._compare_updates, k, run, moving, (), here)):
+                    self._compare_rank(k, rank, here)
 
-    def holds(self, jittered: Sequence[Run]) -> bool:
-        """Whether round-off explains all differences."""
+    @contextmanager
+    def _explained(self, k: int, besides: Callable[[], None]) -> Iterator[None]:
+        """Around a comparison in step k: where causes are looked for, its error tells one, and as a
+        note that of another comparison, in which it may be plainer."""
         try:
-            self.run(jittered)
-        except AssertionError:
-            return False
-        return True
+            yield
+        except Unequal as error:
+            if self.shares is None:
+                raise
+            told = AssertionError(self._with_cause(k, error))
+            try:
+                besides()
+            except Unequal as other:
+                if other.story != error.story:
+                    told.add_note(f"Besides, {self._with_cause(k, other)}")
+            raise told from None
 
-    def cause_by_size(self, num_parts: int) -> str | None:
-        """The cause of a difference, where the first updates, or the first loss of a training
-        step, are as many times the oracle's as there are parts of the batch, or that part of it.
-        None: they aren't."""
-        want, have = self.expected, self.got[0]
-        if num_parts == 1 or not want.steps or not _alike(want.start.params, have.start.params):
-            return None
-        # The params of three states
-        before, after, other = want.start.params, want.states[1].params, have.states[1].params
-        for factor, text in ((1 / num_parts, AS_SUM), (float(num_parts), DIVIDED_TWICE)):
-            if are_scaled(factor, before, after, other):
-                return text.format(what="All updates are", n=num_parts)
-            # Optimizers that go by signs, or normalize, move the same
-            losses = [run.steps[0].metrics.get("loss") for run in (want, have)]
-            if self.names_its_loss and _is_times(factor, *losses):
-                return text.format(what="The loss is", n=num_parts)
-        return None
+    def _with_cause(self, k: int, error: Unequal) -> str:
+        """An error of step k, with its cause by all that is known."""
+        runs, expected, got, kind = self.shares, self.expected, self.got, error.what
+        if runs is None or kind not in ("updates", *expected.steps[k].others()):
+            return error.story
+        is_last = k + 1 == len(expected.steps)
+        ranks = [run.values(k, kind) for run in got]
+        evidence = Evidence(
+            kind,
+            [row for rank, values in enumerate(ranks) for row in _on(rank, values, error.wrong)],
+            self.sizes,
+            ranks=ranks,
+            earlier=expected.values(k - 1, kind) if k else {},
+            later={} if is_last else got[0].values(k + 1, kind),
+            shares=lambda: [run.values(k, kind) for run in runs(k)],
+            params=wide_values(named_leaves(expected.states[k].params)),
+            adam=Adam(*self.decays, k + 1) if self.decays and kind == "updates" else None,
+        )
+        return f"{error.story} {why(evidence)}".rstrip()
 
     def _moving(self) -> list[str]:
         """The paths of the leaves that some step moves visibly: in another they may rest, as with
@@ -111,16 +131,16 @@ class Comparison:
         return not torch.equal(old, new)
 
     def _compare_updates(
-        self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
+        self, k: int, run: Run, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
     ) -> None:
         """Step k's updates of the params; leaves that don't move in any step are refused."""
         before, after = self.expected.states[k : k + 2]
-        got_before, got_after = self.got[0].states[k : k + 2]
+        got_before, got_after = run.states[k : k + 2]
         # A tree that is only read, such as an average, has round-off since it has first moved
         so_far = [state.params for state in self.expected.states[: k + 2]]
         moves = tree_map(_has_moved, *so_far)
         # The oracle's, then the jittered runs' of the same step
-        updates = [run.update(k) for run in (self.expected, *jittered)]
+        updates = [other.update(k) for other in (self.expected, *jittered)]
         assert_equal_updates(
             before.params,
             after.params,
@@ -136,46 +156,39 @@ class Comparison:
         )
 
     def _compare_others(
-        self, want: Step, have: Step, jittered: Sequence[Step], at: dict[str, Any]
+        self, k: int, run: Run, jittered: Sequence[Run], at: dict[str, Any], names: Iterable[str]
     ) -> None:
-        """All results of a step but its params."""
+        """Other results of step k than its params, by their names."""
         # Counters and metrics come from computations in these dtypes
         dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
-        got, off = have.others(), [step.others() for step in jittered]
-        for name, expected in want.others().items():
+        want, have, *off = (other.steps[k].others() for other in (self.expected, run, *jittered))
+        for name in names:
             assert_equal_values(
-                expected,
-                got[name],
+                want[name],
+                have[name],
                 grade=self.equality,
                 what=name,
                 dtypes=dtypes,
-                slack=_slack(expected, *(others[name] for others in off)),
+                slack=_slack(want[name], *(others[name] for others in off)),
                 context=at,
             )
 
-    def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
-        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
-        oracle's."""
-        # Same data, same arithmetic: ranks may not differ in a single bit. `_compare_others` has
-        # compared rank 0's own results
-        first, *others = have
-        for rank, other in enumerate(others, start=1):
-            here = {**at, "rank": rank}
-            assert_equal_values(
-                self._shared(first),
-                self._shared(other),
-                grade="bitwise",
-                what="rank 0's results and this rank's",
-                context=here,
-            )
-            # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
-            # several ranks may have one part
-            if self.local and len(want.buffers) > self.local[rank]:
-                expected = want.buffers[self.local[rank]]
-                got = other.buffers[0]
-                assert_equal_values(
-                    expected, got, grade=self.equality, what="buffers", context=here
-                )
+    def _compare_rank(self, k: int, rank: int, at: dict[str, Any]) -> None:
+        """A rank against rank 0, bit by bit: same data, same arithmetic. Buffers that are its own
+        against the oracle's."""
+        want, first, other = (run.steps[k] for run in (self.expected, self.got[0], self.got[rank]))
+        assert_equal_values(
+            self._shared(first),
+            self._shared(other),
+            grade="bitwise",
+            what="rank 0's results and this rank's",
+            context=at,
+        )
+        # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
+        # several ranks may have one part
+        if self.local and len(want.buffers) > self.local[rank]:
+            expected, got = want.buffers[self.local[rank]], other.buffers[0]
+            assert_equal_values(expected, got, grade=self.equality, what="buffers", context=at)
 
     def _shared(self, step: Step) -> Any:
         """The results that all ranks must have alike."""
@@ -183,15 +196,12 @@ class Comparison:
         return {"state": state, "metrics": step.metrics}
 
 
-def _alike(a: PyTree[Tensor], b: PyTree[Tensor]) -> bool:
-    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
-
-
-def _is_times(factor: float, expected: Any, got: Any) -> bool:
-    """Whether one loss is this many times the other; of numbers that are too small nothing is
-    known."""
-    wanted = factor * float(expected)
-    return wanted != 0 and abs(float(got) - wanted) <= RATIO * abs(wanted)
+def _on(rank: int, values: Mapping[str, Tensor], wrong: Sequence[Wrong]) -> list[Wrong]:
+    """Leaves that differ on some rank, as they are on this one, if they differ there."""
+    found = [
+        compare_within(row.leaf, row.expected, values[row.leaf], row.allowed, rank) for row in wrong
+    ]
+    return [row for row in found if row is not None]
 
 
 def is_trained(leaf: Tensor) -> bool:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import optree
 import torch
@@ -26,15 +26,15 @@ from torch import Tensor
 from ..errors import explain
 from ..params import as_local
 from ..tree import PyTree, paths, same_structure
-from .causes import Evidence, Wrong, causes_of
+from .causes import Evidence, Wrong, why
 
 Grade = Literal["bitwise", "reordered", "approximate"]
 
 REORDERED = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative; about 4500 and 84 roundings
 LAST_PLACES = 2  # of a param, that its new and its old value may be off by in all
-RATIO = 1e-3  # relative; how exact a ratio of updates is, of which an error gives the cause
 # An update's largest magnitude must be this many times the error that last places may make
 VISIBLE = 8
+SHOWN = 4  # names of leaves, in an error
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,26 @@ class ProvesNothing(AssertionError):
     """The expected update is such that a comparison with it would prove nothing."""
 
 
-class Difference(NamedTuple):
-    """Two leaves that should be equal and aren't."""
+class Unequal(AssertionError):
+    """Two trees differ."""
 
-    path: str
-    element: tuple[int, ...]  # index of the element that is furthest off
-    expected: Any  # the element's update or value, as a Python number
+    story: str  # all but the cause
+    what: str  # the trees' name
+    wrong: Sequence[Wrong]  # the leaves that differ, but for those that are no tensors
+
+
+class Unlike(NamedTuple):
+    """Two leaves that should be equal and aren't, and have no distance: strings, say."""
+
+    leaf: str
+    expected: Any
     got: Any
-    error: float  # their distance
-    allowed: float
-    leaf: Wrong | None = None  # None: not of tensors
 
     def __str__(self) -> str:
-        place = f"{list(self.element)}" if self.element else ""
-        values = f"expected {self.expected}, got {self.got}"
-        distance = f"{self.error:.3g} apart, {self.allowed:.3g} allowed"
-        return f"leaf {self.path or '(root)'}{place}: {values}, {distance}"
+        return f"leaf {self.leaf or '(root)'}: expected {self.expected}, got {self.got}"
+
+
+Different: TypeAlias = Wrong | Unlike
 
 
 def assert_equal_updates(
@@ -149,7 +153,7 @@ def assert_equal_updates(
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
     slacks = slack or [0.0] * len(mask)
     may_rest = (*unused, *resting)
-    found = []
+    found: list[Different] = []
     # Rows of four tensors; the other run has its own params before
     leaves = _leaf_updates(old, expected, old if old_got is None else old_got, got)
     for leaf, moves, extra in zip(leaves, mask, slacks, strict=True):
@@ -164,7 +168,7 @@ def assert_equal_updates(
         if difference is not None:
             found.append(difference)
     # All are compared before one is raised, so that the error can name the others
-    _raise_if(found, "the updates differ", equality, context)
+    _raise_if(found, "updates", equality, context)
 
 
 def assert_equal_values(
@@ -198,19 +202,15 @@ def assert_equal_values(
     wanted, given = _leaves(as_local(expected)), _leaves(as_local(got))
     tolerance = equality.tolerance([*dtypes, *_dtypes(wanted)])
     slacks = slack or [0.0] * len(wanted)
-    found = []
+    found: list[Different] = []
     for path, a, b, extra in zip(paths(expected), wanted, given, slacks, strict=True):
         if isinstance(a, Tensor):
             _check_kind(path, a, b, context)
-            difference = _compare_values(path, a, b, tolerance, extra)
-        elif a == b:
-            difference = None
-        else:
-            # Numbers, strings: no distance
-            difference = Difference(path, (), a, b, error=math.nan, allowed=0.0)
-        if difference is not None:
-            found.append(difference)
-    _raise_if(found, f"{what} differ", equality, context)
+            if difference := _compare_values(path, a, b, tolerance, extra):
+                found.append(difference)
+        elif a != b:
+            found.append(Unlike(path, a, b))
+    _raise_if(found, what, equality, context)
 
 
 def as_equality(grade: Grade | Equality) -> Equality:
@@ -232,32 +232,6 @@ def apart(a: Any, b: Any) -> float:
     both_nan = a.isnan() & b.isnan()  # counts as equal: both runs computed it
     error = _distances(a, b).masked_fill(both_nan, 0.0)
     return float(error.nan_to_num(nan=math.inf).max())  # NaN on one side only
-
-
-def are_scaled(
-    factor: float,
-    old: PyTree[Tensor],
-    expected: PyTree[Tensor],
-    got: PyTree[Tensor],
-) -> bool:
-    """Whether all updates of the same params, leaf by leaf, are `factor` times the expected ones;
-    and some leaf moves visibly.
-
-    Args:
-        old: the params before.
-        expected: the oracle's params after.
-        got: the other's params after.
-    """
-    moved = False
-    for leaf in _leaf_updates(old, expected, old, got):
-        if not leaf.old.numel():
-            continue
-        wanted, update, hidden = factor * leaf.expected, leaf.got, last_places(leaf.old, leaf.new)
-        allowed = RATIO * largest(wanted) + max(1.0, factor) * hidden
-        if not bool(((update - wanted).abs() <= allowed).all()):
-            return False
-        moved |= is_visible(leaf.old, leaf.new)
-    return moved
 
 
 def _leaves(tree: PyTree[Any]) -> list[Any]:
@@ -349,7 +323,7 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
     return size > 0 and size >= VISIBLE * hidden
 
 
-def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Difference | None:
+def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Wrong | None:
     """See Note [reordered]; `slack` is allowed besides."""
     expected, got = leaf.expected, leaf.got
     # No tolerance: bitwise, or a frozen leaf
@@ -363,7 +337,7 @@ def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Differ
 
 def _compare_values(
     path: str, expected: Tensor, got: Tensor, tolerance: float, slack: float
-) -> Difference | None:
+) -> Wrong | None:
     """As for updates, but a value has no last places of a param around it."""
     # Integers and booleans are exact in every grade
     is_rounded = expected.is_floating_point() or expected.is_complex()
@@ -376,7 +350,7 @@ def _compare_values(
 
 def _compare_bits(
     path: str, new: Tensor, new_got: Tensor, expected: Tensor, got: Tensor
-) -> Difference | None:
+) -> Wrong | None:
     """The element that is furthest off, of those whose new values aren't the same bits."""
     if not new.numel():
         return None
@@ -391,7 +365,7 @@ def compare_within(
     got: Tensor,
     allowed: Tensor,  # elementwise, float64
     rank: int = 0,
-) -> Difference | None:
+) -> Wrong | None:
     """The element that is furthest off, of those that are further apart than `allowed`."""
     alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
     near = _distances(expected, got) <= allowed
@@ -405,7 +379,7 @@ def _furthest(
     got: Tensor,
     allowed: Tensor,
     rank: int = 0,
-) -> Difference | None:
+) -> Wrong | None:
     """Of the bad elements, the one that is furthest above `allowed`; None where there is none."""
     if not bool(bad.any()):
         return None
@@ -416,15 +390,10 @@ def _furthest(
     excess = torch.where(bad, excess, -torch.inf)
     index = torch.unravel_index(excess.argmax(), excess.shape)
     at = tuple(int(i) for i in index)
-    return Difference(
-        path,
-        at,
-        expected=expected[at].item(),
-        got=got[at].item(),
-        error=float(error[at]),
-        allowed=float(allowed[at]),
-        leaf=Wrong(rank, path, wide(expected), wide(got), bad, allowed),
-    )
+    values = f"expected {expected[at].item()}, got {got[at].item()}"
+    distance = f"{float(error[at]):.3g} apart, {float(allowed[at]):.3g} allowed"
+    text = f"leaf {path or '(root)'}{list(at) if at else ''}: {values}, {distance}"
+    return Wrong(rank, path, wide(expected), wide(got), bad, allowed, text)
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -443,8 +412,19 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     return (wide(a) - wide(b)).abs()
 
 
+def differences(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`new - old` of the leaves that both have, float64 or complex128."""
+    return {name: wide(leaf) - wide(old[name]) for name, leaf in new.items() if name in old}
+
+
+def wide_values(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors among leaves, float64 or complex128."""
+    return {name: wide(x) for name, x in values.items() if isinstance(x, Tensor)}
+
+
 def wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    """A leaf without its graph, float64 or complex128."""
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def largest(x: Tensor) -> float:
@@ -464,34 +444,30 @@ def last_places(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _raise_if(
-    found: list[Difference], story: str, equality: Equality, context: Mapping[str, Any] | None
+    found: Sequence[Different],
+    what: str,
+    equality: Equality,
+    context: Mapping[str, Any] | None,
 ) -> None:
-    """Raise an error that tells the first difference, and names some of the other leaves."""
+    """Raise an error that tells the first difference and its cause, and names some of the other
+    leaves."""
     if not found:
         return
-    first, *others = found
-    more = ""
-    if others:
-        names = some([difference.path for difference in others])
-        more = f", and {len(others)} more leaves: {names}"
-    raise AssertionError(
-        f"{story}{_told(context)}: {first}{more}. Grade: {equality.grade}.{_causes(found, context)}"
-    )
-
-
-def _causes(found: list[Difference], context: Mapping[str, Any] | None) -> str:
-    """The mistakes that explain all differences, as a sentence."""
+    subject = "the updates" if what == "updates" else what
+    story = f"{subject} differ{_told(context)}: {first_of(found)}. Grade: {equality.grade}."
+    wrong = [row for row in found if isinstance(row, Wrong)]
     ranks = (context or {}).get("ranks")
-    sizes = {"ranks": ranks} if isinstance(ranks, int) else {}
-    leaves = [difference.leaf for difference in found if difference.leaf is not None]
-    causes = causes_of(Evidence("values", leaves, sizes)) if len(leaves) == len(found) else []
-    return f" What differs is {'; or '.join(causes)}." if causes else ""
+    cause = why(Evidence(what, wrong, {"ranks": ranks} if isinstance(ranks, int) else {}))
+    error = Unequal(f"{story} {cause}".rstrip())
+    error.story, error.what, error.wrong = story, what, wrong
+    raise error
 
 
-def some(names: list[str], limit: int = 4) -> str:
-    """The first names, as "a, b, c, d, ..."."""
-    shown = ", ".join(names[:limit])
-    return shown + ", ..." if len(names) > limit else shown
+def first_of(found: Sequence[Different]) -> str:
+    """The first difference, and the names of some of the other leaves."""
+    _, *others = dict.fromkeys(difference.leaf for difference in found)
+    shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")
+    return f"{found[0]}" + (f", and {len(others)} more leaves: {shown}" if others else "")
 
 
 def _told(context: Mapping[str, Any] | None) -> str:

@@ -26,22 +26,22 @@ from torch import Tensor
 from ..errors import explain
 from ..groups import ProcessGroup, launch, run_ranks
 from ..groups.protocol import Group
-from .causes import Evidence, Wrong, where, why
+from .causes import Adam, Evidence, Wrong, where, why
 from .comparison import ROUND_OFF
 from .equality import (
     REORDERED,
-    Difference,
     Equality,
     Grade,
     ProvesNothing,
     as_equality,
     compare_within,
+    first_of,
     is_visible,
     largest,
     last_places,
     same_bits,
-    some,
     wide,
+    wide_values,
 )
 from .recorder import (
     KINDS,
@@ -52,11 +52,11 @@ from .recorder import (
     Recording,
     Share,
     Task,
-    differences,
 )
 
 Loop: TypeAlias = Callable[[Recorder], object]
 
+_SINGULAR = ("loss", "norm", "optimizer's state")
 _MEASURING_RUNS = 5
 _OFTEN = 0.9  # of a leaf's elements, see Note [measured]
 _TELLING = 0.25  # of itself, by which round-off may change a leaf as a whole
@@ -281,7 +281,7 @@ class _Proof:
         if kind == "loss" and all(got):  # of the ranks' own the mean is compared
             got = [{kind: torch.stack([wide(values[kind]) for values in got]).mean(0)}]
         _check_names(kind, expected, got)
-        wrong = self._wrong(k, kind, expected, got)
+        wrong = self._wrong(k, kind, expected, got, {})
         if wrong:
             self.oracle.check_repeats(k, kind)
         if wrong and self.equality is None:
@@ -289,25 +289,18 @@ class _Proof:
             beyond = self._wrong(k, kind, expected, got, spread)
             wrong = beyond or self._wrong_as_a_whole(k, kind, wrong, spread)
         if wrong:
-            self._check_is_more_than_round_off(k, kind, wrong[0].path, expected)
+            self._check_is_more_than_round_off(k, kind, wrong[0].leaf, expected)
             raise AssertionError(self._story(k, kind, wrong, got))
 
     def _wrong(
-        self,
-        k: int,
-        kind: str,
-        expected: Leaves,
-        got: list[Leaves],
-        spread: Leaves | None = None,
-    ) -> list[Difference]:
+        self, k: int, kind: str, expected: Leaves, got: list[Leaves], spread: Leaves
+    ) -> list[Wrong]:
         found = []
         for rank, values in enumerate(got):
             for name, leaf in expected.items():
                 if name not in values or not leaf.numel() or self.oracle.is_unused(name):
                     continue
-                allowed = self._allowed(k, kind, name, leaf)
-                if spread is not None:
-                    allowed = allowed + spread[name]
+                allowed = self._allowed(k, kind, name, leaf) + spread.get(name, 0.0)
                 difference = compare_within(name, leaf, values[name], allowed, rank)
                 if difference is not None:
                     found.append(difference)
@@ -328,27 +321,22 @@ class _Proof:
         return allowed
 
     def _wrong_as_a_whole(
-        self, k: int, kind: str, found: list[Difference], spread: Leaves
-    ) -> list[Difference]:
+        self, k: int, kind: str, found: list[Wrong], spread: Leaves
+    ) -> list[Wrong]:
         """Of leaves whose elements are near enough, those that are another multiple of the
         reference's; see Note [measured]."""
         off = []
-        for difference in found:
-            name, leaf = difference.path, difference.leaf
+        for row in found:
+            name = row.leaf
             others = [wide(run.values(k, kind)[name]) for run in self.oracle.measuring]
-            apart = max(abs(_ratio(leaf.expected, other) - 1) for other in others)
+            apart = max(abs(_ratio(row.expected, other) - 1) for other in others)
             allowed = ROUND_OFF * apart + _floor([torch.float32])
             if not allowed <= _TELLING:  # a NaN, too
-                raise self._cannot_tell(
-                    k,
-                    kind,
-                    name,
-                    f"params that are off by one rounding change this leaf as a whole by {apart:.1%}",
-                )
-            if abs(_ratio(leaf.expected, leaf.got) - 1) > allowed:
+                story = "params that are off by one rounding change this leaf as a whole by"
+                raise self._cannot_tell(k, kind, name, f"{story} {apart:.1%}")
+            if abs(_ratio(row.expected, row.got) - 1) > allowed:
                 # As near to what explains it as round-off lets it be
-                measured = leaf._replace(allowed=leaf.allowed + spread[name])
-                off.append(difference._replace(leaf=measured))
+                off.append(row._replace(allowed=row.allowed + spread[name]))
         return off
 
     def _check_is_more_than_round_off(self, k: int, kind: str, name: str, expected: Leaves) -> None:
@@ -393,16 +381,13 @@ class _Proof:
         resumed = f", in the run that was resumed at step {self.first}" if self.first else ""
         return f" at step {k}{resumed}" if k >= self.first else f" at the start{resumed}"
 
-    def _story(self, k: int, kind: str, found: list[Difference], got: list[Leaves]) -> str:
+    def _story(self, k: int, kind: str, found: list[Wrong], got: list[Leaves]) -> str:
         """Which values differ, where, and why."""
-        first, *others = found
-        evidence = self._evidence(k, kind, [d.leaf for d in found], got)
-        names = [name for name in dict.fromkeys(d.path for d in others) if name != first.path]
-        more = f", and {len(names)} more leaves: {some(names)}" if names else ""
-        lines = [f"{_differ(kind)}{self._at(k)}: {first}{more}."]
+        evidence = self._evidence(k, kind, found, got)
+        lines = [f"{_differ(kind)}{self._at(k)}: {first_of(found)}."]
         if place := where(evidence):
             lines.append(f"Where: {place}.")
-        lines += self._facts(k, first)
+        lines += self._facts(k, found[0])
         cause = why(evidence)
         if kind == "start" and self.first and "missing" in cause:
             cause = "These are the params of the start: nothing was loaded."
@@ -415,38 +400,34 @@ class _Proof:
             wrong,
             self._sizes,
             num_leaves=len({name for values in got for name in values}),
-            ranks=[_wide(values) for values in got],
+            ranks=[wide_values(values) for values in got],
         )
         if k < self.first:
             return evidence
-        parts = {shares[1] for shares in self._shares if shares is not None}
+        taken = [run.shares for run in self.got if run.shares is not None]
 
         def shares() -> list[Leaves]:
-            if len(parts) != 1 or parts == {1} or None in self._shares or run.shares is None:
+            parts = {num for _, num in taken}
+            if len(parts) > 1 or len(taken) < len(self.got) or run.shares is None:
                 return []  # the reference can't be run on the rows of one rank
             (num,) = parts
             runs = [oracle.run(share=Share(k, part, num)) for part in range(num)]
-            return [_wide(run.values(k, kind)) for run in runs]
+            return [wide_values(run.values(k, kind)) for run in runs]
 
         settings = run.at(k).settings.get(wrong[0].leaf, {})
-        adam = [settings.get(key) for key in ("betas.0", "betas.1", "step")]
+        adam = [settings[key] for key in ("betas.0", "betas.1", "step") if key in settings]
         is_last = k + 1 == oracle.num_steps
         return replace(
             evidence,
             uses=run.uses,
-            earlier=_wide(run.values(k - 1, kind)) if k > 0 else {},
-            later={} if is_last else _wide(self.got[0].values(k + 1, kind)),
+            earlier=wide_values(run.values(k - 1, kind)) if k > 0 else {},
+            later={} if is_last else wide_values(self.got[0].values(k + 1, kind)),
             shares=shares,
-            share_of=[shares[0] for shares in self._shares if shares is not None],
-            gradients=_wide(run.values(k, "gradients")),
-            params=_wide(run.params(k - 1)),
-            adam=tuple(adam) if kind == "updates" and None not in adam else None,
+            share_of=[part for part, _ in taken],
+            gradients=wide_values(run.values(k, "gradients")),
+            params=wide_values(run.params(k - 1)),
+            adam=Adam(*adam) if kind == "updates" and len(adam) == 3 else None,
         )
-
-    @property
-    def _shares(self) -> list[tuple[int, int] | None]:
-        """Each rank's part of the batches, and of how many."""
-        return [run.shares for run in self.got]
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -456,24 +437,22 @@ class _Proof:
         others = {what: size for what, size in found.items() if size != num}
         return {"ranks": num, **others, **self.given_sizes}
 
-    def _facts(self, k: int, first: Difference) -> list[str]:
+    def _facts(self, k: int, first: Wrong) -> list[str]:
         """What else is seen beside the first difference, which may be its cause."""
         if k < 0:
             return ["Ranks must start from the reference's params: seed all alike, or broadcast."]
         if k < self.first:
             return []
-        rank = first.leaf.rank
-        ours, theirs = self.oracle.recording.at(k), self.got[rank].at(k)
+        ours, theirs = self.oracle.recording.at(k), self.got[first.rank].at(k)
         lines = []
         # An optimizer's state is named by its param and a key
-        for param in (first.path, first.path.rpartition(".")[0]):
+        for param in (first.leaf, first.leaf.rpartition(".")[0]):
             lines += _other_settings(param, ours, theirs)
-        if who := [
-            name for name, x in (("the reference", ours), (f"rank {rank}", theirs)) if x.draws
-        ]:
+        drawn = {"the reference": ours.draws, f"rank {first.rank}": theirs.draws}
+        if any(drawn.values()):
+            who = " and ".join(name for name, draws in drawn.items() if draws)
             lines.append(
-                f"In this step {' and '.join(who)} drew random numbers: dropout on ranks isn't the "
-                "reference's."
+                f"In this step {who} drew random numbers: dropout on ranks isn't the reference's."
             )
         return lines
 
@@ -501,16 +480,9 @@ def _kind(leaf: Tensor) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if leaf.dim() else "a number"
 
 
-_SUBJECTS = {
-    "loss": "the loss differs",
-    "norm": "the norm differs",
-    "optimizer state": "the optimizer's state differs",
-    "start": "the params differ",
-}
-
-
 def _differ(kind: str) -> str:
-    return _SUBJECTS.get(kind, f"the {kind} differ")
+    kind = {"optimizer state": "optimizer's state", "start": "params"}.get(kind, kind)
+    return f"the {kind} differs" if kind in _SINGULAR else f"the {kind} differ"
 
 
 def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> list[str]:
@@ -523,10 +495,6 @@ def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> lis
         for key, value in wanted.items()
         if key in found and not math.isclose(value, found[key])
     ]
-
-
-def _wide(values: Leaves) -> Leaves:
-    return {name: wide(leaf) for name, leaf in values.items()}
 
 
 def _floor(dtypes: Iterable[torch.dtype]) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from ..groups import SingleRank
 from ..groups.protocol import Group
 from ..model.wrappers import without_wrappers
 from ..tree import PyTree, named_leaves
-from .equality import wide
+from .equality import differences, wide
 from .runs import split
 
 Leaves: TypeAlias = dict[str, Tensor]  # by name; whole, on the CPU
@@ -224,18 +224,17 @@ class Recorder:
         """
         self._check_started()
         named = self._named(params)
-        state, settings = named_leaves(optimizer), {}
+        settings: dict[str, dict[str, float]] = {}
         if isinstance(optimizer, torch.optim.Optimizer):
-            state, settings = _state_and_settings(optimizer, named)
-        own = isinstance(params, nn.Module) and buffers is None
+            optimizer, settings = _state_and_settings(optimizer, named)
+        if buffers is None and isinstance(params, nn.Module):
+            buffers = self._renamed(dict(params.named_buffers()))
         told = {
             "loss": named_leaves({"loss": loss}),  # None is no leaf
             "gradients": self._gradients,
             "norm": named_leaves({"norm": norm}),
-            "optimizer state": state,
-            "buffers": self._renamed(dict(params.named_buffers()))
-            if own
-            else named_leaves(buffers),
+            "optimizer state": named_leaves(optimizer),
+            "buffers": named_leaves(buffers),
         }
         # In this order on all ranks, since DTensors are made whole
         others = {kind: self._all_whole(values) for kind, values in told.items()}
@@ -280,11 +279,6 @@ class Recorder:
         if found.layout != torch.strided:  # gradients of a sparse embedding
             found = found.to_dense()
         return found.cpu().clone()
-
-
-def differences(new: Leaves, old: Leaves) -> Leaves:
-    """`new - old` of the leaves that both have, float64 or complex128."""
-    return {name: wide(leaf) - wide(old[name]) for name, leaf in new.items() if name in old}
 
 
 def _as_in_reference(names: Iterable[str]) -> list[str]:

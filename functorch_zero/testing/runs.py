@@ -21,7 +21,7 @@ from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..tree import PyTree, named_leaves
-from .equality import apart, assert_equal_values
+from .equality import apart, assert_equal_values, differences, wide_values
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
 JITTER = 16
@@ -68,6 +68,13 @@ class Run(NamedTuple):
         """Whether all results are those of another run, to the bit."""
         ours, theirs = (_numbers_of(run) for run in (self, other))
         return all(_are_alike(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    def values(self, k: int, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind in step k, by path, float64 or complex128."""
+        if kind != "updates":
+            return wide_values(named_leaves(self.steps[k].others()[kind]))
+        before, after = (named_leaves(state.params) for state in self.states[k : k + 2])
+        return differences(after, before)
 
     def update(self, k: int) -> PyTree[Tensor]:
         """Step k's update of the params."""

@@ -4,9 +4,9 @@ batch."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
@@ -198,15 +198,15 @@ def assert_sharded_equals_unsharded(
                     known[sums] = oracle, oracle.run(parts)
                 oracle, expected = known[sums]
                 got = _run_sharded(step, oracle.start, parts, mesh, settings)
-                at = {"level": level, "ranks": num_ranks}
                 comparison = Comparison(
                     expected,
                     got,
                     equality,
                     tuple(unused),
                     local,
-                    at,
-                    names_its_loss=isinstance(step, TrainStep),
+                    at={"level": level, "ranks": num_ranks},
+                    sizes=mesh.sizes | {"micro-batches": getattr(step, "accumulate", 1)},
+                    decays=_decays(getattr(step, "optimizer", None)),
                 )
                 _check(comparison, oracle, parts, allow_round_off=allow_round_off)
 
@@ -248,24 +248,24 @@ def _check(
     allow_round_off: bool,
 ) -> None:
     """Raise where the runs differ, with a note that says whether round-off explains it."""
-    try:
-        comparison.run()
-    except ProvesNothing:
-        raise  # the oracle's update is at fault, and round-off explains nothing
-    except AssertionError as error:
-        # Costly, and so only after a difference. Other random numbers would pass for round-off.
-        if not oracle.run_again(parts).repeats(comparison.expected):
-            error.add_note(NOT_REPEATED)
-            raise
-        may_be_round_off = comparison.equality.grade != "bitwise"
-        # Some more runs of the unsharded step
-        explained = may_be_round_off and comparison.holds(oracle.jittered_runs(parts))
-        if explained and allow_round_off:
+    error = comparison.difference()
+    if error is None:
+        return
+    # Costly, and so only after a difference. Other random numbers would pass for round-off.
+    if not oracle.run_again(parts).repeats(comparison.expected):
+        error.add_note(NOT_REPEATED)
+        raise error
+    # Some more runs of the unsharded step
+    may_be_round_off = comparison.equality.grade != "bitwise"
+    if may_be_round_off and comparison.difference(oracle.jittered_runs(parts)) is None:
+        if allow_round_off:
             return
-        # Most differences that round-off doesn't explain come from a loss that is a sum
-        hint = comparison.cause_by_size(len(parts[0])) or HINT
-        error.add_note(AMPLIFIED if explained else hint)
-        raise
+        error.add_note(AMPLIFIED)
+        raise error
+    # The same again, with its cause
+    error = replace(comparison, shares=partial(oracle.shares, parts)).difference() or error
+    error.add_note(HINT)
+    raise error
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class _Oracle:
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
         if self.per_rank:
-            return run_in_parts(self.step, self.start, parts, rule=self.rule, sums=self.sums)
+            return self._run_on(parts)
         for batch, its_parts in zip(self.batches, parts, strict=True):
             self._check_fair(batch, len(its_parts))
         return self._whole  # cached: it is the same for all ranks and levels
@@ -295,15 +295,17 @@ class _Oracle:
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
         """The same several times, with gradients that are off in their last places."""
-        # Whole batches count as one part
-        given = parts if self.per_rank else [[batch] for batch in self.batches]
-        runs = []
-        for seed in range(JITTERED_RUNS):
-            run = run_in_parts(
-                self.step, self.start, given, rule=self.rule, jitter=seed, sums=self.sums
-            )
-            runs.append(run)
-        return runs
+        given = _given(self, parts)
+        return [self._run_on(given, jitter=seed) for seed in range(JITTERED_RUNS)]
+
+    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
+        """Runs that end with step k, in which one part of its batch counts alone."""
+        return [self._run_on(given) for given in _one_part_alone(_given(self, parts), parts, k)]
+
+    def _run_on(self, given: list[list[Any]], jitter: int | None = None) -> Run:
+        return run_in_parts(
+            self.step, self.start, given, rule=self.rule, jitter=jitter, sums=self.sums
+        )
 
     @cached_property
     def _whole(self) -> Run:
@@ -345,21 +347,49 @@ class _ProgramOracle:
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
         """The same several times, from trained leaves that are off in their last places."""
-        return [self._run_from(self.start.jittered(seed), parts) for seed in range(JITTERED_RUNS)]
+        given = _given(self, parts)
+        return [self._run_from(self.start.jittered(seed), given) for seed in range(JITTERED_RUNS)]
 
     def run_again(self, parts: list[list[Any]]) -> Run:
         """The same, run once more."""
-        return self._run_from(self.start, parts)
+        return self._run_from(self.start, _given(self, parts))
 
-    def _run_from(self, start: ProgramStart, parts: list[list[Any]]) -> Run:
+    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
+        """Runs that end with step k, in which one part of its batch counts alone."""
+        every = _one_part_alone(_given(self, parts), parts, k)
+        return [self._run_from(self.start, given) for given in every]
+
+    def _run_from(self, start: ProgramStart, given: list[list[Any]]) -> Run:
         if self.per_rank:
             whole = True in self.sums
-            return run_program_in_parts(self.step, start, parts, rule=self.rule, round_sums=whole)
-        return run_whole(self.step, start, self.batches)
+            return run_program_in_parts(self.step, start, given, rule=self.rule, round_sums=whole)
+        return run_whole(self.step, start, [batch for (batch,) in given])
 
     @cached_property
     def _whole(self) -> Run:
         return run_whole(self.step, self.start, self.batches)  # the same for all ranks and levels
+
+
+def _given(oracle: _Oracle | _ProgramOracle, parts: list[list[Any]]) -> list[list[Any]]:
+    """What an oracle takes, by batch: the ranks' parts, or one that is the whole batch."""
+    return parts if oracle.per_rank else [[batch] for batch in oracle.batches]
+
+
+def _one_part_alone(
+    given: list[list[Any]], parts: list[list[Any]], k: int
+) -> Iterator[list[list[Any]]]:
+    """What an oracle takes up to step k, with each part of that step's batch in place of all."""
+    for part in parts[k]:
+        yield [*given[:k], [part] * len(given[k])]
+
+
+def _decays(optimizer: Any) -> tuple[float, float] | None:
+    """Adam's b1 and b2, where an optimizer or a part of it has them as numbers."""
+    made_with = getattr(optimizer, "hyperparams", {})
+    b1, b2 = made_with.get("b1"), made_with.get("b2")
+    if isinstance(b1, float) and isinstance(b2, float):
+        return b1, b2
+    return next(filter(None, map(_decays, made_with.values())), None)
 
 
 def _leaves_of_trees(
@@ -396,6 +426,18 @@ class Mesh(NamedTuple):
     def num_parts(self) -> int:
         """How many parts a batch is split into."""
         return 1 + max(self.parts_by_rank)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The numbers of ranks, by what they count; equal ones once."""
+        along = self.shard_size or self.num_ranks
+        found = {
+            "parts of the batch": self.num_parts,
+            "ranks along the shard axis": along,
+            "ranks along the replicate axis": self.num_ranks // along,
+        }
+        others = {what: size for what, size in found.items() if size != self.num_ranks}
+        return {"ranks": self.num_ranks, **others}
 
     @property
     def parts_by_rank(self) -> list[int]:
