@@ -341,7 +341,7 @@ def _fitted(e: Evidence, *terms: Predict, beside: float = 0.0) -> Iterator[_Fit]
             wanted.append((row.got - beside * row.expected)[row.bad])
     except (KeyError, IndexError):  # a term isn't known, or has another shape
         return
-    matrix, right = torch.cat(rows), torch.cat(wanted)
+    matrix, right = torch.cat(rows).cpu(), torch.cat(wanted).cpu()  # where gelsd is
     is_enough = any(len(x) >= 2 * len(terms) for x in wanted)
     is_finite = bool(matrix.isfinite().all() & right.isfinite().all())
     if right.is_complex() or not (is_enough and is_finite):

@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -165,11 +165,10 @@ def assert_sharded_equals_unsharded(
         if not given:
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
-    oracle: _Oracle | _ProgramOracle
+    start: Start | ProgramStart
     if isinstance(step, ProgramStep):
         of_trees = _leaves_of_trees(step, tuple(of_init), sync_buffers)
-        first = ProgramStart(tuple(of_init), seed, of_trees)
-        oracle = _ProgramOracle(step, first, batches, sync_buffers, per_rank)
+        start = ProgramStart(tuple(of_init), seed, of_trees)
     else:
         # Whoever proves by parts means unequal ones to count the same: the step's own reminder is
         # not used up by that
@@ -177,7 +176,7 @@ def assert_sharded_equals_unsharded(
             step = replace(step, reminder=Reminder())
         params, buffers = of_init
         start = Start(params, buffers, seed)
-        oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
+    oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
     with warnings.catch_warnings():
         # Whoever says so means unequal parts to count the same
         if per_rank:
@@ -185,10 +184,8 @@ def assert_sharded_equals_unsharded(
         for num_ranks in ranks:
             mesh = Mesh(num_ranks, shard_size, same_data)
             parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's
-            # Whose buffers a rank's are compared with, where each keeps its own
-            local = mesh.parts_by_rank if sync_buffers == "local" else None
             # By the leaves whose summed gradients are rounded
-            known: dict[tuple[bool, ...], tuple[_Oracle | _ProgramOracle, Run]] = {}
+            known: dict[tuple[bool, ...], tuple[_Oracle, Run]] = {}
             for level in levels:
                 settings = {"level": level, "sync_buffers": sync_buffers, **options}
                 sums = summed_whole(oracle.start, settings) if per_rank else ()
@@ -203,7 +200,8 @@ def assert_sharded_equals_unsharded(
                     got,
                     equality,
                     tuple(unused),
-                    local,
+                    mesh.parts_by_rank,
+                    local=sync_buffers == "local",
                     at={"level": level, "ranks": num_ranks},
                     sizes=mesh.sizes | {"micro-batches": getattr(step, "accumulate", 1)},
                     decays=_decays(getattr(step, "optimizer", None)),
@@ -242,7 +240,7 @@ def _check_is_unsharded(step: Any) -> None:
 
 def _check(
     comparison: Comparison,
-    oracle: _Oracle | _ProgramOracle,
+    oracle: _Oracle,
     parts: list[list[Any]],
     *,
     allow_round_off: bool,
@@ -251,6 +249,8 @@ def _check(
     error = comparison.difference()
     if error is None:
         return
+    if isinstance(error, ProvesNothing):
+        raise error  # the oracle's update is at fault, and round-off explains nothing
     # Costly, and so only after a difference. Other random numbers would pass for round-off.
     if not oracle.run_again(parts).repeats(comparison.expected):
         error.add_note(NOT_REPEATED)
@@ -272,8 +272,8 @@ def _check(
 class _Oracle:
     """The unsharded step, which takes the batches whole or, `per_rank`, in the ranks' parts."""
 
-    step: TrainStep
-    start: Start
+    step: Any  # a TrainStep with its Start, or a ProgramStep with its ProgramStart
+    start: Start | ProgramStart
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
@@ -281,35 +281,52 @@ class _Oracle:
 
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
-        if self.per_rank:
-            return self._run_on(parts)
-        for batch, its_parts in zip(self.batches, parts, strict=True):
-            self._check_fair(batch, len(its_parts))
-        return self._whole  # cached: it is the same for all ranks and levels
+        run = self._run_on(parts) if self.per_rank else self._whole
+        if isinstance(self.step, ProgramStep):
+            if not any(map(is_trained, run.start.params.values())):
+                raise ProvesNothing(
+                    "no tree of the program's value has a trained leaf, whose update could be "
+                    "compared. Remedy: return the trees that init is given as they are"
+                )
+        elif not self.per_rank:
+            for batch, its_parts in zip(self.batches, parts, strict=True):
+                self._check_fair(batch, len(its_parts))
+        return run
 
     def run_again(self, parts: list[list[Any]]) -> Run:
         """The same, run once more."""
-        if self.per_rank:
-            return self.run(parts)
-        return run_whole(self.step, self.start, self.batches)
+        return self._run_on(self._given(parts))
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """The same several times, with gradients that are off in their last places."""
-        given = _given(self, parts)
+        """The same several times, with gradients that are off in their last places; of a program,
+        from trained leaves that are."""
+        given = self._given(parts)
         return [self._run_on(given, jitter=seed) for seed in range(JITTERED_RUNS)]
 
     def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
-        """Runs that end with step k, in which one part of its batch counts alone."""
-        return [self._run_on(given) for given in _one_part_alone(_given(self, parts), parts, k)]
+        """Runs that end with step k, each with one part of its batch in place of all."""
+        given = self._given(parts)
+        return [self._run_on([*given[:k], [part] * len(given[k])]) for part in parts[k]]
+
+    def _given(self, parts: list[list[Any]]) -> list[list[Any]]:
+        """What it takes, by batch: the ranks' parts, or one that is the whole batch."""
+        return parts if self.per_rank else [[batch] for batch in self.batches]
 
     def _run_on(self, given: list[list[Any]], jitter: int | None = None) -> Run:
-        return run_in_parts(
-            self.step, self.start, given, rule=self.rule, jitter=jitter, sums=self.sums
-        )
+        step, start, rule = self.step, self.start, self.rule
+        if isinstance(start, ProgramStart):
+            if jitter is not None:
+                start = start.jittered(jitter)
+            if self.per_rank:
+                sums = True in self.sums
+                return run_program_in_parts(step, start, given, rule=rule, round_sums=sums)
+        elif self.per_rank or jitter is not None:  # gradients are jittered in parts alone
+            return run_in_parts(step, start, given, rule=rule, jitter=jitter, sums=self.sums)
+        return run_whole(step, start, [batch for (batch,) in given])
 
     @cached_property
     def _whole(self) -> Run:
-        return run_whole(self.step, self.start, self.batches)
+        return run_whole(self.step, self.start, self.batches)  # the same for all ranks and levels
 
     def _check_fair(self, batch: Any, num_parts: int) -> None:
         """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
@@ -322,65 +339,6 @@ class _Oracle:
                 "no weight, so each rank's mean would count the same. Remedy: return "
                 "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
             )
-
-
-@dataclass(frozen=True)
-class _ProgramOracle:
-    """An unsharded program, which takes the batches whole or, `per_rank`, in the ranks' parts."""
-
-    step: ProgramStep
-    start: ProgramStart
-    batches: Sequence[Any]  # whole
-    rule: SyncBuffers
-    per_rank: bool
-    sums: tuple[bool, ...] = ()  # as `summed_whole` gives it
-
-    def run(self, parts: list[list[Any]]) -> Run:
-        """The run expected of ranks that are given these parts, batch by batch."""
-        run = self._run_from(self.start, parts) if self.per_rank else self._whole
-        if not any(map(is_trained, run.start.params.values())):
-            raise ProvesNothing(
-                "no tree of the program's value has a trained leaf, whose update could be "
-                "compared. Remedy: return the trees that init is given as they are"
-            )
-        return run
-
-    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """The same several times, from trained leaves that are off in their last places."""
-        given = _given(self, parts)
-        return [self._run_from(self.start.jittered(seed), given) for seed in range(JITTERED_RUNS)]
-
-    def run_again(self, parts: list[list[Any]]) -> Run:
-        """The same, run once more."""
-        return self._run_from(self.start, _given(self, parts))
-
-    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
-        """Runs that end with step k, in which one part of its batch counts alone."""
-        every = _one_part_alone(_given(self, parts), parts, k)
-        return [self._run_from(self.start, given) for given in every]
-
-    def _run_from(self, start: ProgramStart, given: list[list[Any]]) -> Run:
-        if self.per_rank:
-            whole = True in self.sums
-            return run_program_in_parts(self.step, start, given, rule=self.rule, round_sums=whole)
-        return run_whole(self.step, start, [batch for (batch,) in given])
-
-    @cached_property
-    def _whole(self) -> Run:
-        return run_whole(self.step, self.start, self.batches)  # the same for all ranks and levels
-
-
-def _given(oracle: _Oracle | _ProgramOracle, parts: list[list[Any]]) -> list[list[Any]]:
-    """What an oracle takes, by batch: the ranks' parts, or one that is the whole batch."""
-    return parts if oracle.per_rank else [[batch] for batch in oracle.batches]
-
-
-def _one_part_alone(
-    given: list[list[Any]], parts: list[list[Any]], k: int
-) -> Iterator[list[list[Any]]]:
-    """What an oracle takes up to step k, with each part of that step's batch in place of all."""
-    for part in parts[k]:
-        yield [*given[:k], [part] * len(given[k])]
 
 
 def _decays(optimizer: Any) -> tuple[float, float] | None:

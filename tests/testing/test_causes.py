@@ -17,6 +17,8 @@ from torch import Tensor
 import functorch_zero as fz
 import functorch_zero.testing.step as proof_module
 from functorch_zero import optim
+from functorch_zero.groups import SingleRank
+from functorch_zero.optim import arithmetic
 from functorch_zero.optim.base import Transform, pointwise
 from functorch_zero.optim.optimizers import adam as adam_module
 from functorch_zero.sharded.train import ShardedTrainStep
@@ -100,7 +102,8 @@ def test_the_loss_of_a_step_whose_updates_have_one_size(make: Any) -> None:
 
 def test_other_differences_have_no_such_cause() -> None:
     def penalty(params: Any, *rest: Any) -> Tensor:
-        return of_rows(torch.sum)(params, *rest) + params["bias"].exp()
+        penalty: Tensor = params["bias"].exp()
+        return of_rows(torch.sum)(params, *rest) + penalty
 
     # The sum of rows alone is divided
     found = story((fz.train_step(penalty, optim.sgd(1e-3)), first(), {}), 2)
@@ -113,11 +116,13 @@ def test_other_differences_have_no_such_cause() -> None:
 
 def counted(x: Tensor) -> Tensor:
     """Which rows count: four of the first half, and one of the second."""
-    return (x[:, None] == X[[0, 1, 2, 3, 11]]).all(2).any(1)
+    equal: Tensor = x[:, None] == X[[0, 1, 2, 3, 11]]
+    return equal.all(2).any(1)
 
 
 def masked(params: Any, buffers: Any, x: Tensor) -> Tensor:
-    return of_rows(torch.mean)(params, x[counted(x)])
+    loss: Tensor = of_rows(torch.mean)(params, x[counted(x)])
+    return loss
 
 
 def weighted(params: Any, buffers: Any, x: Tensor) -> Any:
@@ -191,8 +196,26 @@ def test_a_mistake_on_ranks_is_found(monkeypatch: pytest.MonkeyPatch, name: str)
     assert re.search(f"What differs is {cause}", found), found
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "cause"),
+    [
+        (optim.sgd(0.1), "each rank's own, whose mean is the reference's: not reduced"),
+        (optim.adam(0.1), "what each rank's own rows give: not reduced"),
+    ],
+)
+def test_ranks_that_do_not_reduce(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Transform, cause: str
+) -> None:
+    def alone(step: Any, *, group: Any, **given: Any) -> Any:
+        return fz.shard(step, group=SingleRank(), **given)
+
+    monkeypatch.setattr(proof_module, "shard", alone)
+    found = story(training_step(torch.mean, optimizer), 3)
+    assert f"What differs is {cause}" in found
+
+
 def test_a_bias_correction_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = adam_module.bias_correction
+    right = arithmetic.bias_correction
 
     def ahead(decay: Any, count: Tensor) -> Tensor:
         on_a_rank = threading.current_thread() is not threading.main_thread()
@@ -213,7 +236,8 @@ def test_a_bias_correction_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_of_one_rank(monkeypatch: pytest.MonkeyPatch, change: Any, cause: str) -> None:
-    unshard, before = ShardedTrainStep.unshard, {}  # rank 1's params
+    unshard = ShardedTrainStep.unshard
+    before: dict[str, Any] = {}  # rank 1's params
 
     def wrong(self: ShardedTrainStep, state: Any) -> Any:
         whole = unshard(self, state)
