@@ -42,7 +42,7 @@ from ..step.train import TrainStep, mark_trainable
 from .imagined_ranks import Journal, Recorder, imagined_axes
 from .live_bytes import ValueNeeded, bytes_held
 from .program import BETWEEN, ImaginedProgram
-from .report import Plan, balance_of
+from .report import Bandwidth, Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 from .trace import ImaginedStep
 
@@ -69,6 +69,7 @@ def plan(
     reduction: Reduction | None = None,
     place: Mapping[str, Place] | None = None,
     reduce_bucket: int | None = None,
+    bandwidth: Bandwidth | None = None,
 ) -> Plan:
     """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
@@ -100,6 +101,8 @@ def plan(
         state_axes: as for `shard`.
         same_data: as for `HybridGroup`: the axis along which all ranks have the same part of the
             batch.
+        bandwidth: bytes per second that a rank can send, one way: the plan then says how long its
+            communication takes at least. Of a mesh, perhaps by axis: see `Plan.seconds`.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
@@ -167,7 +170,8 @@ def plan(
     if program is not None:
         check_of_program(options)
         with _values_refused(journal):
-            return _plan_of_program(program, params, batch, options, device)
+            made = _plan_of_program(program, params, batch, options, device)
+            return replace(made, bandwidth=bandwidth)
     # A traced loss may leave tensors in cycles, which must not count as alive for long
     with _no_collections() if batch is None else nullcontext():
         layout = options.layout_of(params)
@@ -203,6 +207,7 @@ def plan(
         assumed=imagined.live.assumed,
         mesh=axes.mesh,
         notes=codecs_of(layout, ranks) + notes_of(elements_by_unit(layout), ranks),
+        bandwidth=bandwidth,
     )
 
 

@@ -87,11 +87,14 @@ def run(args: argparse.Namespace) -> int:
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
     params = _shape(args).params(getattr(torch, args.dtype), precision)
     optimizer = _optimizer(args.optimizer)
+    bandwidth = args.bandwidth * _GB if args.bandwidth else None
     plans: dict[int, list[Plan]] = {}  # by number of ranks: one per level
     for num_ranks in args.ranks:
         plans[num_ranks] = []  # in the order of LEVELS
         for level in LEVELS:
-            made = plan(params, optimizer, level=level.number, ranks=num_ranks)
+            made = plan(
+                params, optimizer, level=level.number, ranks=num_ranks, bandwidth=bandwidth
+            )
             plans[num_ranks].append(made)
     # All are printed, also after one that does not fit
     fits = [_show(num_ranks, of_levels, args) for num_ranks, of_levels in plans.items()]
@@ -115,7 +118,7 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     print(f"{model}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
     # A plan without a batch has no activations
     peaks = [made.peak.total + args.activations * _GB for made in plans]
-    print(table(plans, peaks, args.memory, args.bandwidth))
+    print(table(plans, peaks, args.memory))
     # Bytes by the paper's formula, beside the measured ones
     paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
     print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes per parameter:", end=" ")
@@ -131,19 +134,18 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     return False
 
 
-def table(
-    plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
-) -> str:
-    """One row per level, as text. "at least": the time that the transfers alone take.
+def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None) -> str:
+    """One row per level, as text. "at least": the time that the transfers alone take, where the
+    plans know a bandwidth.
 
     Args:
         plans: one per level, in the order of `LEVELS`.
         peaks: bytes of a rank, one per plan, activations included.
         memory: of a device, in GB. None: nobody asks whether a level fits.
-        bandwidth: of a rank's link, in GB per second. None: nobody asks for times.
     """
     head = ["level", "params", "gradients", "state", "gathered", "peak", "sent per step"]
-    if bandwidth:
+    has_times = any(made.bandwidth for made in plans)
+    if has_times:
         head.append("at least")
     if memory:
         head.append(f"fits {memory:g} GB")
@@ -153,8 +155,8 @@ def table(
         held = (of_level.params, of_level.gradients, of_level.state, of_level.gathered)
         row = [f"{level.number} {level.name}"]
         row += map(bytes_text, (*held, peak, of_level.sent_bytes))
-        if bandwidth:
-            row.append(f"{of_level.seconds(bandwidth * _GB):.3g} s")
+        if has_times:
+            row.append(f"{of_level.seconds():.3g} s")
         if memory:
             row.append("yes" if peak <= memory * _GB else "no")
         rows.append(row)

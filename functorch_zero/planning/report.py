@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import explain
 from ..layout.layout import Layout
 from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
@@ -42,6 +43,7 @@ _NUMBERS = (
     "traced",
     "assumed",
 )
+Bandwidth = float | Mapping[str, float]  # bytes per second; of all links, or by a mesh's axis
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))  # decimal, as vendors count
 
 
@@ -200,6 +202,7 @@ class Plan:
         mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
             for one axis.
         notes: lines about codecs, sparse gradients, and a unit of more than half of the parameters.
+        bandwidth: of the links, as `plan` was given it; None: nobody asks for times.
     """
 
     level: int | None
@@ -221,6 +224,11 @@ class Plan:
     stored: int = 0
     mesh: str = ""
     notes: tuple[str, ...] = ()
+    bandwidth: Bandwidth | None = None
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None:
+            self._links(self.bandwidth)  # raises where they aren't those of the mesh
 
     @property
     def peak(self) -> Sample:
@@ -237,10 +245,41 @@ class Plan:
         """The bytes that a rank sends in a step at least, on a ring."""
         return sum(c.sent_bytes for c in self.collectives)
 
-    def seconds(self, bandwidth: float) -> float:
-        """The least time for a step's communication at `bandwidth` bytes per second, out of each
-        rank."""
-        return self.sent_bytes / bandwidth
+    def seconds(self, bandwidth: Bandwidth | None = None) -> float:
+        """The least time for a step's communication: that of the busiest links.
+
+        Args:
+            bandwidth: bytes per second that a rank can send, one way. Of a mesh, perhaps by axis:
+                {"shard": 300e9, "replicate": 25e9}. The links of two axes work at once, and what
+                all ranks send each other passes through the slower ones. None: the plan's own.
+        """
+        if bandwidth is None:
+            bandwidth = self.bandwidth
+        if bandwidth is None:
+            raise TypeError("seconds takes a bandwidth, unless plan(bandwidth=...) was given one")
+        links = self._links(bandwidth)
+        slowest = min(links, key=links.__getitem__)
+        sent = dict.fromkeys(links, 0.0)
+        for collective in self.collectives:
+            axis = collective.group.partition(" ")[0]
+            sent[axis if axis in links else slowest] += collective.sent_bytes
+        return max(sent[axis] / links[axis] for axis in links)
+
+    def _links(self, bandwidth: Bandwidth) -> Mapping[str, float]:
+        """Bytes per second by axis; of one link for everything, by ""."""
+        by_axis = isinstance(bandwidth, Mapping)
+        links: Mapping[str, float] = bandwidth if by_axis else {"": bandwidth}  # type: ignore
+        axes = ("shard", "replicate") if self.mesh else ()
+        if (by_axis and set(links) != set(axes)) or not all(x > 0 for x in links.values()):
+            numbers = ", or of each axis: {'shard': ..., 'replicate': ...}" if axes else ""
+            raise ValueError(
+                explain(
+                    f"the bandwidth of a plan for {self.mesh or f'{self.num_ranks} ranks'}",
+                    expected=f"bytes per second, above 0{numbers}",
+                    got=repr(bandwidth),
+                )
+            )
+        return links
 
     def to_json(self) -> str:
         """Everything in the plan, as a JSON object."""
@@ -264,6 +303,8 @@ class Plan:
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
         rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
+        if self.bandwidth is not None:
+            rows.append(["at least", f"{self.seconds():.3g} s of communication per step"])
         lines = [f"{self._title}, {self.num_params:,} params; of rank {self.rank}:"]
         lines += [f"  {name:12s} {value}" for name, value in rows]
         balance = self.balance
@@ -283,6 +324,8 @@ class Plan:
     def _as_dict(self) -> dict[str, Any]:
         made = {name: getattr(self, name) for name in _NUMBERS}
         made |= {"mesh": self.mesh, "notes": list(self.notes)}
+        if self.bandwidth is not None:
+            made |= {"bandwidth": self.bandwidth, "seconds": self.seconds()}
         # "bytes" is the sum; the kinds stand beside it
         made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
         made["samples"] = [sample._asdict() for sample in self.samples]

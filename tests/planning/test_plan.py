@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -599,6 +600,51 @@ def test_json_and_table() -> None:
     assert repr(made) == text, "at a prompt"
     assert made.peak.moment in text and "reduce_scatter" in text and "activations" in text
     assert made.seconds(1e9) == made.sent_bytes / 1e9
+
+
+def one_matrix(**options: Any) -> Plan:
+    """Of 16,384 bytes, on 4 ranks at level 3."""
+    model = nn.Linear(64, 64, bias=False, device="meta")
+    return plan(model, optim.sgd(1.0), level=3, ranks=4, **options)
+
+
+def test_seconds_of_one_link_by_hand() -> None:
+    # A gather and a reduction, and two sums of metrics of 256 bytes
+    sent = (2 * 16_384 + 2 * 2 * 256) * 3 / 4
+    assert one_matrix().seconds(1_000.0) == sent / 1_000
+    made = one_matrix(bandwidth=1_000.0)
+    assert made.seconds() == 25.344
+    assert "at least     25.3 s of communication per step" in str(made)
+    assert json.loads(made.to_json())["seconds"] == 25.344
+    assert "at least" not in str(one_matrix()) and "seconds" not in one_matrix().to_json()
+    # A mesh whose axes share the links
+    on_mesh = one_matrix(shard_size=2)
+    assert on_mesh.seconds(1_000.0) == (3 * 8_192 + 768) / 1_000
+
+
+@pytest.mark.parametrize(
+    ("links", "seconds"),
+    [
+        # Along shard 8,192 bytes are gathered and as many reduced, along replicate pieces of 8,192
+        # are summed, and metrics of 768 by the slower axis
+        ({"shard": 8_192.0, "replicate": 1_024.0}, (8_192 + 768) / 1_024),
+        ({"shard": 1_024.0, "replicate": 8_192.0}, (2 * 8_192 + 768) / 1_024),
+    ],
+)
+def test_seconds_of_two_axes_by_hand(links: dict[str, float], seconds: float) -> None:
+    made = one_matrix(shard_size=2, bandwidth=links)
+    assert made.seconds() == seconds
+    assert json.loads(made.to_json())["bandwidth"] == links
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, {"shard": 1.0}, {"shard": 1.0, "all": 1.0}])
+def test_a_bandwidth_that_is_none(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="replicate 2 x shard 2.*of each axis: {'shard'"):
+        one_matrix(shard_size=2, bandwidth=wrong)
+    with pytest.raises(ValueError, match="a plan for 4 ranks"):
+        one_matrix().seconds(wrong)
+    with pytest.raises(TypeError, match="takes a bandwidth"):
+        one_matrix().seconds()
 
 
 def test_errors_say_what_to_do() -> None:
