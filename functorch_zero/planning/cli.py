@@ -92,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
     for num_ranks in args.ranks:
         plans[num_ranks] = []  # in the order of LEVELS
         for level in LEVELS:
-            made = plan(
-                params, optimizer, level=level.number, ranks=num_ranks, bandwidth=bandwidth
-            )
+            made = plan(params, optimizer, level=level.number, ranks=num_ranks, bandwidth=bandwidth)
             plans[num_ranks].append(made)
     # All are printed, also after one that does not fit
     fits = [_show(num_ranks, of_levels, args) for num_ranks, of_levels in plans.items()]

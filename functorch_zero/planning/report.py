@@ -267,11 +267,10 @@ class Plan:
 
     def _links(self, bandwidth: Bandwidth) -> Mapping[str, float]:
         """Bytes per second by axis; of one link for everything, by ""."""
-        by_axis = isinstance(bandwidth, Mapping)
-        links: Mapping[str, float] = bandwidth if by_axis else {"": bandwidth}  # type: ignore
-        axes = ("shard", "replicate") if self.mesh else ()
-        if (by_axis and set(links) != set(axes)) or not all(x > 0 for x in links.values()):
-            numbers = ", or of each axis: {'shard': ..., 'replicate': ...}" if axes else ""
+        links = bandwidth if isinstance(bandwidth, Mapping) else {"": bandwidth}
+        axes = {"shard", "replicate"} if self.mesh else {""}
+        if set(links) not in ({""}, axes) or not all(x > 0 for x in links.values()):
+            numbers = ", or of each axis: {'shard': ..., 'replicate': ...}" if self.mesh else ""
             raise ValueError(
                 explain(
                     f"the bandwidth of a plan for {self.mesh or f'{self.num_ranks} ranks'}",

@@ -26,10 +26,13 @@ class Adapter:
 
     level = 3
     options: ClassVar[dict[str, Any]] = {}
+    precision: Any = None
 
     def __init__(self, model_fn: Callable[[], nn.Module], lr: float, world: int, impl: str):
         model = model_fn()
-        apply, params, buffers = fz.functionalize(model, units="blocks.*")
+        apply, params, buffers = fz.functionalize(
+            model, units="blocks.*", precision=self.precision
+        )
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             loss: Tensor = apply(params, buffers, *batch)[0]

@@ -29,7 +29,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -154,14 +154,16 @@ class Peer:
         )
 
     def step(self, *batches: Any) -> Tensor:
-        """Of one batch, or of the mean of several's gradients."""
+        """Of one batch, or of the mean of several's gradients. The mean of their losses."""
         self.model.zero_grad(set_to_none=True)
+        losses = []
         for batch in batches:
-            loss: Tensor = self.model(*batch)
-            (loss / len(batches)).backward()
+            loss: Tensor = self.model(*batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     def full_params(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()
@@ -206,29 +208,37 @@ class Zero(Peer):
 
 
 class FullyShard(Peer):
+    options: ClassVar[dict[str, Any]] = {}
+
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         mesh = init_device_mesh("cpu", (RANKS,))
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, **self.options)
         return super().wrap(model, setup)
 
 
 class Oss(Peer):
     """FairScale's OSS under its ShardedDataParallel."""
 
+    oss_options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {}
+
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim.oss import OSS
 
-        made = _optimizers(
-            model, setup, lambda make, params, options: OSS(params, optim=make, **options)
-        )
-        return ShardedDataParallel(model, made), made
+        def build(make: Any, params: list[Tensor], options: dict[str, Any]) -> Any:
+            return OSS(params, optim=make, **self.oss_options, **options)
+
+        made = _optimizers(model, setup, build)
+        return ShardedDataParallel(model, made, **self.options), made
 
 
 class FairScaleFSDP(Peer):
     """FairScale's FSDP. Without a GPU it needs streams that do nothing; gloo refuses what its
     bucketing sends."""
+
+    options: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         import fairscale.nn.data_parallel.fully_sharded_data_parallel as module
@@ -248,6 +258,7 @@ class FairScaleFSDP(Peer):
             "compute_device": torch.device("cpu"),
             "reshard_after_forward": True,
             "bucket_cap_mb": 0,
+            **self.options,
         }
         for i, block in enumerate(model.blocks):
             model.blocks[i] = module.FullyShardedDataParallel(block, **options)

@@ -639,7 +639,7 @@ def test_seconds_of_two_axes_by_hand(links: dict[str, float], seconds: float) ->
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, {"shard": 1.0}, {"shard": 1.0, "all": 1.0}])
 def test_a_bandwidth_that_is_none(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="replicate 2 x shard 2.*of each axis: {'shard'"):
+    with pytest.raises(ValueError, match=r"replicate 2 x shard 2.*of each axis: {'shard'"):
         one_matrix(shard_size=2, bandwidth=wrong)
     with pytest.raises(ValueError, match="a plan for 4 ranks"):
         one_matrix().seconds(wrong)
