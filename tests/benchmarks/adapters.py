@@ -30,9 +30,7 @@ class Adapter:
 
     def __init__(self, model_fn: Callable[[], nn.Module], lr: float, world: int, impl: str):
         model = model_fn()
-        apply, params, buffers = fz.functionalize(
-            model, units="blocks.*", precision=self.precision
-        )
+        apply, params, buffers = fz.functionalize(model, units="blocks.*", precision=self.precision)
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             loss: Tensor = apply(params, buffers, *batch)[0]

@@ -175,7 +175,9 @@ TABLES: dict[str, dict[str, Make]] = {
             optimizers.FullyShard, options=HALF_REDUCED_IN_32
         ),
         "**level 3**": ours(3),
-        "**level 3**, `compute` and `reduce` in bfloat16": ours(3, fz.Precision(compute=BF16, reduce=BF16)),
+        "**level 3**, `compute` and `reduce` in bfloat16": ours(
+            3, fz.Precision(compute=BF16, reduce=BF16)
+        ),
         "**level 3**, `compute=torch.bfloat16`": ours(3, fz.Precision(compute=BF16)),
         "**level 3**, `gather` and `reduce` in bfloat16": ours(
             3, fz.Precision(gather=BF16, reduce=BF16)

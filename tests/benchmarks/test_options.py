@@ -15,6 +15,7 @@ import pytest
         ("peers", "--only fz_level3,fsdp", "fully_shard, fully_shard_keep.*got fsdp$"),
         ("optimizers", "--optimizers lamb,adam", "lamb, lamb_floats, adafactor.*got adam$"),
         ("optimizers", "--only zero,alone", "fz_level1, zero.*got alone$"),
+        ("compression", "--tables params,ddp", "gradients, pieces, params.*got ddp$"),
     ],
 )
 def test_unknown_names_are_refused(
