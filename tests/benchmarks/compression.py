@@ -27,10 +27,12 @@ import gc
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -285,9 +287,16 @@ def found(label: str, args: argparse.Namespace) -> dict[str, float] | str:
             measured, RANKS, label, args.size, start_method="spawn", timeout=args.timeout
         )[0]
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        story = next((line for line in lines if "Error: " in line), lines[0])
-        return " ".join(story.split()).replace("|", "/")
+        return story_of(str(error))
+
+
+def story_of(text: str) -> str:
+    """The innermost error of a failure, short enough for a table."""
+    lines = text.strip().splitlines()
+    line = next((line for line in lines if "Error: " in line), lines[0])
+    start = max((match.start() for match in re.finditer(r"\w+Error: ", line)), default=0)
+    words = line[start:].replace("|", "/").replace("`", "'").split()
+    return textwrap.shorten(" ".join(words), 100, placeholder=" …")
 
 
 def spread(values: list[float]) -> str:
@@ -314,7 +323,8 @@ def table(
             cells += [spread([x[i] for x in ratios]) for i in (0, 1)]
         else:
             cells += ["-", "-"]
-        lines.append([label, *cells, f"{row['losses']:.0e}", f"{row['updates']:.0e}"])
+        cells += [f"{x:.0e}" if x else "0" for x in (row["losses"], row["updates"])]
+        lines.append([label, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

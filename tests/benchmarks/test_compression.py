@@ -17,6 +17,13 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert lines[3].startswith("| theirs | `no GPU` |") and lines[3].count("|") == 8
 
 
+def test_the_innermost_error_is_told() -> None:
+    text = "in a callback: RuntimeError: in a callback: IndexError: use `x.item()` | no index\n  at"
+    assert compression.story_of(text) == "IndexError: use 'x.item()' / no index"
+    assert compression.story_of("no\n  GPU") == "no"
+    assert len(compression.story_of("RuntimeError: " + "many words " * 20)) <= 100
+
+
 def test_no_row_has_the_name_of_another() -> None:
     assert len(ROWS) == sum(map(len, TABLES.values()))
     assert BASE in ROWS

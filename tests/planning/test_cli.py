@@ -63,8 +63,10 @@ def test_a_hundred_thousand_ranks_and_muon(
 ) -> None:
     out = tmp_path / "plans.json"
     command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--optimizer", "muon"]
-    assert main([*command, "--ranks", "100000", "--json", str(out)]) == 0
-    assert [p["level"] for p in json.loads(out.read_text())] == [0, 1, 2, 3]
+    assert main([*command, "--ranks", "100000", "--bandwidth", "2", "--json", str(out)]) == 0
+    plans = json.loads(out.read_text())
+    assert [p["level"] for p in plans] == [0, 1, 2, 3]
+    assert [p["seconds"] for p in plans] == [p["sent_bytes"] / 2e9 for p in plans]
     assert "100000 ranks" in capsys.readouterr().out
 
 
