@@ -369,8 +369,8 @@ def main() -> None:
     alive = [k for part in rows.values() for k, row in part.items() if not isinstance(row, str)]
     taken = {}
     if args.rounds:
-        everyone = [BASE, *(label for label in alive if label != BASE)]
-        taken = fz.launch(timed, RANKS, everyone, args.size, args.rounds, timeout=3600)[0]
+        labels = [BASE, *(label for label in alive if label != BASE)]
+        taken = fz.launch(timed, RANKS, labels, args.size, args.rounds, timeout=3600)[0]
     command = " ".join(["python tests/benchmarks/compression.py", *sys.argv[1:]])
     print(f"`{command}`: {time.strftime('%Y-%m-%d')}, {versions()}; {args.rounds} rounds.")
     for title in args.tables:
