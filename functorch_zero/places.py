@@ -76,6 +76,11 @@ def moved(place: Place | None, tensor: Tensor) -> Tensor:
     return made
 
 
+def ahead_of(place: Place) -> int:
+    """How many tensors, or buckets of a state, a place brings before they are needed."""
+    return int(getattr(place, "ahead", 1))
+
+
 class Here(NamedTuple):
     """What need not travel."""
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "optim": {"base", "layout.extent", "sharded.to_torch"},
     "runtime": {"base", "groups", "layout", "model.lazy_param", "model.untouched", "model.casting"},
     "step": {"base", "model", "optim", "layout.sharding"},
-    "sharded_optim": {"base", "groups", "layout", "optim"},
+    "sharded_optim": {"base", "groups", "layout", "optim", "model.untouched"},
     "sharded": {
         "base", "groups", "layout", "model", "optim", "runtime", "step", "sharded_optim",
     },

@@ -299,6 +299,11 @@ class Across(ABC):
         # In one process nothing is donated
         return self.run_pointwise(plain, updates, state, params)
 
+    def beside(self, state: Any, params: Tree) -> Any:
+        """All of a transform's state beside its params, for functions that read it by themselves:
+        it may lie elsewhere."""
+        return state
+
     @abstractmethod
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         """The state of a whole-leaf transform: a tree shaped like params of `Owned`."""
@@ -332,7 +337,8 @@ class Across(ABC):
         else:
             whole_updates, whole_params = self.gather([updates, params], limit)
         # Every rank runs it on the same values, and so comes to the same result
-        made, new_state = update(whole_updates, state, whole_params)
+        beside = self.beside(state, updates)
+        made, new_state = update(whole_updates, beside, whole_params)
         return self.cut(made), new_state
 
     def _per_leaf(

@@ -77,6 +77,8 @@ class Transform(Named):
             all leaves alike.
         fused: the same as one kernel, params included, which also has `plain`.
         ending: of a chain or wrapper with a kernel in its last part, its `update_and_add`.
+        asks_for_state: whether all that reads vectors of its state gets them by `across`, so that
+            they may lie elsewhere than beside the params.
     """
 
     init_fn: Callable[[PyTree[Tensor], Across], Any]
@@ -86,6 +88,7 @@ class Transform(Named):
     plain: Pointwise | None = None
     fused: Fused | None = None
     ending: Callable[..., tuple[PyTree[Tensor], Any]] | None = None
+    asks_for_state: bool = False
     # Outlines of (params, state) that belong together, of one process; few, often one
     known: list[Any] = field(default_factory=list, init=False, compare=False)
 
@@ -357,7 +360,9 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
     ) -> tuple[PyTree[Tensor], Any]:
         return across.run_pointwise(part, updates, state, params)
 
-    return Transform(init, update, Needs.POINTWISE, parts=inside, plain=part, **naming)
+    return Transform(
+        init, update, Needs.POINTWISE, inside, plain=part, asks_for_state=True, **naming
+    )
 
 
 def with_statistics(init: Init, update: Update) -> Transform:
@@ -374,10 +379,18 @@ def with_statistics(init: Init, update: Update) -> Transform:
     together, and one more where integers are asked about beside floating-point numbers.
     """
     _check_functions("with_statistics", init, update)
+    run = _lift_update(update)
+
+    def update_tree(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> tuple[PyTree[Tensor], Any]:
+        return run(updates, across.beside(state, params), params, across)
+
     return Transform(
         _lift_init(init),
-        _lift_update(update),
+        update_tree,
         Needs.STATISTICS,
+        asks_for_state=True,
         name="with_statistics",
         # They name the transform in errors, and ranks compare the numbers that they refer to
         hyperparams={"init": init, "update": update},
@@ -423,7 +436,12 @@ def with_whole_leaves(
 
     made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
     return Transform(
-        init_tree, update_tree, Needs.WHOLE_LEAF, name="with_whole_leaves", hyperparams=made_with
+        init_tree,
+        update_tree,
+        Needs.WHOLE_LEAF,
+        asks_for_state=True,
+        name="with_whole_leaves",
+        hyperparams=made_with,
     )
 
 
@@ -457,7 +475,12 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
 
     made_with = {"init": init, "update": update, "limit": limit}
     return Transform(
-        init_tree, update_tree, Needs.WHOLE_TREE, name="with_whole_tree", hyperparams=made_with
+        init_tree,
+        update_tree,
+        Needs.WHOLE_TREE,
+        asks_for_state=True,
+        name="with_whole_tree",
+        hyperparams=made_with,
     )
 
 
@@ -505,6 +528,7 @@ def chain(*transforms: Transform) -> Transform:
         tuple(transforms),
         plain,
         ending=_ending_of(transforms),
+        asks_for_state=all(t.asks_for_state for t in transforms),
         name="chain",
         hyperparams=made_with,
     )

@@ -21,12 +21,12 @@ from ..optim.base import Transform
 from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
-from ..sharded.placed import is_moved
 from ..sharded.program.agreement import ProgramAgreement
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.ledger import Ledger
 from ..sharded.program.step import ShardedProgramStep
+from ..sharded_optim.ferry import is_moved
 from ..sharded_optim.sharded_state import ShardedOptState, is_placed
 from ..step.loss import as_metric
 from ..step.program import LossCall

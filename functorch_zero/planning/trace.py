@@ -35,9 +35,9 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
-from ..sharded.placed import is_moved
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
+from ..sharded_optim.ferry import is_moved
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
@@ -223,11 +223,11 @@ class _Announced:
     ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
-        # The rest of an `Updater`, as it is: `brought` and `placed` move the state
-        self.brought, self.placed = prepared.brought, prepared.placed
+        self.placed = prepared.placed  # the rest of an `Updater`, as it is
 
-    def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
+    def update(self, grads: ShardedTree, state: Any, params: ShardedTree, *, look: bool) -> Any:
         self._enter("optimizer")
-        updated = (None, state) if self._idle else self._prepared.update(grads, state, params)
+        prepared, idle = self._prepared, self._idle
+        updated = (None, state) if idle else prepared.update(grads, state, params, look=look)
         self._enter("publish")
         return updated

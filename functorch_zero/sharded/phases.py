@@ -60,18 +60,14 @@ class Updater(Protocol):
         ...
 
     def update(
-        self, grads: ShardedTree, state: Any, params: ShardedTree
+        self, grads: ShardedTree, state: Any, params: ShardedTree, *, look: bool
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; None where the params hold the sums
-        already.
+        already. The state is given as it lies, and the next one is for `placed`.
 
         Gradients, params and updates are this rank's pieces, (n,) per leaf. When donating, all that
         is given may be written over.
         """
-        ...
-
-    def brought(self, state: Any) -> Any:
-        """The optimizer's state, beside the params."""
         ...
 
     def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
@@ -253,10 +249,10 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     measured = UpdateMetrics(run.step.metrics, run.updater.across)
     measured.see("grad_norm", lambda: grads.local_tree)
     measured.see("param_norm", lambda: view.local_tree)
+    look = is_looked_at(int(state.step))
     if agreed.fine:
         with ranged("update"):
-            opt_state = run.updater.brought(opt_state)
-            updates, opt_state = run.updater.update(grads, opt_state, view)
+            updates, opt_state = run.updater.update(grads, opt_state, view, look=look)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
             params = publish(
@@ -275,7 +271,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
-        old, look = state.opt_state if options.donate else None, is_looked_at(int(state.step))
+        old = state.opt_state if options.donate else None
         opt_state = run.updater.placed(opt_state, old, look=look)
     if options.donate:
         run.sharding.donations.take_counters(state.step, state.opt_state, opt_state)

@@ -17,39 +17,40 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch_private import base_of, storage_id
-from ..errors import StructureError, explain
+from .._torch_private import storage_id
 from ..model.untouched import marks_of_values
 from ..places import Place, moved
-from ..tree import has_values, is_flagged, paths
+from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
+from ..tree import has_values, paths
 
 
-def brought(place: Place | None, state: Any) -> Any:
+def brought(place: Place | None, state: Any, device: torch.device | None = None) -> Any:
     """The optimizer's state, beside the params, with leaves as views of what was brought.
+
+    Args:
+        device: of the params; None: that of whatever lies elsewhere than in the place.
 
     Raises:
         StructureError: the place has brought what can't be worked on.
     """
-    if place is None:
-        return state
-    leaves, treedef = optree.tree_flatten(state)
-    # Many leaves share a home, which is brought once. Ids are good while `leaves` holds them.
-    homes = {id(home): home for leaf in leaves if (home := _home(leaf)) is not None}
-    # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
-    arriving = {key: place.bring(home) for key, home in homes.items() if place.holds(home)}
-    here = {}
-    for key, home in homes.items():
-        here[key] = _checked(place, arriving[key].wait(), home) if key in arriving else home
-    return treedef.unflatten([_in(here, leaf) for leaf in leaves])
+    return state if place is None else Ferry(place).beside(state, device)
 
 
-def placed(place: Place | None, state: Any, old: Any = None, *, look: bool = True) -> Any:
+def placed(
+    place: Place | None,
+    state: Any,
+    old: Any = None,
+    *,
+    look: bool = True,
+    ferry: Ferry | None = None,
+) -> Any:
     """The inverse of `brought`.
 
     Args:
         old: a state that is used up, whose tensors are written over; None: tensors are made.
         look: whether the place is asked to bring each tensor once more, for a comparison to the
             bit; see `is_looked_at`.
+        ferry: of the update that made the state, which has taken some of it to the place.
 
     Raises:
         StructureError: the place has lost numbers.
@@ -60,24 +61,29 @@ def placed(place: Place | None, state: Any, old: Any = None, *, look: bool = Tru
     # Per leaf, the one that held it before: an update keeps the state's structure
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
     free = _homes_in(place, befores)
-    here: dict[int, Tensor] = {}  # placed ones, by the id of the one beside the params
+    # Placed ones, by the id of the one beside the params
+    here: dict[int, Tensor] = {} if ferry is None else dict(ferry.made)
     for leaf in leaves:
-        home = _home(leaf)
+        home = home_of(leaf)
         if home is not None and id(home) in free:
             here[id(home)] = free.pop(id(home))  # worked on where it lies
 
     moves: list[_Move] = []
     for n, (leaf, before) in enumerate(zip(leaves, befores, strict=True)):
-        home, into = _home(leaf), _home(before)
+        home, into = home_of(leaf), home_of(before)
         if home is None or id(home) in here:
             continue
         # Leaves may have shared a flat that they share no more, or changed their dtype
-        into = free.pop(id(into), None) if into is not None and _alike(into, home) else None
-        made = _checked(place, place.empty(home), home) if into is None else into
+        into = free.pop(id(into), None) if into is not None and are_alike(into, home) else None
+        made = checked(place, place.empty(home), home) if into is None else into
         moves.append(_Move(n, home.detach(), made))
         here[id(home)] = made
     _move(place, moves, state, look=look)
-    return treedef.unflatten([_in(here, leaf) for leaf in leaves])
+    new = treedef.unflatten([within(here, leaf) for leaf in leaves])
+    if ferry is not None:
+        ferry.check(new)
+        ferry.begin(look=False)
+    return new
 
 
 def moved_flats(place: Place | None, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -102,13 +108,13 @@ def check_places_work(places: Mapping[str, Place], params: Any, rank: int) -> No
         given = [torch.full((64,), 1 / n, dtype=torch.float64, device=device) for n in (3, 7)]
         if not has_values(given[0]):
             return  # a plan's
-        made = [_checked(place, place.empty(x), x) for x in given]
+        made = [checked(place, place.empty(x), x) for x in given]
         for x, into in zip(given, made, strict=True):
             place.leave(x, into).wait()
         arrived = [place.bring(x).wait() for x in made]
         for x, into, found in zip(given, made, arrived, strict=True):
-            if not (place.holds(into) and torch.equal(_checked(place, found, x), x)):
-                raise _lost(place, kind)
+            if not (place.holds(into) and torch.equal(checked(place, found, x), x)):
+                raise lost(place, kind)
             if kind in WORKED_IN and found is not into:
                 raise NotImplementedError(
                     f"place[{kind!r}]: {type(place).__name__} brings copies, and {kind} are worked "
@@ -140,80 +146,12 @@ def _move(place: Place, moves: Sequence[_Move], state: Any, *, look: bool) -> No
     # Last: a later tensor may have been written over an earlier one
     for move in moves:
         if move.expected is not None and has_values(move.into):
-            again = _checked(place, place.bring(move.into).wait(), move.into)
+            again = checked(place, place.bring(move.into).wait(), move.into)
             if not marks_of_values(again).equal(move.expected):
-                raise _lost(place, paths(state)[move.leaf])
+                raise lost(place, paths(state)[move.leaf])
 
 
 def _homes_in(place: Place, leaves: Sequence[Any]) -> dict[int, Tensor]:
     """The homes of leaves that lie in the place, by id."""
-    homes = {id(home): home for leaf in leaves if (home := _home(leaf)) is not None}
+    homes = {id(home): home for leaf in leaves if (home := home_of(leaf)) is not None}
     return {key: home for key, home in homes.items() if place.holds(home)}
-
-
-def _lost(place: Place, path: str) -> StructureError:
-    name = type(place).__name__
-    return StructureError(
-        explain(
-            f"{name} has lost numbers: what {name}.bring gives isn't what {name}.leave was given, "
-            "to the bit",
-            path=path,
-            remedy="let leave copy all of the tensor to `into`, and bring give all that was left, "
-            "rounded nowhere; of two tensors, each in memory of its own",
-        )
-    )
-
-
-def is_moved(leaf: Any) -> bool:
-    """Whether a leaf of a state lies in the place: single numbers stay, and what is no tensor."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _home(leaf: Any) -> Tensor | None:
-    """The tensor that is placed with a leaf: the flat that it is a view of, or itself. None: the
-    leaf stays."""
-    if not is_moved(leaf):
-        return None
-    # A view of anything but a flat of its own dtype is placed alone
-    base = base_of(leaf)
-    lies_in_flat = base is not None and base.dim() == 1 and base.dtype == leaf.dtype
-    return base if lies_in_flat and not is_flagged(leaf) else leaf
-
-
-def _in(homes: dict[int, Tensor], leaf: Any) -> Any:
-    """The leaf where its home lies now."""
-    home = _home(leaf)
-    if home is None:
-        return leaf
-    now = homes[id(home)]
-    if now is home:
-        return leaf
-    if home is leaf:
-        return now
-    # A view of a flat becomes the same view of the flat where it lies now
-    offset = leaf.storage_offset() - home.storage_offset()
-    # Its own offset may be any: the place chooses where a flat lies
-    return now.as_strided(leaf.shape, leaf.stride(), now.storage_offset() + offset)
-
-
-def _checked(place: Place, made: Any, home: Tensor) -> Tensor:
-    """The tensor that a place has returned; an error where it can't take the tensor's place."""
-    if isinstance(made, Tensor) and _alike(made, home):
-        return made
-    raise StructureError(
-        explain(
-            f"{type(place).__name__} returned what can't take the place of the tensor that it was "
-            "given",
-            expected=_form_of(home),
-            got=_form_of(made) if isinstance(made, Tensor) else type(made).__name__,
-            remedy="return a tensor of the same shape and dtype, from empty and from bring's wait",
-        )
-    )
-
-
-def _form_of(x: Tensor) -> str:
-    return f"shape {(*x.shape,)}, {x.dtype}"
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype

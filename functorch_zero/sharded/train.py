@@ -316,7 +316,8 @@ class ShardedTrainStep:
         new = ShardedOptState(fresh, StateHolding(params.sharding, prepared.plan))
         assert state.sharding is not None
         holding = StateHolding(state.sharding, past.plan)
-        old = ShardedOptState(past.brought(state.opt_state), holding)
+        device = params.flats()[0].device
+        old = ShardedOptState(past.brought(state.opt_state, device), holding)
         return carried(new, old, self._refit_group, "the optimizer's state").as_it_lies
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from ..groups import labelled
@@ -15,6 +16,7 @@ from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
+from ..sharded_optim.ferry import Ferry
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
@@ -42,7 +44,10 @@ class PreparedUpdate:
         group = options.axes.optimizer
         self.layout = layout
         self.parts = ReductionParts(options.reduction, layout, options.axes)
-        self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
+        self.ferry = Ferry(options.places.state)
+        self.across = Sharded(
+            layout, labelled(group, "optimizer/update"), donate=options.donate, ferry=self.ferry
+        )
         self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, group.size)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
@@ -75,13 +80,25 @@ class PreparedUpdate:
         return [getattr(leaves[i], "shape", None) for i in self._following]
 
     def update(
-        self, grads: ShardedTree, state: Any, params: ShardedTree, *, donate: bool = True
+        self,
+        grads: ShardedTree,
+        state: Any,
+        params: ShardedTree,
+        *,
+        donate: bool = True,
+        look: bool = False,
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates in pieces that are to be added, and the optimizer's next state.
+
+        The state is given as it lies; of the next one, some leaves lie beside the params, and
+        others in their place already. With `look`, `placed` compares these to the bit.
 
         None where one kernel has added all of them to the params already; with `donate` it writes
         over the state, too. Collectives: those that the optimizer asks for.
         """
+        self.ferry.begin(look=look)
+        if not self.optimizer.asks_for_state:
+            state = self.ferry.beside(state, params.flats()[0].device)
         if self._split is not None and self.fuses(params):
             # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained_flats(params)
@@ -102,14 +119,14 @@ class PreparedUpdate:
         _, fused = self._split
         return self.across.fuses(fused, _trained_flats(params))
 
-    def brought(self, state: Any) -> Any:
-        """The optimizer's state, beside the params."""
-        return brought(self._place, state)
+    def brought(self, state: Any, device: torch.device) -> Any:
+        """The optimizer's state, beside params on this device."""
+        return brought(self._place, state, device)
 
     def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
-        return placed(self._place, state, old, look=look)
+        return placed(self._place, state, old, look=look, ferry=self.ferry)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, same_structure, select
 from .dim_reductions import reduce_piece, spread_over_piece
-from .pointwise import Donate, PointwiseOnFlats
+from .ferry import Coming, Ferry, in_turn
+from .pointwise import Donate, PointwiseOnFlats, device_of
 from .state_plan import EVERYONE, owners_of
 from .whole_leaf import Exchange, batches, run_batch
 
@@ -59,6 +60,7 @@ class Sharded(Across):
         donate: pointwise updates may overwrite the updates and the state they are given; or the
             state alone.
         mask: the leaves that the trees have; None: all trained ones.
+        ferry: brings the optimizer's state, and takes it back; None: it lies beside the params.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Sharded(Across):
         *,
         donate: Donate = False,
         mask: PyTree[bool] | None = None,
+        ferry: Ferry | None = None,
     ):
         self._layout, self._group, self._donate = layout, group, donate
+        self._ferry = Ferry() if ferry is None else ferry
         mask = layout.trainable if mask is None else mask
         self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
         # Per leaf, whether its pieces lie on several ranks; not so at level 0, or on one rank
@@ -78,7 +82,9 @@ class Sharded(Across):
         counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.places]
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
-        self._on_flats = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
+        self._on_flats = PointwiseOnFlats(
+            layout, mask, group.rank, donate=donate, ferry=self._ferry
+        )
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
         self._exchange = Exchange(layout, self._numbers, group)
@@ -96,6 +102,7 @@ class Sharded(Across):
                 self._group,
                 donate=self._donate,
                 mask=self._layout.treedef.unflatten(of_all),
+                ferry=self._ferry,
             )
         return self._narrowed[chosen]
 
@@ -234,6 +241,9 @@ class Sharded(Across):
     def keep(self, state: Any, *passing: Tree) -> Any:
         return copied_if_in(state, passing)
 
+    def beside(self, state: Any, params: Tree) -> Any:
+        return self._ferry.beside(state, device_of(params))
+
     # Pointwise: flat by flat
 
     def run_pointwise(
@@ -310,13 +320,29 @@ class Sharded(Across):
         given_params = whole_params[0] if part.wants_param else None
         # By position, the whole updates made here: of leaves owned, or not cut
         results: dict[int, Tensor] = {}
-        for batch in batches(part, whole_updates):
-            made = run_batch(part, batch, whole_updates, states, given_params)
-            for i, new in zip(batch, made, strict=True):
-                check_whole(updates, i, (whole_updates[i], states[i].state), new)
+        ferry, device, over = self._ferry, device_of(params), bool(self._donate)
+
+        def begin(batch: Sequence[int]) -> list[list[Coming]]:
+            own = [optree.tree_leaves(states[i].state) for i in batch]
+            return [[ferry.bring(x, device) for x in tensors] for tensors in own]
+
+        def run(batch: Sequence[int], coming: Sequence[Sequence[Coming]]) -> None:
+            arrived = [[*map(ferry.wait, own)] for own in coming]
+            olds = []
+            for i, own in zip(batch, arrived, strict=True):
+                structure = optree.tree_structure(states[i].state)
+                olds.append(structure.unflatten([x.tensor for x in own]))
+            made = run_batch(part, batch, whole_updates, olds, given_params)
+            for i, own, old, new in zip(batch, arrived, olds, made, strict=True):
+                check_whole(updates, i, (whole_updates[i], old), new)
                 # Receivers expect the dtype of the pieces that they have sent
                 results[i] = new.update.to(leaves[i].dtype)
-                states[i] = Owned(new.state, states[i].leaf)
+                tensors, structure = optree.tree_flatten(new.state)
+                rows = zip(own, tensors, strict=True)
+                state = structure.unflatten([ferry.take_back(x, y, over=over) for x, y in rows])
+                states[i] = Owned(state, states[i].leaf)
+
+        in_turn(batches(part, whole_updates), begin, run, ferry.ahead)
         pieces = self._exchange.from_owners(results, leaves, owners)
         return treedef.unflatten(pieces), treedef.unflatten(states)
 

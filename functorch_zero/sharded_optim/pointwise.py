@@ -34,6 +34,7 @@ from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
+from .ferry import Brought, Coming, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # What may be overwritten: updates and state, neither, or the state alone. A kernel, of which it is
@@ -84,10 +85,20 @@ class PointwiseOnFlats:
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
         donate: updates and state may be overwritten; or the state alone.
+        ferry: brings the state group by group, and takes it back; None: it lies beside the params.
     """
 
-    def __init__(self, layout: Layout, mask: PyTree[bool], piece_number: int, *, donate: Donate):
+    def __init__(
+        self,
+        layout: Layout,
+        mask: PyTree[bool],
+        piece_number: int,
+        *,
+        donate: Donate,
+        ferry: Ferry | None = None,
+    ):
         self._layout, self._mask, self._donate = layout, mask, donate
+        self._ferry = Ferry() if ferry is None else ferry
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
@@ -100,11 +111,13 @@ class PointwiseOnFlats:
         regrouping = self._regrouping(part)
         # Leaves that are not treated alike stay apart. Without leaves there is no group, but the
         # state's count of steps must go on.
-        if regrouping is None or not self._groups:
-            return part.update(updates, state, params)
         # A flat has one dtype, and transforms may choose it leaf by leaf
-        if not self._share_dtypes(regrouping, updates, state):
-            return part.update(updates, state, params)
+        if (
+            regrouping is None
+            or not self._groups
+            or not self._share_dtypes(regrouping, updates, state)
+        ):
+            return part.update(updates, self._ferry.beside(state, device_of(params)), params)
 
         # Replaced group by group, so that old updates are freed on the way
         new_updates, treedef = optree.tree_flatten(updates)
@@ -115,7 +128,12 @@ class PointwiseOnFlats:
         writable = self._writable_storages(new_updates, param_leaves)
         # Per group, the operands beside its updates: flats (piece,), and counts that groups share
         states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
-        for batch in self._batches(part, regrouping, _room(param_leaves[0].device)):
+        ferry, device = self._ferry, param_leaves[0].device
+
+        def begin(batch: _Batch) -> list[Coming]:
+            return [ferry.bring(states[n][i], device) for n, i in batch.state]
+
+        def run(batch: _Batch, coming: Sequence[Coming]) -> None:
             # The updates of each group, then the leaves of their state; only params are just read
             operands, params_here = [], []
             for group in batch.groups:
@@ -125,12 +143,13 @@ class PointwiseOnFlats:
                 donated = _share(pieces[0], flat) and storage_id(flat) in writable
                 operands.append(_Operand(flat, is_flat=True, donated=donated))
                 params_here.append(group.find(_at(group.positions, param_leaves)))
-            for n, i in batch.state:
-                tensor, place = states[n][i], regrouping.places[n][i]
-                lies_in = _share(old_state[place.positions[0]], tensor)
+            arrived = [ferry.wait(one) for one in coming]
+            for (n, i), here in zip(batch.state, arrived, strict=True):
+                place = regrouping.places[n][i]
+                lies_in = _share(old_state[place.positions[0]], here.stored)
                 # A count is never written over: each batch reads the same old one
-                donated = bool(self._donate) and place.follows and lies_in
-                operands.append(_Operand(tensor, place.follows, donated))
+                donated = place.follows and (here.is_copy or (bool(self._donate) and lies_in))
+                operands.append(_Operand(here.tensor, place.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
             for group, operand in zip(batch.groups, operands, strict=False):
@@ -138,13 +157,19 @@ class PointwiseOnFlats:
                 # The flat itself: the updates' leaves hold these values already
                 if new_flat is not operand.tensor:
                     _put(group.cut(new_flat), group.positions, new_updates)
-            for (n, i), new in zip(batch.state, results, strict=True):
+            for (n, i), here, new in zip(batch.state, arrived, results, strict=True):
                 place = regrouping.places[n][i]
                 # All batches make the same of a count, so any one's is the answer
                 if not place.follows:
                     new_state[place.positions[0]] = new
-                elif new is not states[n][i]:
-                    _put(place.group.cut(new), place.positions, new_state)
+                    continue
+                flat = ferry.take_back(here, new, over=bool(self._donate))
+                if flat is not states[n][i]:
+                    _put(place.group.cut(flat), place.positions, new_state)
+
+        # One group at a time, where its state has a place
+        room = _room(device) if ferry.place is None else 0
+        in_turn(self._batches(part, regrouping, room), begin, run, ferry.ahead)
         return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
 
     def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
@@ -229,22 +254,37 @@ class PointwiseOnFlats:
 
         leaves = _copy_repeated(optree.tree_leaves(state))
         flats = regrouping.find_flats(leaves)
-        if not donate:
-            flats = [flat.clone() for flat in flats]
-        states = regrouping.group_states(flats, leaves)
-        trees = [regrouping.one.unflatten(own_state) for own_state in states]
-        # One call for all groups: a kernel may launch once for many tensors
-        next_trees = fused.update(params, updates, trees)
-        for flat, place in zip(flats, regrouping.following, strict=True):
-            # The kernel has written to a copy, where the leaves lay in no flat, or aren't donated
-            if not _share(leaves[place.positions[0]], flat):
-                _put(place.group.cut(flat), place.positions, leaves)
+        states, ferry = regrouping.group_states(flats, leaves), self._ferry
 
-        # Leaves that follow no param are the same for all groups
-        shared = optree.tree_leaves(next_trees[0])
-        for result, place in zip(shared, regrouping.places[0], strict=True):
-            if not place.follows:
-                leaves[place.positions[0]] = result
+        def begin(groups: range) -> list[list[Coming]]:
+            return [[ferry.bring(x, params[n].device) for x in states[n]] for n in groups]
+
+        def to_write(here: Brought, place: _Place) -> Brought:
+            return here.to_write() if place.follows and not donate else here
+
+        def run(groups: range, coming: Sequence[Sequence[Coming]]) -> None:
+            arrived: list[list[Brought]] = []
+            for n, tensors in zip(groups, coming, strict=True):
+                arrived.append([*map(to_write, map(ferry.wait, tensors), regrouping.places[n])])
+            trees = [regrouping.one.unflatten([here.tensor for here in own]) for own in arrived]
+            made = fused.update(_at(groups, params), _at(groups, updates), trees)
+            for n, own, tree in zip(groups, arrived, made, strict=True):
+                results = optree.tree_leaves(tree)
+                for here, new, place in zip(own, results, regrouping.places[n], strict=True):
+                    # Leaves that follow no param are the same for all groups, which read the old
+                    if not place.follows:
+                        leaves[place.positions[0]] = new
+                        continue
+                    # The kernel has written to the tensor itself
+                    flat = ferry.take_back(here, here.tensor, over=donate)
+                    if not _share(leaves[place.positions[0]], flat):
+                        _put(place.group.cut(flat), place.positions, leaves)
+
+        every = range(len(params))
+        # One call for all groups: a kernel may launch once for many tensors. Or one at a time,
+        # where their state has a place
+        calls = [every] if ferry.place is None else [every[n : n + 1] for n in every]
+        in_turn(calls, begin, run, ferry.ahead)
         return regrouping.full.unflatten(leaves)
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: int) -> list[_Batch]:
@@ -283,6 +323,11 @@ class PointwiseOnFlats:
         if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
         return _Regrouping(full, one, self._groups, remember=bool(self._donate))
+
+
+def device_of(params: Tree) -> torch.device | None:
+    """The device of a tree's leaves; None: it has none."""
+    return next((leaf.device for leaf in optree.tree_leaves(params)), None)
 
 
 def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> list[FlatGroup]:

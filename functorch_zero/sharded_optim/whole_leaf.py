@@ -20,7 +20,7 @@ from ..groups.protocol import Group
 from ..layout.extent import Extent
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
-from ..optim.across import Owned, WholeLeaf
+from ..optim.across import WholeLeaf
 from .mail import Mail
 from .state_plan import EVERYONE
 
@@ -218,28 +218,28 @@ def run_batch(
     part: WholeLeaf,
     batch: Sequence[int],
     updates: Mapping[int, Tensor],
-    states: Sequence[Owned],
+    states: Sequence[Any],
     params: Mapping[int, Tensor] | None,
 ) -> list[Updated]:
     """Run a whole-leaf update on the leaves at the positions of a batch.
 
     Args:
         updates: whole leaves, by position.
-        states: of all leaves, by position; those of the batch are held here.
+        states: of the leaves of the batch.
         params: whole leaves, by position; None where the update wants none.
     """
     # `batches` has given this transform one leaf at a time
     if not part.batched:
         (i,) = batch
         param = None if params is None else params[i]
-        return [Updated(*part.update(updates[i], states[i].state, param))]
+        return [Updated(*part.update(updates[i], states[0], param))]
 
     def stack(*leaves: Tensor) -> Tensor:
         return torch.stack(leaves)
 
     # (k, *shape) for k leaves, and so is each leaf of the states
     stacked_updates = stack(*(updates[i] for i in batch))
-    stacked_states = tree_map(stack, *[states[i].state for i in batch])
+    stacked_states = tree_map(stack, *states)
     stacked_params = None if params is None else stack(*(params[i] for i in batch))
     new_updates, new_states = part.update(stacked_updates, stacked_states, stacked_params)
     updated = []

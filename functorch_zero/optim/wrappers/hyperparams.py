@@ -159,7 +159,8 @@ def _injected(
     def init(params: Tree, across: Across) -> InjectHyperparamsState:
         return begin(first.init(params, across))
 
-    return Transform(init, update, first.needs, parts=(first,))
+    asks_for_state = first.asks_for_state
+    return Transform(init, update, first.needs, parts=(first,), asks_for_state=asks_for_state)
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:

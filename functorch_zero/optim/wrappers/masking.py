@@ -106,7 +106,14 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         return update
 
     ending = update_with(_UPDATE_AND_ADD) if inner.has_kernel else None
-    return Transform(init, update_with(_UPDATE), inner.needs, parts=(inner,), ending=ending)
+    return Transform(
+        init,
+        update_with(_UPDATE),
+        inner.needs,
+        parts=(inner,),
+        ending=ending,
+        asks_for_state=inner.asks_for_state,
+    )
 
 
 @named
@@ -157,7 +164,14 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     has_kernel = any(t.has_kernel for t in transforms.values())
     ending = update_with(_UPDATE_AND_ADD) if has_kernel else None
     parts = tuple(transforms.values())
-    return Transform(init, update_with(_UPDATE), needs, parts=parts, ending=ending)
+    return Transform(
+        init,
+        update_with(_UPDATE),
+        needs,
+        parts=parts,
+        ending=ending,
+        asks_for_state=all(t.asks_for_state for t in parts),
+    )
 
 
 @named
@@ -221,7 +235,8 @@ def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Tr
         return treedef.unflatten(leaves), states
 
     # The question about all leaves is its own, whatever `inner` needs
-    return Transform(init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,))
+    needs = max(Needs.STATISTICS, inner.needs)
+    return Transform(init, update, needs, (inner,), asks_for_state=inner.asks_for_state)
 
 
 def _only(at: list[int], tree: Tree) -> Tree:
@@ -303,7 +318,9 @@ def freeze(mask: Mask) -> Transform:
         return new, state
 
     # Pointwise, but without `plain`: it tells leaves apart
-    return Transform(lambda params, across: EmptyState(), update, Needs.POINTWISE)
+    return Transform(
+        lambda params, across: EmptyState(), update, Needs.POINTWISE, asks_for_state=True
+    )
 
 
 @named
@@ -341,4 +358,4 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
         scaled = tree_map(scale, updates, label(params, across))
         return scaled, CountState(state.count + 1)
 
-    return Transform(init, update, Needs.POINTWISE)
+    return Transform(init, update, Needs.POINTWISE, asks_for_state=True)

@@ -137,7 +137,7 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
 
     # The question about all leaves is its own, whatever `inner` needs
     needs = max(Needs.STATISTICS, inner.needs)
-    return Transform(init, update, needs, parts=(inner,))
+    return Transform(init, update, needs, (inner,), asks_for_state=inner.asks_for_state)
 
 
 class MultiStepsState(NamedTuple):
@@ -224,7 +224,8 @@ def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) ->
             updates, inner_state = inner.update(updates, inner_state, params, across)
         return updates, MaybeUpdateState(state.step + 1, inner_state)
 
-    return Transform(init, update, inner.needs, parts=(inner,))
+    asks_for_state = inner.asks_for_state
+    return Transform(init, update, inner.needs, parts=(inner,), asks_for_state=asks_for_state)
 
 
 class LookaheadState(NamedTuple):

@@ -9,9 +9,9 @@ import optree
 
 from ...layout.sharded_tree import ShardedTree
 from ...params import as_local, is_on_engine
+from ...sharded_optim.ferry import is_moved
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...tree import storages
-from ..placed import is_moved
 
 
 class EarlierCalls:

@@ -1,0 +1,232 @@
+"""An optimizer's state on its way between a place and the update, some tensors at a time.
+
+A leaf's *home* is the tensor that is placed with it: the flat that it is a view of, or the leaf
+itself. Single numbers, 0-d, have none, and stay where they are.
+
+An update is given a state as it lies. What reads it, a bucket's pointwise update say, has the
+`Ferry` bring the tensors that it reads, and take back what it has made of them, before it goes on
+to the next ones. So of a state that must be brought, a few buckets are beside the params at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from .._torch_private import base_of
+from ..errors import StructureError, explain
+from ..model.untouched import marks_of_values
+from ..places import Arriving, Here, Place, ahead_of, moved
+from ..tree import has_values, is_flagged, paths
+
+T = TypeVar("T")
+
+
+class Brought(NamedTuple):
+    """A tensor of a state, beside the params."""
+
+    stored: Tensor  # as the state has it
+    home: Tensor | None  # that it lies in, in the place; None: it isn't of the place
+    arrived: Tensor  # the home beside the params; itself, where it can be worked on
+    tensor: Tensor  # as `stored` lies in its home, in `arrived`
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether nothing else lies in its memory, so that it may be written to."""
+        return self.home is not None and self.arrived is not self.home
+
+    def to_write(self) -> Brought:
+        """One that may be written to, whatever happens to the old values."""
+        return self if self.is_copy else self._replace(tensor=self.tensor.clone())
+
+
+class Coming(NamedTuple):
+    """A tensor of a state on its way."""
+
+    stored: Tensor
+    home: Tensor | None
+    arriving: Arriving
+
+
+class Ferry:
+    """Brings the tensors of one optimizer's state, and takes back what an update makes of them.
+
+    Attributes:
+        place: where they lie; None: beside the params, and nothing travels.
+        ahead: how many, or how many buckets', are brought before the update needs them.
+        made: by id, the homes that were made in this update.
+    """
+
+    def __init__(self, place: Place | None = None):
+        self.place, self.ahead = place, 0 if place is None else ahead_of(place)
+        self.begin(look=False)
+
+    def begin(self, *, look: bool) -> None:
+        """An update begins. With `look`, what it takes back is compared to the bit at its end."""
+        self._look = look
+        self.made: dict[int, Tensor] = {}
+        self._expected: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a home, marks of its values
+
+    def bring(self, stored: Tensor, device: torch.device | None) -> Coming:
+        """Start to bring a tensor of the state beside params on this device."""
+        home = None if self.place is None else home_of(stored)
+        if self.place is None or home is None:
+            return Coming(stored, None, Here(stored))
+        if not self.place.holds(home):
+            # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
+            if device is None or home.device == device:
+                return Coming(stored, None, Here(stored))
+            here = moved(self.place, home)
+            stored, home = within({id(home): here}, stored), here
+        return Coming(stored, home, self.place.bring(home))
+
+    def wait(self, coming: Coming) -> Brought:
+        """The tensor, when it has come."""
+        stored, home, arriving = coming
+        arrived = arriving.wait()
+        if self.place is None or home is None:
+            return Brought(stored, None, arrived, arrived)
+        arrived = checked(self.place, arrived, home)
+        return Brought(stored, home, arrived, within({id(home): arrived}, stored))
+
+    def take_back(self, brought: Brought, new: Tensor, *, over: bool) -> Tensor:
+        """Start to take what an update has made of a tensor to the place; returns it there.
+
+        Args:
+            new: the result, beside the params; it may be the tensor that was brought.
+            over: whether the old values are used up, and may be written over.
+        """
+        home = brought.home
+        if self.place is None or home is None:
+            return new
+        if not (over and are_alike(new, brought.stored)):
+            made = checked(self.place, self.place.empty(new), new)
+            self.made[id(made)] = made
+            self._leave(self.place, new.detach(), made)
+            return made
+        if new is not brought.tensor:
+            brought.tensor.copy_(new)
+        if brought.is_copy:
+            # With what else lies in it, as it was
+            self._leave(self.place, brought.arrived, home)
+        return brought.stored
+
+    def _leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
+        if self._look and has_values(tensor):
+            self._expected[id(into)] = into, marks_of_values(tensor)
+        place.leave(tensor, into).wait()
+
+    def beside(self, state: Any, device: torch.device | None) -> Any:
+        """All of a state beside params on this device, for functions that read it leaf by leaf."""
+        if self.place is None:
+            return state
+        leaves, treedef = optree.tree_flatten(state)
+        # Many leaves share a home, which is brought once. Ids are good while `leaves` holds them.
+        homes = {id(home): home for leaf in leaves if (home := home_of(leaf)) is not None}
+        coming = {key: self.bring(home, device) for key, home in homes.items()}
+        here = {key: self.wait(one).tensor for key, one in coming.items()}
+        return treedef.unflatten([within(here, leaf) for leaf in leaves])
+
+    def check(self, state: Any) -> None:
+        """Raise unless all that was taken back in this update lies in the place, to the bit.
+
+        Raises:
+            StructureError: the place has lost numbers, of a leaf of this state.
+        """
+        expected, self._expected = self._expected, {}
+        if self.place is None or not expected:
+            return
+        for n, leaf in enumerate(optree.tree_leaves(state)):
+            home, marks = expected.pop(id(home_of(leaf)), (None, None))
+            if home is not None and marks is not None:
+                again = checked(self.place, self.place.bring(home).wait(), home)
+                if not marks_of_values(again).equal(marks):
+                    raise lost(self.place, paths(state)[n])
+
+
+def in_turn(
+    items: Sequence[T], start: Callable[[T], Any], run: Callable[[T, Any], None], ahead: int
+) -> None:
+    """`run(item, started)` of each item, with what `start` made of it `ahead` items before."""
+    under_way = deque(map(start, items[:ahead]))
+    for n, item in enumerate(items):
+        if n + ahead < len(items):
+            under_way.append(start(items[n + ahead]))
+        # Handed over: what was started for an item is nobody's when it has run
+        run(item, under_way.popleft())
+
+
+def is_moved(leaf: Any) -> bool:
+    """Whether a leaf of a state lies in the place: single numbers stay, and what is no tensor."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def home_of(leaf: Any) -> Tensor | None:
+    """The tensor that is placed with a leaf: the flat that it is a view of, or itself. None: the
+    leaf stays."""
+    if not is_moved(leaf):
+        return None
+    # A view of anything but a flat of its own dtype is placed alone
+    base = base_of(leaf)
+    lies_in_flat = base is not None and base.dim() == 1 and base.dtype == leaf.dtype
+    return base if lies_in_flat and not is_flagged(leaf) else leaf
+
+
+def within(homes: Mapping[int, Tensor], leaf: Any) -> Any:
+    """The leaf where its home lies now; `homes`: by the ids of those that they take the place
+    of."""
+    home = home_of(leaf)
+    if home is None:
+        return leaf
+    now = homes[id(home)]
+    if now is home:
+        return leaf
+    if home is leaf:
+        return now
+    # A view of a flat becomes the same view of the flat where it lies now
+    offset = leaf.storage_offset() - home.storage_offset()
+    # Its own offset may be any: the place chooses where a flat lies
+    return now.as_strided(leaf.shape, leaf.stride(), now.storage_offset() + offset)
+
+
+def checked(place: Place, made: Any, home: Tensor) -> Tensor:
+    """The tensor that a place has returned; an error where it can't take the tensor's place."""
+    if isinstance(made, Tensor) and are_alike(made, home):
+        return made
+    raise StructureError(
+        explain(
+            f"{type(place).__name__} returned what can't take the place of the tensor that it was "
+            "given",
+            expected=_form_of(home),
+            got=_form_of(made) if isinstance(made, Tensor) else type(made).__name__,
+            remedy="return a tensor of the same shape and dtype, from empty and from bring's wait",
+        )
+    )
+
+
+def lost(place: Place, path: str) -> StructureError:
+    """The error for a place that has not kept what it was given, of a leaf or a kind."""
+    name = type(place).__name__
+    return StructureError(
+        explain(
+            f"{name} has lost numbers: what {name}.bring gives isn't what {name}.leave was given, "
+            "to the bit",
+            path=path,
+            remedy="let leave copy all of the tensor to `into`, and bring give all that was left, "
+            "rounded nowhere; of two tensors, each in memory of its own",
+        )
+    )
+
+
+def are_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether one may be written over the other."""
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _form_of(x: Tensor) -> str:
+    return f"shape {(*x.shape,)}, {x.dtype}"
