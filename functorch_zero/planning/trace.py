@@ -225,9 +225,9 @@ class _Announced:
         self.across = prepared.across
         self.placed = prepared.placed  # the rest of an `Updater`, as it is
 
-    def update(self, grads: ShardedTree, state: Any, params: ShardedTree, *, look: bool) -> Any:
+    def update(self, grads: ShardedTree, state: Any, params: ShardedTree, **how: bool) -> Any:
         self._enter("optimizer")
         prepared, idle = self._prepared, self._idle
-        updated = (None, state) if idle else prepared.update(grads, state, params, look=look)
+        updated = (None, state) if idle else prepared.update(grads, state, params, **how)
         self._enter("publish")
         return updated

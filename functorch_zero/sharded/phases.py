@@ -60,7 +60,7 @@ class Updater(Protocol):
         ...
 
     def update(
-        self, grads: ShardedTree, state: Any, params: ShardedTree, *, look: bool
+        self, grads: ShardedTree, state: Any, params: ShardedTree, *, donate: bool, look: bool
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; None where the params hold the sums
         already. The state is given as it lies, and the next one is for `placed`.
@@ -252,7 +252,9 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     look = is_looked_at(int(state.step))
     if agreed.fine:
         with ranged("update"):
-            updates, opt_state = run.updater.update(grads, opt_state, view, look=look)
+            updates, opt_state = run.updater.update(
+                grads, opt_state, view, donate=options.donate, look=look
+            )
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
             params = publish(

@@ -33,7 +33,12 @@ def brought(place: Place | None, state: Any, device: torch.device | None = None)
     Raises:
         StructureError: the place has brought what can't be worked on.
     """
-    return state if place is None else Ferry(place).beside(state, device)
+    return Ferry(in_places(place)).beside(state, device)
+
+
+def in_places(place: Place | None) -> Sequence[Place]:
+    """The places that tensors may lie in."""
+    return () if place is None else (place,)
 
 
 def placed(
@@ -82,7 +87,7 @@ def placed(
     new = treedef.unflatten([within(here, leaf) for leaf in leaves])
     if ferry is not None:
         ferry.check(new)
-        ferry.begin(look=False)
+        ferry.begin(look=False, over=False)
     return new
 
 

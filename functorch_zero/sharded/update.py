@@ -17,12 +17,13 @@ from ..optim.base import Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.ferry import Ferry
+from ..sharded_optim.pointwise import device_of
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
 from .parts import ReductionParts
-from .placed import brought, placed
+from .placed import brought, in_places, placed
 
 
 class PreparedUpdate:
@@ -44,7 +45,7 @@ class PreparedUpdate:
         group = options.axes.optimizer
         self.layout = layout
         self.parts = ReductionParts(options.reduction, layout, options.axes)
-        self.ferry = Ferry(options.places.state)
+        self.ferry = Ferry(in_places(options.places.state))
         self.across = Sharded(
             layout, labelled(group, "optimizer/update"), donate=options.donate, ferry=self.ferry
         )
@@ -85,20 +86,18 @@ class PreparedUpdate:
         state: Any,
         params: ShardedTree,
         *,
-        donate: bool = True,
-        look: bool = False,
+        donate: bool,
+        look: bool,
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates in pieces that are to be added, and the optimizer's next state.
 
         The state is given as it lies; of the next one, some leaves lie beside the params, and
         others in their place already. With `look`, `placed` compares these to the bit.
 
-        None where one kernel has added all of them to the params already; with `donate` it writes
-        over the state, too. Collectives: those that the optimizer asks for.
+        None where one kernel has added all of them to the params already. With `donate` the state
+        is used up. Collectives: those that the optimizer asks for.
         """
-        self.ferry.begin(look=look)
-        if not self.optimizer.asks_for_state:
-            state = self.ferry.beside(state, params.flats()[0].device)
+        state = self.begin(state, params, look=look, over=donate)
         if self._split is not None and self.fuses(params):
             # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained_flats(params)
@@ -111,6 +110,14 @@ class PreparedUpdate:
         state = self.across.keep(state, params.local_tree)
         same_structure(params.local_tree, updates, what="the optimizer's updates")
         return updates, state
+
+    def begin(self, state: Any, params: ShardedTree, *, look: bool, over: bool) -> Any:
+        """An update begins: the state as the optimizer is given it. `over`: whether what it makes
+        may be written over the state's tensors in their place."""
+        self.ferry.begin(look=look, over=over)
+        if self.optimizer.asks_for_state:
+            return state
+        return self.ferry.beside(state, device_of(params.local_tree))
 
     def fuses(self, params: ShardedTree) -> bool:
         """Whether `update` adds the updates to these pieces itself, by a kernel."""

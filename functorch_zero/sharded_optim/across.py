@@ -320,7 +320,7 @@ class Sharded(Across):
         given_params = whole_params[0] if part.wants_param else None
         # By position, the whole updates made here: of leaves owned, or not cut
         results: dict[int, Tensor] = {}
-        ferry, device, over = self._ferry, device_of(params), bool(self._donate)
+        ferry, device = self._ferry, device_of(params)
 
         def begin(batch: Sequence[int]) -> list[list[Coming]]:
             own = [optree.tree_leaves(states[i].state) for i in batch]
@@ -339,7 +339,7 @@ class Sharded(Across):
                 results[i] = new.update.to(leaves[i].dtype)
                 tensors, structure = optree.tree_flatten(new.state)
                 rows = zip(own, tensors, strict=True)
-                state = structure.unflatten([ferry.take_back(x, y, over=over) for x, y in rows])
+                state = structure.unflatten([ferry.take_back(x, y) for x, y in rows])
                 states[i] = Owned(state, states[i].leaf)
 
         in_turn(batches(part, whole_updates), begin, run, ferry.ahead)

@@ -21,109 +21,111 @@ from torch import Tensor
 from .._torch_private import base_of
 from ..errors import StructureError, explain
 from ..model.untouched import marks_of_values
-from ..places import Arriving, Here, Place, ahead_of, moved
+from ..places import Arriving, Here, Place, ahead_of
 from ..tree import has_values, is_flagged, paths
 
 T = TypeVar("T")
+
+
+class Coming(NamedTuple):
+    """A tensor of a state on its way."""
+
+    stored: Tensor  # as the state has it
+    place: Place | None  # None: it lies in none
+    home: Tensor  # that it lies in
+    arriving: Arriving
 
 
 class Brought(NamedTuple):
     """A tensor of a state, beside the params."""
 
     stored: Tensor  # as the state has it
-    home: Tensor | None  # that it lies in, in the place; None: it isn't of the place
+    place: Place | None  # None: it lies in none
+    home: Tensor  # that it lies in
     arrived: Tensor  # the home beside the params; itself, where it can be worked on
     tensor: Tensor  # as `stored` lies in its home, in `arrived`
 
     @property
     def is_copy(self) -> bool:
         """Whether nothing else lies in its memory, so that it may be written to."""
-        return self.home is not None and self.arrived is not self.home
+        return self.arrived is not self.home
 
     def to_write(self) -> Brought:
         """One that may be written to, whatever happens to the old values."""
         return self if self.is_copy else self._replace(tensor=self.tensor.clone())
 
 
-class Coming(NamedTuple):
-    """A tensor of a state on its way."""
-
-    stored: Tensor
-    home: Tensor | None
-    arriving: Arriving
-
-
 class Ferry:
     """Brings the tensors of one optimizer's state, and takes back what an update makes of them.
 
+    Args:
+        places: where they may lie; (): beside the params, and nothing travels.
+
     Attributes:
-        place: where they lie; None: beside the params, and nothing travels.
+        places: as given.
         ahead: how many, or how many buckets', are brought before the update needs them.
+        look: whether what is taken back in this update is compared to the bit at its end.
         made: by id, the homes that were made in this update.
     """
 
-    def __init__(self, place: Place | None = None):
-        self.place, self.ahead = place, 0 if place is None else ahead_of(place)
-        self.begin(look=False)
+    def __init__(self, places: Sequence[Place] = ()):
+        self.places, self.ahead = places, max(map(ahead_of, places), default=0)
+        self.begin(look=False, over=False)
 
-    def begin(self, *, look: bool) -> None:
-        """An update begins. With `look`, what it takes back is compared to the bit at its end."""
-        self._look = look
+    def begin(self, *, look: bool, over: bool) -> None:
+        """An update begins. `over`: whether the state's tensors are used up, and what is made of
+        them may be written over them."""
+        self.look, self._over = look, over
         self.made: dict[int, Tensor] = {}
-        self._expected: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a home, marks of its values
+        self._left: dict[int, _Left] = {}  # by id of the home, what is to be compared
 
     def bring(self, stored: Tensor, device: torch.device | None) -> Coming:
         """Start to bring a tensor of the state beside params on this device."""
-        home = None if self.place is None else home_of(stored)
-        if self.place is None or home is None:
-            return Coming(stored, None, Here(stored))
-        if not self.place.holds(home):
-            # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
-            if device is None or home.device == device:
-                return Coming(stored, None, Here(stored))
-            here = moved(self.place, home)
-            stored, home = within({id(home): here}, stored), here
-        return Coming(stored, home, self.place.bring(home))
+        home = home_of(stored) if self.places else None
+        if home is None:
+            return Coming(stored, None, stored, Here(stored))
+        for place in self.places:
+            if place.holds(home):
+                return Coming(stored, place, home, place.bring(home))
+        # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
+        here = stored if device is None else stored.to(device)
+        return Coming(stored, None, stored, Here(here))
 
     def wait(self, coming: Coming) -> Brought:
         """The tensor, when it has come."""
-        stored, home, arriving = coming
+        stored, place, home, arriving = coming
         arrived = arriving.wait()
-        if self.place is None or home is None:
-            return Brought(stored, None, arrived, arrived)
-        arrived = checked(self.place, arrived, home)
-        return Brought(stored, home, arrived, within({id(home): arrived}, stored))
+        if place is None:
+            return Brought(stored, None, home, arrived, arrived)
+        arrived = checked(place, arrived, home)
+        return Brought(stored, place, home, arrived, within({id(home): arrived}, stored))
 
-    def take_back(self, brought: Brought, new: Tensor, *, over: bool) -> Tensor:
-        """Start to take what an update has made of a tensor to the place; returns it there.
-
-        Args:
-            new: the result, beside the params; it may be the tensor that was brought.
-            over: whether the old values are used up, and may be written over.
-        """
-        home = brought.home
-        if self.place is None or home is None:
+    def take_back(self, brought: Brought, new: Tensor) -> Tensor:
+        """Start to take what an update has made of a tensor, `new`, to its place; returns it there.
+        It may be the tensor that was brought."""
+        place, home = brought.place, brought.home
+        if place is None:
             return new
-        if not (over and are_alike(new, brought.stored)):
-            made = checked(self.place, self.place.empty(new), new)
+        if not (self._over and are_alike(new, brought.stored)):
+            made = checked(place, place.empty(new), new)
             self.made[id(made)] = made
-            self._leave(self.place, new.detach(), made)
+            self._leave(place, new.detach(), made)
             return made
         if new is not brought.tensor:
             brought.tensor.copy_(new)
         if brought.is_copy:
             # With what else lies in it, as it was
-            self._leave(self.place, brought.arrived, home)
+            self._leave(place, brought.arrived, home)
         return brought.stored
 
     def _leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
-        if self._look and has_values(tensor):
-            self._expected[id(into)] = into, marks_of_values(tensor)
+        if self.look and has_values(tensor):
+            self._left[id(into)] = _Left(place, into, marks_of_values(tensor))
         place.leave(tensor, into).wait()
 
     def beside(self, state: Any, device: torch.device | None) -> Any:
         """All of a state beside params on this device, for functions that read it leaf by leaf."""
-        if self.place is None:
+        if not self.places:
             return state
         leaves, treedef = optree.tree_flatten(state)
         # Many leaves share a home, which is brought once. Ids are good while `leaves` holds them.
@@ -133,20 +135,27 @@ class Ferry:
         return treedef.unflatten([within(here, leaf) for leaf in leaves])
 
     def check(self, state: Any) -> None:
-        """Raise unless all that was taken back in this update lies in the place, to the bit.
+        """Raise unless all that was taken back in this update lies in its place, to the bit.
 
         Raises:
-            StructureError: the place has lost numbers, of a leaf of this state.
+            StructureError: a place has lost numbers, of a leaf of this state.
         """
-        expected, self._expected = self._expected, {}
-        if self.place is None or not expected:
+        if not self._left:
             return
-        for n, leaf in enumerate(optree.tree_leaves(state)):
-            home, marks = expected.pop(id(home_of(leaf)), (None, None))
-            if home is not None and marks is not None:
-                again = checked(self.place, self.place.bring(home).wait(), home)
-                if not marks_of_values(again).equal(marks):
-                    raise lost(self.place, paths(state)[n])
+        homes = {id(home_of(leaf)): n for n, leaf in enumerate(optree.tree_leaves(state))}
+        # Last: a later tensor may have been written over an earlier one
+        for key, (place, home, marks) in self._left.items():
+            again = checked(place, place.bring(home).wait(), home)
+            if key in homes and not marks_of_values(again).equal(marks):
+                raise lost(place, paths(state)[homes[key]])
+
+
+class _Left(NamedTuple):
+    """A tensor that was taken back, to be compared."""
+
+    place: Place
+    home: Tensor
+    marks: Tensor  # of the values that it should have
 
 
 def in_turn(

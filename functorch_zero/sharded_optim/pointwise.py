@@ -123,12 +123,12 @@ class PointwiseOnFlats:
         new_updates, treedef = optree.tree_flatten(updates)
         param_leaves = optree.tree_leaves(params)
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
-        old_state = _copy_repeated(optree.tree_leaves(state))
+        ferry, device = self._ferry, param_leaves[0].device
+        old_state = self._copy_repeated(optree.tree_leaves(state), device)
         new_state = list(old_state)
         writable = self._writable_storages(new_updates, param_leaves)
         # Per group, the operands beside its updates: flats (piece,), and counts that groups share
-        states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
-        ferry, device = self._ferry, param_leaves[0].device
+        states = regrouping.group_states(self._flats_of(regrouping, old_state, device), old_state)
 
         def begin(batch: _Batch) -> list[Coming]:
             return [ferry.bring(states[n][i], device) for n, i in batch.state]
@@ -163,12 +163,12 @@ class PointwiseOnFlats:
                 if not place.follows:
                     new_state[place.positions[0]] = new
                     continue
-                flat = ferry.take_back(here, new, over=bool(self._donate))
+                flat = ferry.take_back(here, new)
                 if flat is not states[n][i]:
                     _put(place.group.cut(flat), place.positions, new_state)
 
         # One group at a time, where its state has a place
-        room = _room(device) if ferry.place is None else 0
+        room = 0 if ferry.places else _room(device)
         in_turn(self._batches(part, regrouping, room), begin, run, ferry.ahead)
         return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
 
@@ -252,12 +252,12 @@ class PointwiseOnFlats:
         if not all(map(has_values, params)):
             return state if donate else tree_map(torch.clone, state)
 
-        leaves = _copy_repeated(optree.tree_leaves(state))
-        flats = regrouping.find_flats(leaves)
-        states, ferry = regrouping.group_states(flats, leaves), self._ferry
+        ferry, device = self._ferry, params[0].device
+        leaves = self._copy_repeated(optree.tree_leaves(state), device)
+        states = regrouping.group_states(self._flats_of(regrouping, leaves, device), leaves)
 
         def begin(groups: range) -> list[list[Coming]]:
-            return [[ferry.bring(x, params[n].device) for x in states[n]] for n in groups]
+            return [[ferry.bring(x, device) for x in states[n]] for n in groups]
 
         def to_write(here: Brought, place: _Place) -> Brought:
             return here.to_write() if place.follows and not donate else here
@@ -276,16 +276,43 @@ class PointwiseOnFlats:
                         leaves[place.positions[0]] = new
                         continue
                     # The kernel has written to the tensor itself
-                    flat = ferry.take_back(here, here.tensor, over=donate)
-                    if not _share(leaves[place.positions[0]], flat):
+                    flat = ferry.take_back(here, here.tensor)
+                    is_old = flat is here.stored and _share(leaves[place.positions[0]], flat)
+                    if not is_old:
                         _put(place.group.cut(flat), place.positions, leaves)
 
         every = range(len(params))
         # One call for all groups: a kernel may launch once for many tensors. Or one at a time,
         # where their state has a place
-        calls = [every] if ferry.place is None else [every[n : n + 1] for n in every]
+        calls = [every[n : n + 1] for n in every] if ferry.places else [every]
         in_turn(calls, begin, run, ferry.ahead)
         return regrouping.full.unflatten(leaves)
+
+    def _flats_of(
+        self, regrouping: _Regrouping, leaves: Sequence[Tensor], device: torch.device
+    ) -> list[Tensor]:
+        """Of the full state's leaves, the flat (piece,) at each of `following`."""
+        flats = regrouping.find_flats(leaves)
+        if not self._ferry.places:
+            return flats
+        for n, place in enumerate(regrouping.following):
+            pieces = _at(place.positions, leaves)
+            # A copy must be of what is brought, and stays beside the params
+            if not _share(pieces[0], flats[n]):
+                flats[n] = place.group.find(self._ferry.beside(pieces, device))
+        return flats
+
+    def _copy_repeated(self, leaves: list[Tensor], device: torch.device) -> list[Tensor]:
+        """The leaves, each a tensor of its own. See Note [Writing over donated storage]."""
+        if len(set(map(id, leaves))) == len(leaves):
+            return leaves
+        seen: set[int] = set()
+        distinct = []
+        for leaf in leaves:
+            is_first = id(leaf) not in seen
+            distinct.append(leaf if is_first else self._ferry.beside(leaf, device).clone())
+            seen.add(id(leaf))
+        return distinct
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: int) -> list[_Batch]:
         """The groups, in order, as many at a time as have this number of elements; at least one."""
@@ -472,18 +499,6 @@ def _put(pieces: Sequence[Tensor], positions: Sequence[int], leaves: list[Tensor
     """The inverse of `_at`."""
     for i, piece in zip(positions, pieces, strict=True):
         leaves[i] = piece
-
-
-def _copy_repeated(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves, each a tensor of its own. See Note [Writing over donated storage]."""
-    if len(set(map(id, leaves))) == len(leaves):
-        return leaves
-    seen: set[int] = set()
-    distinct = []
-    for leaf in leaves:
-        distinct.append(leaf.clone() if id(leaf) in seen else leaf)
-        seen.add(id(leaf))
-    return distinct
 
 
 def _apart(flats: Sequence[Tensor]) -> list[Tensor]:

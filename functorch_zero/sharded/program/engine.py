@@ -42,7 +42,7 @@ from ...step.state import check_not_on_meta
 from ...tree import PyTree, same_structure
 from ..agreement import agree
 from ..failures import sharing_failures
-from ..options import Options, Places
+from ..options import Options
 from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
 from ..placed import brought, placed
@@ -152,24 +152,42 @@ class ShardedEngine:
         laid_out = lay_out_state(made, plan, layout, axes.piece_number)
         return self.placed(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
 
-    def placed(self, tree: Any, holding: StateHolding, old: Any = None) -> ShardedOptState:
+    def placed(
+        self,
+        tree: Any,
+        holding: StateHolding,
+        old: Any = None,
+        *,
+        by: PreparedUpdate | None = None,
+    ) -> ShardedOptState:
         """An optimizer's state where it lies between updates.
 
         Args:
-            tree: this rank's part, beside the params.
+            tree: this rank's part, beside the params, or in its place already.
             holding: of the state before, wherever that lies.
             old: the tree of a state in this place that is used up: written over.
+            by: the update that has made it; None: none has.
         """
-        look = is_looked_at(next(self._storings))
-        tree = placed(self.options.places.state, tree, old, look=look)
+        ferry = None if by is None else by.ferry
+        look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
+        tree = placed(self.options.places.state, tree, old, look=look, ferry=ferry)
         return ShardedOptState(tree, holding.lying(self._brought))
 
-    def _placed_over(self, state: ShardedOptState, tree: Any) -> ShardedOptState:
+    def _placed_over(
+        self, state: ShardedOptState, tree: Any, by: PreparedUpdate
+    ) -> ShardedOptState:
         """The next state, over the tensors of this one, which is used up."""
-        is_here = state.holding.brought is self._brought
-        made = self.placed(tree, state.holding, state.as_it_lies if is_here else None)
+        old = state.as_it_lies if self._is_in_our_place(state) else None
+        made = self.placed(tree, state.holding, old, by=by)
         state.use_up()
         return made
+
+    def _is_in_our_place(self, state: ShardedOptState) -> bool:
+        return state.holding.brought is self._brought
+
+    def _given(self, state: ShardedOptState) -> Any:
+        """A state's tree as this engine's updates take it: as it lies, in this engine's place."""
+        return state.as_it_lies if self._is_in_our_place(state) else state.beside
 
     @compared
     def update(
@@ -186,7 +204,7 @@ class ShardedEngine:
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
             new, after = self._updated(prepared, updates, state, params)
-            return new, self.placed(after, state.holding)
+            return new, self.placed(after, state.holding, by=prepared)
 
     def _updated(
         self,
@@ -194,9 +212,14 @@ class ShardedEngine:
         updates: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
+        *,
+        over: bool = False,
     ) -> tuple[ShardedTree, Any]:
-        """The updates, in pieces, and the next state's tree, beside the params."""
-        before, view, across = state.beside, params.pieces(), prepared.across
+        """The updates, in pieces, and the next state's tree, for `placed`; with `over`, the state
+        is used up, and its place is written over."""
+        view, across = params.pieces(), prepared.across
+        look = is_looked_at(next(self._storings))
+        before = prepared.begin(self._given(state), view, look=look, over=over)
         given, own = updates.local_tree, view.local_tree
         new, after = prepared.optimizer.update_fn(given, before, own, across)
         # The caller may write to these trees later; a state must not follow
@@ -238,15 +261,16 @@ class ShardedEngine:
         """The next params and state; those given stay as they are."""
         if not prepared.fuses(params.pieces()):
             updates, tree = self._updated(prepared, grads, state, params)
-            after = self.placed(tree, state.holding)
+            after = self.placed(tree, state.holding, by=prepared)
             return self.apply_updates(params, updates), after
         axes = self.options.axes
         # The kernel writes to these, and no argument is written to
         layout, empty = params.sharding.layout, self.options.places.empty_params
         flats = copies_to_update(params.flats(), layout, axes.piece_number, empty)
         pieces = pieces_of(flats, params.holding)
-        _, tree = prepared.update(grads, state.beside, pieces, donate=False)
-        after = self.placed(tree, state.holding)
+        look = is_looked_at(next(self._storings))
+        _, tree = prepared.update(grads, self._given(state), pieces, donate=False, look=look)
+        after = self.placed(tree, state.holding, by=prepared)
         new = publish(params, flats, None, axes, donate=True)
         return new.as_read_only(params.is_read_only), after
 
@@ -262,15 +286,17 @@ class ShardedEngine:
         flats, read_only = params.flats(to_write=True), params.is_read_only
         pieces = pieces_of(flats, params.holding)
         if prepared.fuses(pieces):
-            updates, tree = prepared.update(grads, state.beside, pieces, donate=True)
-            after = self._placed_over(state, tree)
+            look, given = is_looked_at(next(self._storings)), self._given(state)
+            updates, tree = prepared.update(grads, given, pieces, donate=True, look=look)
+            after = self._placed_over(state, tree, prepared)
         else:
-            found, tree = self._updated(prepared, grads, state, params)
+            over = is_placed(state)
+            found, tree = self._updated(prepared, grads, state, params, over=over)
             updates = found.local_tree
-            if is_placed(state):
-                after = self._placed_over(state, tree)
+            if over:
+                after = self._placed_over(state, tree, prepared)
             else:
-                after = self.placed(tree, state.holding)
+                after = self.placed(tree, state.holding, by=prepared)
         new = publish(params.handed_on(flats), flats, updates, self.options.axes, donate=True)
         return new.as_read_only(read_only), after
 
@@ -517,8 +543,8 @@ class ShardedEngine:
         layout = params.sharding.layout
         known = self._updates.setdefault(transform, {})
         if id(layout) not in known:
-            # Trees have many owners, so nothing is donated. The engine itself moves states.
-            options = replace(self.options, donate=False, reduction=SUMMED, places=Places())
+            # Trees have many owners, so nothing is donated; of a state what a call says
+            options = replace(self.options, donate=False, reduction=SUMMED)
             known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
         known[id(layout)].check_state(
             state.as_it_lies, axes.world.rank, what="the optimizer's state"
