@@ -2,22 +2,25 @@
 
 A place makes tensors, brings them beside the params and takes them back. `File` is a file mapped
 into memory: on a CPU a step works in it where it lies, so nothing is copied, and the operating
-system writes to the disk what the memory has no room for.
+system writes to the disk what the memory has no room for. `Host` is the host's memory beside a GPU,
+with copies that neither the host nor the GPU's other work waits for.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .device_stream import DeviceStream
 from .errors import StructureError, explain
 
-__all__ = ["Arriving", "File", "Leaving", "Place"]
+__all__ = ["Arriving", "File", "Host", "Leaving", "Place"]
 
 
 class Arriving(Protocol):
@@ -42,6 +45,10 @@ class Place(Protocol):
 
     Nothing is rounded: what is brought is, to the bit, what has left. Every method may be called
     for tensors of any shape, dtype and number of dims.
+
+    A place may say how many tensors, or buckets of a state, it brings `ahead` of the one that is
+    needed; else one. One whose copies go on after `leave` has a method `settle()`, which returns
+    once all that has left may be read here by the host.
     """
 
     def empty(self, like: Tensor) -> Tensor:
@@ -59,11 +66,13 @@ class Place(Protocol):
 
     def bring(self, stored: Tensor) -> Arriving:
         """Start to bring a tensor that lies here beside the params: to memory of its own, or the
-        tensor itself, where it can be worked on. `stored` is only read."""
+        tensor itself, where it can be worked on. `stored` is only read. What is still leaving for
+        it comes first."""
         ...
 
     def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
-        """Start to copy a tensor beside the params to one that lies here. `tensor` is only read."""
+        """Start to copy a tensor beside the params to one that lies here. `tensor` is only read,
+        and kept by the caller until it has waited."""
         ...
 
 
@@ -74,6 +83,14 @@ def moved(place: Place | None, tensor: Tensor) -> Tensor:
     made = place.empty(tensor)
     place.leave(tensor, made).wait()
     return made
+
+
+def settle(places: Iterable[Place]) -> None:
+    """Return once the host may read all that has left for these places."""
+    for place in places:
+        wait = getattr(place, "settle", None)
+        if wait is not None:
+            wait()
 
 
 def ahead_of(place: Place) -> int:
@@ -177,6 +194,122 @@ class File:
 
     def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
         return Here(into.copy_(tensor))
+
+
+class _Moving:
+    """A copy under way between a GPU and the host's memory."""
+
+    def __init__(self, stream: DeviceStream, *tensors: Tensor):
+        self._stream, self._end = stream, stream.end()
+        # Kept until the caller's stream waits, or somebody drops this
+        self._tensors = tensors
+
+    def wait(self) -> Tensor:
+        """The first of the tensors, for work that the caller queues from now on."""
+        self._stream.hold_caller(self._end)
+        found, self._tensors = self._tensors[0], self._tensors[:1]
+        return found
+
+
+@dataclass(frozen=True)
+class Host:
+    """Pinned memory of the host, for a rank whose params are on a GPU.
+
+    Copies run on a stream of their own. The GPU's other work waits for those that it needs, and the
+    host for none, except where it reads: a checkpoint, and a read of `state.opt_state`. Of a state
+    at most 1 + `ahead` buckets are on the GPU during its update.
+
+    With params on a CPU it is plain memory: tensors are worked on where they lie, and nothing is
+    copied. So a program runs on both.
+
+    One place serves the GPU of the first tensor that it is given; ranks with several GPUs in one
+    process have one each.
+
+    Args:
+        ahead: how many buckets of the state, or saved tensors, are brought before they are needed,
+            at least 0.
+
+    Raises:
+        ValueError: `ahead` is something else.
+
+    Example:
+        >>> import torch
+        >>> import functorch_zero as fz
+        >>> place = fz.places.Host()
+        >>> x = place.empty(torch.ones(3))
+        >>> place.leave(torch.arange(3.0), x).wait()
+        tensor([0., 1., 2.])
+        >>> place.bring(x).wait() is x and place.holds(x)
+        True
+    """
+
+    ahead: int = 1
+    # Of the GPU that it serves, once it is known
+    _streams: dict[torch.device, DeviceStream] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.ahead) is not int or self.ahead < 0:
+            raise ValueError(
+                f"places.Host: ahead must be a number of buckets, at least 0, got {self.ahead!r}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Host, (self.ahead,)  # a stream belongs to its process
+
+    @property
+    def _stream(self) -> DeviceStream | None:
+        return next(iter([*self._streams.values()]), None)
+
+    def empty(self, like: Tensor) -> Tensor:
+        stream = self._stream
+        if like.device.type != "cpu":
+            # Threads may come at once: the first one's counts for all
+            self._streams.setdefault(like.device, _stream_on(like.device))
+            stream = self._streams[like.device]
+            if len(self._streams) > 1:
+                raise StructureError(
+                    explain(
+                        "one places.Host was given tensors of several GPUs",
+                        expected=next(iter(self._streams)),
+                        got=like.device,
+                        remedy="a Host per rank: shard(..., place={'state': fz.places.Host()})",
+                    )
+                )
+        if stream is not None:
+            return stream.pinned(like)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def holds(self, tensor: Tensor) -> bool:
+        stream = self._stream
+        if stream is None or not tensor.numel():
+            return tensor.device.type == "cpu"
+        # Memory that isn't pinned would make the host wait
+        return stream.is_pinned(tensor)
+
+    def bring(self, stored: Tensor) -> Arriving:
+        stream = self._stream
+        if stream is None:
+            return Here(stored)
+        return _Moving(stream, stream.copied(stored), stored)
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
+        stream = self._stream
+        if stream is not None and stream.holds(tensor):
+            stream.copy(tensor, into)
+            return _Moving(stream, into, tensor)
+        self.settle()  # else a copy of the stream's could come after this one of the host's
+        return Here(into.copy_(tensor))
+
+    def settle(self) -> None:
+        """The host waits until all that has left lies here."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _stream_on(device: torch.device) -> DeviceStream:
+    return DeviceStream(device)
 
 
 _PREFIX = "functorch_zero-"

@@ -141,6 +141,9 @@ def _move(place: Place, moves: Sequence[_Move], state: Any, *, look: bool) -> No
     # What lies in one that is written over is copied before
     written = {storage_id(move.into) for move in moves}
     for move in moves:
+        # From one tensor of the place to another, by way of the params' device
+        if place.holds(move.home):
+            move.home = place.bring(move.home).wait()
         if storage_id(move.home) in written:
             move.home = move.home.clone()
         if look and has_values(move.home):
