@@ -97,6 +97,8 @@ class Sharding:
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
     # The plan of the optimizer's state, for a training step's; None: it has none, or isn't known
     plan: Any = field(default=None, compare=False, repr=False)
+    # Waits until the host may read the state, of a step whose state has a place; None: it may
+    settle: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies have given nothing away, and a plan has classes of the user's own

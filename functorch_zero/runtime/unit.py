@@ -79,6 +79,7 @@ from ..tree import has_values, is_flagged
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
+from .saved_there import PlacedTensor, SavedThere
 from .two_seeds import CantBeTried, TwoSeeds
 from .unshard import UnitFlats
 
@@ -152,14 +153,6 @@ class SavedTensor(NamedTuple):
 
     tensor: Tensor
     version: int
-
-
-class PlacedTensor(NamedTuple):
-    """Any other tensor, in the place of what is saved."""
-
-    stored: Tensor  # 1-D: its elements as they lie in memory, and what lies between them
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 _PLACED_FROM = 4096  # bytes: a page, of which a mapped file takes whole ones
@@ -345,6 +338,7 @@ class Pass:
         self._reduction: Any = reduction
         self.overlap = Overlap.by_default(device) if overlap is None else overlap
         self._last, self._look, self._place = last, look, place
+        self._saved_there = SavedThere()
         self._resident: set[int] = set()  # storages of params that stay whole
         self._keeps = keeps and reduction is not None
         self._units = []
@@ -510,15 +504,9 @@ class Pass:
             return None
         if storage_id(tensor) in self._resident or storage_id(tensor) in self._gathered:
             return None
-        if tensor.device != self._device:
+        if tensor.device != self._device or place.holds(tensor):
             return None
-        size, stride = tensor.size(), tensor.stride()
-        # With its strides: a kernel may sum another layout's elements in another order
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        source = tensor.detach().as_strided((span,), (1,))
-        stored = place.empty(source)
-        place.leave(source, stored).wait()
-        return PlacedTensor(stored, size, stride)
+        return self._saved_there.leave(place, tensor)
 
     def place_of(self, tensor: Tensor) -> SavedLeaf | None:
         """The place of a tensor in a gathered flat; None: it lies in none."""
@@ -561,9 +549,7 @@ class Pass:
     def _recall(self, saved: SavedLeaf | PlacedTensor | SavedTensor) -> Tensor:
         """Autograd asks for a tensor that it has saved."""
         if isinstance(saved, PlacedTensor):
-            assert self._place is not None
-            stored = self._place.bring(saved.stored).wait()
-            return stored.as_strided(saved.size, saved.stride)
+            return self._saved_there.recall(saved)
         if isinstance(saved, SavedLeaf):
             return self.on_first_use(saved.use, saved)
         if version_of(saved.tensor) != saved.version:  # as autograd does without hooks

@@ -117,7 +117,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
     """
     sharding = check_place(state, options)
     # Before the params are looked at: those of a donated state are used up
-    sharding.donations.check(state.step, state.opt_state)
+    sharding.donations.check(state.step, state.value.opt_state)
     params = state.params
     if not isinstance(params, ShardedTree):
         raise StructureError(

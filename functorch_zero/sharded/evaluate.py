@@ -209,7 +209,7 @@ class ShardedEvalStep:
         """
         found: list[ShardedTree] = []
         pieces = pieces_of(flats, state.params.holding)
-        opt_state = brought(self.options.places.state, state.opt_state, flats[0].device)
+        opt_state = brought(self.options.places.state, state.value.opt_state, flats[0].device)
         known = _known_as_cut(opt_state, state, self.group.rank)
 
         def as_held(tree: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +17,7 @@ from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
-from ..places import Place
+from ..places import Place, settle
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..sharded_optim.state_plan import StatePlan
@@ -175,7 +175,14 @@ class Options:
 
     def sharding(self, layout: Layout, plan: StatePlan | None = None) -> Sharding:
         """The static part of a state that is cut so; `plan` of its optimizer's state."""
-        return Sharding(layout, self.place.level, self.place.rank, self.place.mesh, plan=plan)
+        return Sharding(
+            layout,
+            self.place.level,
+            self.place.rank,
+            self.place.mesh,
+            plan=plan,
+            settle=None if self.places.state is None else partial(settle, [self.places.state]),
+        )
 
     def layout_of(self, params: PyTree[Tensor]) -> Layout:
         """The layout of a tree. Leaves with `requires_grad` are trained, the others are frozen.

@@ -235,7 +235,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     # In place: these flats are the reduction's own
     to_means(local.reduced, agreed.weight if local.passed.is_to_divide else None, scale)
     buffers = _next_buffers(run, local.passed.outcome, agreed)
-    params, opt_state = state.params, state.opt_state
+    params, opt_state = state.params, state.value.opt_state
     # From here on the given state is used up: see Note [before the first write]
     if options.donate:
         buffers = apart_from(buffers, run.flats)
@@ -273,10 +273,10 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
-        old = state.opt_state if options.donate else None
+        old = state.value.opt_state if options.donate else None
         opt_state = run.updater.placed(opt_state, old, look=look)
     if options.donate:
-        run.sharding.donations.take_counters(state.step, state.opt_state, opt_state)
+        run.sharding.donations.take_counters(state.step, state.value.opt_state, opt_state)
     new = State(
         step=state.step + 1,
         value=TrainValue(params, buffers, opt_state),

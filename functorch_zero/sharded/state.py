@@ -76,7 +76,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     assert state.sharding is not None
     layout = state.sharding.layout
     # Beside the params, where collectives can reach it; the given state stays where it lies
-    opt_state = prepared.brought(state.opt_state, state.params.flats()[0].device)
+    opt_state = prepared.brought(state.value.opt_state, state.params.flats()[0].device)
     value = TrainValue(
         params=all_gather_params(state.params.as_noted(), axes),
         buffers=tree_map(torch.clone, state.buffers),

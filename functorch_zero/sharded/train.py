@@ -177,7 +177,7 @@ class ShardedTrainStep:
         sharding = sharding_of(state, self.options)
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
-        prepared.check_state(state.opt_state, self.group.rank)
+        prepared.check_state(state.value.opt_state, self.group.rank)
         if is_looked_at(int(state.step)):
             self._check_trained(sharding.layout)
         # Leaves that were replaced since the last step are packed here, into new flats, which the
@@ -215,7 +215,7 @@ class ShardedTrainStep:
         with failures, torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
-            prepared.check_state(state.opt_state, self.group.rank)
+            prepared.check_state(state.value.opt_state, self.group.rank)
             axes = self.options.axes.at("state/unshard")
             return unshard_state(state, prepared, axes)
 
@@ -260,7 +260,7 @@ class ShardedTrainStep:
         with failures, torch.no_grad():
             before = sharding_of(state, self.options)
             past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)
-            past.check_state(state.opt_state, self.group.rank)
+            past.check_state(state.value.opt_state, self.group.rank)
             refuse_parts(state, self.group.rank)
             if params is None:
                 params = _without_values(before.layout)
@@ -317,7 +317,7 @@ class ShardedTrainStep:
         assert state.sharding is not None
         holding = StateHolding(state.sharding, past.plan)
         device = params.flats()[0].device
-        old = ShardedOptState(past.brought(state.opt_state, device), holding)
+        old = ShardedOptState(past.brought(state.value.opt_state, device), holding)
         return carried(new, old, self._refit_group, "the optimizer's state").as_it_lies
 
     @property

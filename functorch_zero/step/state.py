@@ -110,7 +110,19 @@ class State:
     @property
     def opt_state(self) -> Any:
         """The optimizer's state: at levels 1 to 3 in pieces where it follows a param."""
+        self.settle()
         return self.value.opt_state
+
+    def settle(self) -> None:
+        """Return once the host may read the state's tensors: some may be on their way to a
+        place."""
+        if self.sharding is not None and self.sharding.settle is not None:
+            self.sharding.settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields, for copies and pickles."""
+        self.settle()
+        return self.__dict__
 
     def __repr__(self) -> str:
         """Its leaves' shapes, without values: those of a donated state are another state's."""
@@ -152,6 +164,7 @@ _ENTRIES = tuple("" if name == "value" else name for name in _FIELDS)
 
 
 def _flatten(state: State) -> tuple[list[Any], None, tuple[str, ...]]:
+    state.settle()  # the leaves are for somebody to read
     # None among them is no leaf: optree leaves it out
     children = [getattr(state, name) for name in _FIELDS]
     return children, None, _ENTRIES
