@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .device_stream import DeviceStream
+from .devices import DeviceStream
 from .errors import StructureError, explain
 
 __all__ = ["Arriving", "File", "Host", "Leaving", "Place"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class PlayedStream:
         self.calls: Counter[str] = Counter()
         self.host_waits = self.most_here = 0
         self._num_done = 0
+        self._lock = threading.RLock()  # ranks are threads
         self._late: deque[tuple[Tensor, Callable[[], Tensor | None]]] = deque()
         self._pinned: dict[int, Tensor] = {}  # by storage; kept, so that no other one has its id
         self._here: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -99,30 +101,34 @@ class PlayedStream:
         assert self.is_pinned(source) or not source.numel()
         self.calls["brought"] += 1
         made, kept = _without_numbers(source), source.data
-        self._here.add(made)
-        self.most_here = max(self.most_here, sum(x.nbytes for x in self._here))
-        self._late.append((made.data, lambda: kept))
+        with self._lock:
+            self._here.add(made)
+            self.most_here = max(self.most_here, sum(x.nbytes for x in self._here))
+            self._late.append((made.data, lambda: kept))
         return made
 
     def copy(self, source: Tensor, into: Tensor) -> None:
         assert self.is_pinned(into) and not self.is_pinned(source)
         self.calls["left"] += 1
-        # Memory of the stream's own is given to its later copies alone
-        is_own = any(source is x for x in self._here)
-        kept = source.data if is_own else None
-        self._late.append((into.data, (lambda: kept) if is_own else weakref.ref(source)))
+        with self._lock:
+            # Memory of the stream's own is given to its later copies alone
+            is_own = any(source is x for x in self._here)
+            kept = source.data if is_own else None
+            self._late.append((into.data, (lambda: kept) if is_own else weakref.ref(source)))
 
     def end(self) -> int:
-        return self._num_done + len(self._late)
+        with self._lock:
+            return self._num_done + len(self._late)
 
     @torch.no_grad()
     def hold_caller(self, event: int) -> None:
-        while self._num_done < event:
-            into, source = self._late.popleft()
-            found = source()
-            assert found is not None, "memory was given away before it was copied"
-            into.copy_(found)
-            self._num_done += 1
+        with self._lock:
+            while self._num_done < event:
+                into, source = self._late.popleft()
+                found = source()
+                assert found is not None, "memory was given away before it was copied"
+                into.copy_(found)
+                self._num_done += 1
 
     def synchronize(self) -> None:
         self.host_waits += 1

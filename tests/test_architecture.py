@@ -314,6 +314,7 @@ MAY_MOVE = {
     "optim/interop/torch_state_dicts.py: _import_leaf": "a state of torch, once in a run",
     "sharded_optim/across.py: Sharded._all_reduce": "counts that go along with a GPU's statistics: "
     "tests/sharded/test_no_waits.py finds no optimizer that asks for them in a step",
+    "sharded_optim/ferry.py: Ferry.bring": "a copied state, once until it lies in its place again",
     "testing/recorder.py: _off_by_a_rounding.off": "the noise of a test",
     "testing/runs.py: _jittered.jitter": "the noise of a test",
 }

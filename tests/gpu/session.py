@@ -75,6 +75,7 @@ STAGES = [
     Stage("A", "collectives", 90),
     Stage("A", "races", 60),
     Stage("A", "suite", 150, REPEATABLE),
+    Stage("A", "places", 60, REPEATABLE),
     Stage("B", "overlap", 240),
     Stage("B", "bench", 230),
     Stage("B", "optimizers", 110),

@@ -16,6 +16,7 @@ STAGES = {
     "collectives": ("collectives", "collectives"),
     "races": ("right", "races"),
     "suite": ("suite", "suite"),
+    "places": ("offload", "places"),
     "overlap": ("speed", "overlap"),
     "bench": ("speed", "bench"),
     "optimizers": ("speed", "optimizers"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optree
@@ -46,6 +47,7 @@ def suite(report: Report) -> None:
     check(report, "replicas of shards", lambda: of_replicas(levels))
     for dtype in (torch.int8,) if report.tiny else (torch.int8, E4M3, torch.float8_e5m2):
         check(report, f"codecs, {short(dtype)}", lambda dtype=dtype: of_codec(dtype, levels))
+    check(report, "gradients summed together", lambda: of_reduce_bucket(levels))
     for name in TINY_OPTIMIZERS if report.tiny else OPTIMIZERS:
         check(report, f"optimizer {name}", lambda name=name: of_optimizer(name, levels))
     for name in TINY_PROGRAMS if report.tiny else PROGRAMS:
@@ -162,6 +164,25 @@ def of_codec(dtype: torch.dtype, levels: tuple[int, ...]) -> None:
         ranks=(3,),
         per_rank=True,
     )
+
+
+def of_reduce_bucket(levels: tuple[int, ...]) -> None:
+    """Joined in one collective, to the bit what unit by unit gives."""
+    apply, params, buffers = fz.functionalize(smooth().to(DEVICE), units=nn.Linear)
+    step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-2))
+    x = torch.randn(8, 2, device=DEVICE)
+
+    def run(group: Any, level: int, num_bytes: int | None) -> Any:
+        sharded = fz.shard(step, level=level, group=group, reduce_bucket=num_bytes)
+        state = sharded.init(params, buffers)
+        for _ in range(3):
+            state, _ = sharded(state, x.chunk(2)[group.rank])
+        return sharded.unshard(state).params
+
+    for level in {*levels} - {3}:
+        apart = run_ranks(partial(run, level=level, num_bytes=None), 2)[0]
+        joined = run_ranks(partial(run, level=level, num_bytes=2**20), 2)[0]
+        testing.assert_equal_values(apart, joined, grade="bitwise")
 
 
 def of_program(name: str, levels: tuple[int, ...]) -> None:

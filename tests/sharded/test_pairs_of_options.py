@@ -41,6 +41,7 @@ from functorch_zero.testing.comparison import Comparison
 from functorch_zero.testing.runs import Run, Start, Step, run_in_parts, run_whole
 from functorch_zero.testing.step import summed_whole
 from tests.models import split
+from tests.places import played_host
 from tests.tiers import drawn, thinned, tiers
 
 # Torch's compiler looks at it
@@ -60,6 +61,7 @@ MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
 
 
 PLACE = fz.places.File(tempfile.gettempdir())  # its files have no names
+PINNED = dict.fromkeys(("state", "saved"), played_host()[0])  # beside a GPU that is played
 KINDS = ("state", "params", "gradients", "saved")
 
 
@@ -269,6 +271,7 @@ OPTIONS: dict[str, Option] = {
     "donate": Option(shard={"donate": True}),
     "keep the old state": Option(shard={"donate": False}),
     "placed": Option(shard={"place": dict.fromkeys(KINDS, PLACE)}),
+    "placed beside a GPU": Option(shard={"place": PINNED}),
     "stay gathered": Option(shard={"reshard_after_forward": False}),
     "checked group": Option(loop={"checked": True}),
     "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"sync_buffers": "mean"})) or BATCH_NORM,
