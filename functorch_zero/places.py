@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .devices import DeviceStream
 from .errors import StructureError, explain
+from .tree import pattern_of
 
 __all__ = ["Arriving", "File", "Host", "Leaving", "Place"]
 
@@ -74,6 +75,37 @@ class Place(Protocol):
         """Start to copy a tensor beside the params to one that lies here. `tensor` is only read,
         and kept by the caller until it has waited."""
         ...
+
+
+# Of a kind, as `shard` is given it: one place for all, or by patterns of units' paths
+PlaceRule = Place | Mapping[str, Place | None] | None
+
+
+@dataclass(frozen=True)
+class ByUnit:
+    """The places of one kind, by patterns of units' paths: the innermost that names a unit or a
+    tree around it counts. None, and units that no pattern names: memory beside the params."""
+
+    rule: Mapping[str, Place | None]
+    _found: dict[str, Place | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, path: str) -> Place | None:
+        """The place of the unit of this path. What belongs to no unit is at the root, ""."""
+        if path not in self._found:
+            pattern = pattern_of(path, self.rule)
+            self._found[path] = None if pattern is None else self.rule[pattern]
+        return self._found[path]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all units have one place."""
+        return [*self.rule] == [""]
+
+    @property
+    def distinct(self) -> list[Place]:
+        """Each place once."""
+        by_id = {id(place): place for place in self.rule.values() if place is not None}
+        return [*by_id.values()]
 
 
 def moved(place: Place | None, tensor: Tensor) -> Tensor:

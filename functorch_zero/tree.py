@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
@@ -460,6 +460,56 @@ def _names_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
     if not names or not fnmatchcase(names[0], patterns[0]):
         return False
     return _names_match(names[1:], patterns[1:])
+
+
+def pattern_of(path: str, patterns: Iterable[str]) -> str | None:
+    """The pattern that counts for a path: of those that name it, or a tree around it, the
+    innermost; of several for one name, the last. None: there is none.
+
+    >>> [pattern_of(path, ["", "a.*", "a.b"]) for path in ("a.b.c", "a.x", "b")]
+    ['a.b', 'a.*', '']
+    """
+    backwards = [*patterns][::-1]
+    for around in ancestors(path):
+        for pattern in backwards:
+            if path_matches(around, pattern):
+                return pattern
+    return None
+
+
+def check_patterns(
+    patterns: Iterable[str],
+    known: Sequence[str],
+    *,
+    option: str,
+    names: str,
+    remedy: str,
+    arguments: Sequence[str] = (),
+) -> None:
+    """Raise if a pattern names nothing.
+
+    Args:
+        known: the paths that patterns may name, or trees around them.
+        option: to which the patterns were given; `names`: of what, "leaf" say.
+        remedy: that has all paths.
+        arguments: of a program's `init`, by whose names paths begin; () for a training step.
+    """
+    around = {name for path in known for name in ancestors(path)}
+    for pattern in patterns:
+        if any(path_matches(name, pattern) for name in around):
+            continue
+        some = f"a path, such as {', '.join(known[:3])}"
+        if arguments:
+            some = f"one of init's arguments ({', '.join(arguments)}), or {some}"
+            remedy = "begin with the name of init's argument"
+        raise StructureError(
+            explain(
+                f"a pattern of `{option}` names no {names}",
+                path=pattern,
+                expected=some,
+                remedy=f"{remedy}; {PATTERNS}",
+            )
+        )
 
 
 def names_of(path: str) -> list[str]:

@@ -60,6 +60,7 @@ def make_layout(
     units: Sequence[UnitSpec] | None = None,
     cut: Callable[[str, Any], Cut] | None = None,
     aligned: bool = True,
+    name: str = "",
 ) -> Layout:
     """Cut `tree` over `num_ranks` ranks.
 
@@ -71,6 +72,7 @@ def make_layout(
         aligned: whether leaves and pieces start at aligned bytes, for speed and equal rounding. In
             a proof they don't: aligned small leaves lie whole on one rank, and none would be cut.
             At multiples of a codec's block they start in any case.
+        name: of the tree, by which its units' paths begin.
 
     Raises:
         ValueError: the units don't have each leaf exactly once.
@@ -96,7 +98,8 @@ def make_layout(
         new = _buckets_of(unit.name, specs, own, aligned=aligned)
         # The numbers in the layout of this unit's buckets
         numbers = tuple(range(len(buckets), len(buckets) + len(new)))
-        made.append(Unit(unit.name, unit.modules, numbers))
+        path = f"{name}.{unit.name}".strip(".")
+        made.append(Unit(unit.name, unit.modules, numbers, path))
         buckets += new
     # A leaf in no unit would never be gathered, one in two would be trained twice
     covered = sorted(n for bucket in buckets for n in bucket.leaves)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -197,6 +197,9 @@ class Unit:
     name: str  # "" is the root
     modules: tuple[str, ...]  # whose calls enter the unit; empty for a tree that no module uses
     buckets: tuple[int, ...]  # their numbers in the layout
+    # By which options of `shard` name it, also in a layout of several trees: its own name, inside
+    # of its tree's among the arguments of a program's `init`
+    path: str = field(default="", compare=False)
 
 
 class UnitContent(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import StructureError, explain
-from ..tree import PATTERNS, PyTree, ancestors, path_matches, paths
+from ..tree import PyTree, check_patterns, paths, pattern_of
 from .layout import Bucket, Cut, Layout
 
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
@@ -114,11 +114,8 @@ class Levels:
             return find_level(self.rule(path, leaf))
         if not isinstance(self.rule, Mapping):
             return find_level(self.rule)
-        # The innermost name decides; of several patterns for it, the last
-        for around in ancestors(path):
-            for pattern, level in reversed([*self.rule.items()]):
-                if path_matches(around, pattern):
-                    return find_level(level)
+        if (pattern := pattern_of(path, self.rule)) is not None:
+            return find_level(self.rule[pattern])
         raise StructureError(
             explain(
                 "no pattern of `level` names a leaf",
@@ -135,26 +132,14 @@ class Levels:
             params: a training step's; of a program, its trees by the arguments of `init`.
             arguments: their names.
         """
-        # Of leaves and of the trees around them: a pattern may name either
-        if not isinstance(self.rule, Mapping):
-            return
-        known = paths(params)
-        names = {around for path in known for around in ancestors(path)}
-        for pattern in self.rule:
-            if any(path_matches(name, pattern) for name in names):
-                continue
-            some = f"a path, such as {', '.join(known[:3])}"
-            remedy = "fz.named_leaves(params) has all paths"
-            if arguments:
-                some = f"one of init's arguments ({', '.join(arguments)}), or {some}"
-                remedy = "begin with the name of init's argument"
-            raise StructureError(
-                explain(
-                    "a pattern of `level` names no leaf",
-                    path=pattern,
-                    expected=some,
-                    remedy=f"{remedy}; {PATTERNS}",
-                )
+        if isinstance(self.rule, Mapping):
+            check_patterns(
+                self.rule,
+                paths(params),
+                option="level",
+                names="leaf",
+                remedy="fz.named_leaves(params) has all paths",
+                arguments=arguments,
             )
 
 

@@ -24,7 +24,7 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
-from ..places import Place
+from ..places import PlaceRule
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
 from ..sharded.notes import codecs_of, elements_by_unit, notes_of
@@ -67,7 +67,7 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    place: Mapping[str, Place] | None = None,
+    place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> Plan:

@@ -29,7 +29,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local
-from ..places import Here
+from ..places import ByUnit, Here
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
@@ -210,7 +210,11 @@ class Elsewhere:
 
 def with_imagined_places(options: Options, live: LiveBytes) -> Options:
     """The same with a stand-in for the user's places, which would be asked for real memory."""
-    imagined = {kind: Elsewhere(live) for kind in options.places.given}
+    imagined: dict[str, ByUnit] = {}
+    for kind, places in options.places.given.items():
+        elsewhere = Elsewhere(live)
+        rule = {p: None if own is None else elsewhere for p, own in places.rule.items()}
+        imagined[kind] = ByUnit(rule)
     return replace(options, places=replace(options.places, **imagined))
 
 

@@ -172,7 +172,8 @@ class GradientReduction:
         kept: the tensors that `by` has kept, by bucket.
         num_bytes: of gradients that are summed as one, where they are summed as they are; 0: each
             bucket's by itself.
-        place: of gradients that add up, and of their sums; None: memory of the device.
+        places: by bucket, that of gradients that add up, and of their sums; None: memory of the
+            device. (): all lie there.
 
     Attributes:
         kept: those that it keeps for the next step, by bucket, once the reduction is finished.
@@ -190,9 +191,10 @@ class GradientReduction:
         by: Reduction = SUMMED,
         kept: Mapping[int, Kept] | None = None,
         num_bytes: int = 0,
-        place: Place | None = None,
+        places: Sequence[Place | None] = (),
     ):
-        self._by, self._place = by, place
+        self._by = by
+        self._places = places or [None] * len(layout.buckets)
         # A copy: a step that is repeated begins with the same tensors
         self.kept: dict[int, Kept] = {} if kept is None else {**kept}
         self.divisor: Tensor | None = None
@@ -228,7 +230,8 @@ class GradientReduction:
         if b in self.whole:
             # One micro-batch keeps the dtype of reductions; sums are made in the storage dtype
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
-        self.whole[b] = flat if self._place is None else moved(self._place, flat)
+        place = self._places[b]
+        self.whole[b] = flat if place is None else moved(place, flat)
 
     def make_room(self, num_under_way: int, buckets: Sequence[int]) -> None:
         """Wait until another unit's reductions, of these buckets, may start, so that those of at
@@ -354,7 +357,8 @@ class GradientReduction:
         if b in self._sums:
             self._sums[b].add_(result)
         else:
-            self._sums[b] = result if self._place is None else moved(self._place, result)
+            place = self._places[b]
+            self._sums[b] = result if place is None else moved(place, result)
 
     def _go_on(self, buckets: Iterable[int]) -> None:
         """Begin what follows on sums along the shard axis, or of encoded gradients of level 0. They

@@ -73,7 +73,7 @@ from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
 from ..model.untouched import Untouched, changed_in_place, marks_of_values
-from ..places import Place
+from ..places import ByUnit, Place
 from ..profiling import NOTHING
 from ..tree import has_values, is_flagged
 from .prefetch import Overlap, PrefetchOrder
@@ -117,7 +117,7 @@ class UnitInPass:
 
     def __init__(self, index: int, unit: Unit, content: UnitContent, flats: UnitFlats):
         self.index = index  # in the layout
-        self.name, self.modules = unit.name or "root", unit.modules
+        self.name, self.path, self.modules = unit.name or "root", unit.path, unit.modules
         self.content, self.flats = content, flats
         # Its flats: resident ones from the pass's begin, others while their values are looked at
         self.untouched: Untouched | None = None
@@ -172,6 +172,36 @@ class ComparedLeaf(NamedTuple):
 
     place: SavedLeaf
     packed: Any
+
+
+class PassHooks:
+    """The pass's own hooks on saved tensors: those in gathered flats are remembered by the pass,
+    and others lie in a place, where there is one."""
+
+    def __init__(self, around: Pass, place: Place | None):
+        self.around, self.place = around, place
+
+    def remember(self, tensor: Tensor) -> SavedLeaf | PlacedTensor | SavedTensor:
+        """Autograd saves a tensor for backward."""
+        in_flat = self.around.place_of(tensor)
+        return in_flat or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
+
+    def _placed(self, tensor: Tensor) -> PlacedTensor | None:
+        """The tensor in its place; None: it stays in memory."""
+        place, around = self.place, self.around
+        if place is None or tensor.nbytes < _PLACED_FROM or not around.moves(tensor):
+            return None
+        return None if place.holds(tensor) else around.saved_there.leave(place, tensor)
+
+    def recall(self, saved: SavedLeaf | PlacedTensor | SavedTensor) -> Tensor:
+        """Autograd asks for a tensor that it has saved."""
+        if isinstance(saved, PlacedTensor):
+            return self.around.saved_there.recall(saved)
+        if isinstance(saved, SavedLeaf):
+            return self.around.on_first_use(saved.use, saved)
+        if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
+            raise _changed(saved.tensor, saved.version)
+        return saved.tensor
 
 
 class ComposedHooks:
@@ -274,7 +304,7 @@ class UnitEntrance:
         return leaves
 
     def watch(self) -> AbstractContextManager[None]:
-        return self.around.watch() if self.unit.flats.transient else NOTHING
+        return self.around.watch(self.unit)
 
 
 class Enter(torch.autograd.Function):
@@ -312,7 +342,8 @@ class Pass:
             the next pass, which is given the same.
         last: whether no other pass will give gradients to the same reduction.
         look: whether the values of flats are compared too, to see that the loss changes none.
-        place: of tensors that autograd saves for backward, other than params; None: memory.
+        places: of tensors that autograd saves for backward, other than params, by the unit whose
+            forward runs; None: memory.
     """
 
     def __init__(
@@ -327,7 +358,7 @@ class Pass:
         keeps: bool = False,
         last: bool = True,
         look: bool = False,
-        place: Place | None = None,
+        places: ByUnit | None = None,
     ):
         self.entered = False  # whether gradients can flow to any trained leaf
         self.anchor: Any = None  # 0-d Tensor: makes autograd run the units' nodes
@@ -337,8 +368,8 @@ class Pass:
         self.stream = current_stream(device)  # see Note [one stream]
         self._reduction: Any = reduction
         self.overlap = Overlap.by_default(device) if overlap is None else overlap
-        self._last, self._look, self._place = last, look, place
-        self._saved_there = SavedThere()
+        self._last, self._look, self._places = last, look, places
+        self.saved_there = SavedThere()
         self._resident: set[int] = set()  # storages of params that stay whole
         self._keeps = keeps and reduction is not None
         self._units = []
@@ -457,22 +488,27 @@ class Pass:
             self.entered = True
             unit.num_open += 1
 
-    def watch(self) -> AbstractContextManager[None]:
+    def watch(self, unit: UnitInPass) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept. Others
-        go to the hooks of a user around the unit, where there are some."""
+        go to the hooks of a user around the unit, where there are some; else to their place."""
+        remembers = unit.flats.transient and not self._keeps
+        # Those around the loss know one place only
+        by_unit = self._places is not None and not self._places.is_one
         # A transform's tensors have no storage to go by
-        if self.anchor is None or self._keeps or transforms_active():
+        if self.anchor is None or not (remembers or by_unit) or transforms_active():
             return NOTHING
-        return self._hooks()
+        return self._hooks(unit.path)
 
     def around_loss(self) -> AbstractContextManager[None]:
         """Around the loss: saved tensors go to their place, where they have one."""
-        return NOTHING if self._place is None or self.anchor is None else self._hooks()
+        return NOTHING if self._places is None or self.anchor is None else self._hooks("")
 
-    def _hooks(self) -> AbstractContextManager[None]:
+    def _hooks(self, path: str) -> AbstractContextManager[None]:
+        """`path`: of the unit, or the root's."""
         theirs = _others_hooks()
         if theirs is None:
-            return saved_tensors_hooks(self._remember, self._recall)
+            own = PassHooks(self, None if self._places is None else self._places.of(path))
+            return saved_tensors_hooks(own.remember, own.recall)
         # A checkpoint's count what is saved, in forward and when they run it again
         if recompute(theirs):
             return NOTHING
@@ -489,27 +525,19 @@ class Pass:
         """The name of a use's unit."""
         return self._units[use.unit].name
 
-    def _remember(self, tensor: Tensor) -> SavedLeaf | PlacedTensor | SavedTensor:
-        """Autograd saves a tensor for backward."""
-        in_flat = None if self._keeps or transforms_active() else self.place_of(tensor)
-        return in_flat or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
-
-    def _placed(self, tensor: Tensor) -> PlacedTensor | None:
-        """The tensor in the place of what is saved; None: it stays in memory."""
-        place = self._place
-        if place is None or transforms_active() or tensor.nbytes < _PLACED_FROM:
-            return None
-        # Without memory row by row; params, which are in memory anyway
-        if tensor.layout is not torch.strided or is_flagged(tensor):
-            return None
-        if storage_id(tensor) in self._resident or storage_id(tensor) in self._gathered:
-            return None
-        if tensor.device != self._device or place.holds(tensor):
-            return None
-        return self._saved_there.leave(place, tensor)
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor may lie in a place."""
+        # Without memory row by row
+        if transforms_active() or tensor.layout is not torch.strided or is_flagged(tensor):
+            return False
+        # Params are in memory anyway
+        is_param = storage_id(tensor) in self._resident or storage_id(tensor) in self._gathered
+        return not is_param and tensor.device == self._device
 
     def place_of(self, tensor: Tensor) -> SavedLeaf | None:
         """The place of a tensor in a gathered flat; None: it lies in none."""
+        if self._keeps or transforms_active():
+            return None  # flats stay; a transform's tensors have no storage to go by
         # By storage, so that views of leaves, transposed ones say, are found too
         # A sparse one has no storage, and is nobody's leaf
         is_strided = tensor.layout is torch.strided
@@ -545,16 +573,6 @@ class Pass:
         self._loss_returned, self._scale, self._in_use = True, scale, None
 
     # Backward
-
-    def _recall(self, saved: SavedLeaf | PlacedTensor | SavedTensor) -> Tensor:
-        """Autograd asks for a tensor that it has saved."""
-        if isinstance(saved, PlacedTensor):
-            return self._saved_there.recall(saved)
-        if isinstance(saved, SavedLeaf):
-            return self.on_first_use(saved.use, saved)
-        if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
-            raise _changed(saved.tensor, saved.version)
-        return saved.tensor
 
     def on_first_use(self, use: Use, ask: SavedLeaf) -> Tensor:
         """Backward uses leaves of a unit, for the first time or once more: a view of them.
@@ -955,4 +973,4 @@ def _others_hooks() -> Hooks | None:
     owner = None if top is None else getattr(top[0], "__self__", None)
     if isinstance(owner, ComposedHooks):
         return owner.theirs
-    return None if isinstance(owner, Pass) else top
+    return None if isinstance(owner, PassHooks) else top

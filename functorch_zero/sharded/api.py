@@ -8,7 +8,7 @@ from typing import Any, Required, TypedDict, Unpack, overload
 from ..groups import as_group
 from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
-from ..places import Place
+from ..places import PlaceRule
 from ..runtime.reduce import Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
@@ -39,7 +39,7 @@ class _Options(TypedDict, total=False):
     state_axes: StateAxes
     overlap: OverlapChoice | None
     reduction: Reduction | None
-    place: Mapping[str, Place] | None
+    place: Mapping[str, PlaceRule] | None
     reduce_bucket: int | None
 
 
@@ -67,7 +67,7 @@ def shard(
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
-    place: Mapping[str, Place] | None = None,
+    place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
@@ -109,11 +109,13 @@ def shard(
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
             `State.parts`; of a program, those of each trained tree of its value. None: gradients
             are summed as they are, or as `Precision.reduce` says.
-        place: by kind of what a rank holds, its `places.Place`. "state": the optimizer's between
-            steps, those of a program's optimizers between their updates. "params": as they are
-            held between steps. "gradients": sums, up to the update, and whole ones that add up.
-            "saved": tensors that autograd saves for backward, other than params. None, and kinds
-            that aren't given: memory beside the params.
+        place: by kind of what a rank holds, its `places.Place`, or places by unit: a mapping from
+            patterns of the units' paths, `{"": None, "blocks.*": place}`, as for `level`; units
+            that none names stay in memory. "state": the optimizer's between steps, those of a
+            program's optimizers between their updates. "params": as they are held between steps.
+            "gradients": sums, up to the update, and whole ones that add up. "saved": tensors that
+            autograd saves for backward, other than params. None, and kinds that aren't given:
+            memory beside the params.
         reduce_bucket: the bytes of gradients, at levels 0 to 2, that are summed over ranks as one:
             a small unit's wait for those of the next ones, until there are as many. Those of a unit
             of as many bytes go by themselves, and none waits for the step's end. Results are

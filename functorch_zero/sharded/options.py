@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -17,11 +17,11 @@ from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
-from ..places import Place, settle
+from ..places import ByUnit, Place, settle
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..sharded_optim.state_plan import StatePlan
-from ..tree import PyTree
+from ..tree import PyTree, check_patterns
 from .buffers import SyncBuffers, check_sync_buffers
 
 
@@ -48,21 +48,32 @@ class StatePlace:
 class Places:
     """The places of what a rank holds, by kind; None: memory beside the params."""
 
-    state: Place | None = None  # of the optimizer, between updates
-    params: Place | None = None  # as they are held between steps
-    gradients: Place | None = None  # those that add up, and their sums, up to the update
-    saved: Place | None = None  # tensors that autograd saves for backward
+    state: ByUnit | None = None  # of the optimizer, between updates
+    params: ByUnit | None = None  # as they are held between steps
+    gradients: ByUnit | None = None  # those that add up, and their sums, up to the update
+    saved: ByUnit | None = None  # tensors that autograd saves for backward
 
     @property
-    def empty_params(self) -> Callable[[Tensor], Tensor]:
-        """Makes a flat like one that holds params."""
-        return torch.empty_like if self.params is None else self.params.empty
-
-    @property
-    def given(self) -> dict[str, Place]:
+    def given(self) -> dict[str, ByUnit]:
         """Those that were given, by kind."""
         by_kind = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {kind: place for kind, place in by_kind.items() if place is not None}
+        return {kind: places for kind, places in by_kind.items() if places is not None}
+
+    def check_units(self, units: Sequence[str], arguments: Sequence[str] = ()) -> None:
+        """Raise if a pattern names none of the units of these paths.
+
+        Args:
+            arguments: of a program's `init`, by whose names paths begin.
+        """
+        for kind, places in self.given.items():
+            check_patterns(
+                places.rule,
+                units,
+                option=f"place[{kind!r}]",
+                names="unit",
+                remedy="functionalize(units=...) makes units, and leaves of one lie together",
+                arguments=arguments,
+            )
 
 
 @dataclass(frozen=True)
@@ -151,8 +162,10 @@ class Options:
         # The defaults are no seams: nothing was given
         if self.reduction is not SUMMED:
             given["reduction"] = _printed(self.reduction)
-        for kind, place in self.places.given.items():
-            given[f"place of {kind}"] = _printed(place)
+        for kind, places in self.places.given.items():
+            rows = [f"{pattern!r}: {_printed(own)}" for pattern, own in places.rule.items()]
+            one = _printed(places.of("")) if places.is_one else None
+            given[f"place of {kind}"] = one or "{" + ", ".join(rows) + "}"
         return given
 
     @property
@@ -175,13 +188,14 @@ class Options:
 
     def sharding(self, layout: Layout, plan: StatePlan | None = None) -> Sharding:
         """The static part of a state that is cut so; `plan` of its optimizer's state."""
+        places = self.places.state
         return Sharding(
             layout,
             self.place.level,
             self.place.rank,
             self.place.mesh,
             plan=plan,
-            settle=None if self.places.state is None else partial(settle, [self.places.state]),
+            settle=None if places is None else partial(settle, places.distinct),
         )
 
     def layout_of(self, params: PyTree[Tensor]) -> Layout:
@@ -198,6 +212,7 @@ class Options:
             cut=self.cut_of,
             aligned=self.aligned,
         )
+        self.places.check_units([unit.path for unit in layout.units])
         self.check_reduction_of(layout)
         return layout
 
@@ -297,13 +312,23 @@ def check_places(value: Any) -> Places:
             f"place must be a dict of places by kind, of which there are {kinds}, got {value!r}. "
             'Remedy: place={"state": fz.places.File(folder)}'
         )
-    for kind, place in value.items():
-        if place is not None and (isinstance(place, type) or not isinstance(place, Place)):
-            raise TypeError(
-                f"place[{kind!r}] must be an object with `empty`, `holds`, `bring` and `leave`, "
-                f"got {place!r}. Remedy: fz.places.File(folder), or see fz.places.Place"
-            )
-    return Places(**value)
+    found = {}
+    for kind, given in value.items():
+        rule = given if isinstance(given, Mapping) else {"": given}
+        for pattern, place in rule.items():
+            if not isinstance(pattern, str) or not _is_place(place):
+                raise TypeError(
+                    f"place[{kind!r}] must be an object with `empty`, `holds`, `bring` and "
+                    "`leave`, or a dict of such by patterns of units' paths, got "
+                    f"{given!r}. Remedy: fz.places.File(folder), or see fz.places.Place"
+                )
+        if any(place is not None for place in rule.values()):
+            found[kind] = ByUnit(dict(rule))
+    return Places(**found)
+
+
+def _is_place(value: Any) -> bool:
+    return value is None or (isinstance(value, Place) and not isinstance(value, type))
 
 
 def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:

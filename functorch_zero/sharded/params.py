@@ -22,6 +22,7 @@ from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import Options
+from .placed import places_of_buckets
 
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
@@ -88,7 +89,7 @@ def make_reduction(
         by=options.reduction,
         kept=kept,
         num_bytes=options.reduce_bucket,
-        place=options.places.gradients,
+        places=places_of_buckets(options.places.gradients, layout),
     )
 
 

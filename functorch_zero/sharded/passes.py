@@ -87,7 +87,7 @@ def run_pass(
         keeps=not options.reshard_after_forward,
         last=last,
         look=look,
-        place=options.places.saved,
+        places=options.places.saved,
     )
     # Whatever mode the caller is in. Backward, also one of the loss's own, runs in this thread on
     # every device: see Note [where backward is] in `runtime/unit.py`.

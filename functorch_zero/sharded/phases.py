@@ -48,6 +48,7 @@ from .options import Options
 from .params import grads_like, make_reduction
 from .parts import ReductionParts
 from .passes import LossOnData, Passed, run_passes
+from .placed import emptied
 from .publish import publish
 
 
@@ -263,7 +264,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
                 updates,
                 options.axes,
                 donate=options.donate,
-                empty=options.places.empty_params,
+                empty=emptied(options.places.params, run.layout),
             )
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:

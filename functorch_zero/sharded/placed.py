@@ -6,25 +6,78 @@ a view of, or the leaf itself.
 
 A place may bring a home as it lies there, a file mapped into memory say. Then the update works in
 it, and nothing has to leave. What an update makes anew is copied there.
+
+Units may have places of their own. Where leaves of several share a home, the first one's counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from .._torch_private import storage_id
+from ..layout.layout import Layout
 from ..model.untouched import marks_of_values
-from ..places import Place, moved
+from ..places import ByUnit, Place, moved
 from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
+from ..sharded_optim.state_plan import StatePlan
 from ..tree import has_values, paths
 
 
-def brought(place: Place | None, state: Any, device: torch.device | None = None) -> Any:
+class StatePlaces:
+    """The places of an optimizer's state, leaf by leaf.
+
+    Args:
+        places: by unit.
+        plan: of the state; `layout`: of its params.
+    """
+
+    def __init__(self, places: ByUnit, plan: StatePlan, layout: Layout):
+        of_buckets = places_of_buckets(places, layout)
+        self._of_leaves: list[Place | None] = []  # in flatten order
+        for leaf in plan.leaves:
+            # What follows no param belongs to no unit
+            is_shared = leaf.kind == "replicated"
+            b = None if is_shared else layout.places[leaf.leaf][0]
+            self._of_leaves.append(places.of("") if b is None else of_buckets[b])
+
+    @classmethod
+    def of(cls, places: ByUnit | None, plan: StatePlan, layout: Layout) -> StatePlaces | None:
+        """Those of a state; None: all of it lies beside the params."""
+        return None if places is None else cls(places, plan, layout)
+
+    def homes(self, leaves: Sequence[Any]) -> dict[int, Home]:
+        """The homes of leaves that have a place, each once, by the id of the tensor. Ids are good
+        while `leaves` holds them."""
+        found: dict[int, Home] = {}
+        # Somebody's own tree, which no plan fits, is refused where it is used
+        if len(leaves) != len(self._of_leaves):
+            return found
+        for n, (leaf, place) in enumerate(zip(leaves, self._of_leaves, strict=True)):
+            tensor = None if place is None else home_of(leaf)
+            if place is not None and tensor is not None:
+                found.setdefault(id(tensor), Home(n, tensor, place))
+        return found
+
+
+class Home(NamedTuple):
+    """A tensor that is placed, whole."""
+
+    leaf: int  # the first one that lies in it
+    tensor: Tensor
+    place: Place
+
+    @property
+    def lies_there(self) -> bool:
+        """Whether it is in its place already."""
+        return self.place.holds(self.tensor)
+
+
+def brought(places: ByUnit | None, state: Any, device: torch.device | None = None) -> Any:
     """The optimizer's state, beside the params, with leaves as views of what was brought.
 
     Args:
@@ -33,16 +86,11 @@ def brought(place: Place | None, state: Any, device: torch.device | None = None)
     Raises:
         StructureError: the place has brought what can't be worked on.
     """
-    return Ferry(in_places(place)).beside(state, device)
-
-
-def in_places(place: Place | None) -> Sequence[Place]:
-    """The places that tensors may lie in."""
-    return () if place is None else (place,)
+    return Ferry(() if places is None else places.distinct).beside(state, device)
 
 
 def placed(
-    place: Place | None,
+    places: StatePlaces | None,
     state: Any,
     old: Any = None,
     *,
@@ -60,30 +108,31 @@ def placed(
     Raises:
         StructureError: the place has lost numbers.
     """
-    if place is None:
+    if places is None:
         return state
     leaves, treedef = optree.tree_flatten(state)
     # Per leaf, the one that held it before: an update keeps the state's structure
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
-    free = _homes_in(place, befores)
-    # Placed ones, by the id of the one beside the params
+    free = {key: home for key, home in places.homes(befores).items() if home.lies_there}
+    homes = places.homes(leaves)
+    # Placed ones, by the id of the one beside the params: taken there by the update,
     here: dict[int, Tensor] = {} if ferry is None else dict(ferry.made)
-    for leaf in leaves:
-        home = home_of(leaf)
-        if home is not None and id(home) in free:
-            here[id(home)] = free.pop(id(home))  # worked on where it lies
+    # and worked on where they lie
+    here |= {key: free.pop(key).tensor for key in homes if key in free}
 
     moves: list[_Move] = []
-    for n, (leaf, before) in enumerate(zip(leaves, befores, strict=True)):
-        home, into = home_of(leaf), home_of(before)
-        if home is None or id(home) in here:
+    for key, home in homes.items():
+        if key in here:
             continue
         # Leaves may have shared a flat that they share no more, or changed their dtype
-        into = free.pop(id(into), None) if into is not None and are_alike(into, home) else None
-        made = checked(place, place.empty(home), home) if into is None else into
-        moves.append(_Move(n, home.detach(), made))
-        here[id(home)] = made
-    _move(place, moves, state, look=look)
+        before = free.get(id(home_of(befores[home.leaf])))
+        if before is not None and are_alike(before.tensor, home.tensor):
+            into = free.pop(id(before.tensor)).tensor
+        else:
+            into = checked(home.place, home.place.empty(home.tensor), home.tensor)
+        moves.append(_Move(home, into))
+        here[key] = into
+    _move(moves, state, look=look)
     new = treedef.unflatten([within(here, leaf) for leaf in leaves])
     if ferry is not None:
         ferry.check(new)
@@ -91,15 +140,31 @@ def placed(
     return new
 
 
-def moved_flats(place: Place | None, flats: Sequence[Tensor]) -> list[Tensor]:
-    """The flats that hold params, where they lie in their place."""
-    return [moved(place, flat) for flat in flats]
+def places_of_buckets(places: ByUnit | None, layout: Layout) -> list[Place | None]:
+    """Per bucket of a layout, the place of its unit."""
+    found: list[Place | None] = [None] * len(layout.buckets)
+    if places is not None:
+        for unit in layout.units:
+            for b in unit.buckets:
+                found[b] = places.of(unit.path)
+    return found
+
+
+def moved_flats(places: ByUnit | None, flats: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """The flats that hold params, where they lie in their places."""
+    return [*map(moved, places_of_buckets(places, layout), flats)]
+
+
+def emptied(places: ByUnit | None, layout: Layout) -> list[Callable[[Tensor], Tensor]]:
+    """Per bucket, the function that makes a flat like one that holds params, in its place."""
+    of_buckets = places_of_buckets(places, layout)
+    return [torch.empty_like if place is None else place.empty for place in of_buckets]
 
 
 WORKED_IN = ("params", "gradients")  # where they lie, by passes, collectives and updates
 
 
-def check_places_work(places: Mapping[str, Place], params: Any, rank: int) -> None:
+def check_places_work(places: Mapping[str, ByUnit], params: Any, rank: int) -> None:
     """Raise unless each place gives back what two tensors are that it is given.
 
     Raises:
@@ -109,7 +174,7 @@ def check_places_work(places: Mapping[str, Place], params: Any, rank: int) -> No
     leaves = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, Tensor)]
     # Values that are still to be made come to the CPU
     device = next((x.device for x in leaves if not x.is_meta), torch.device("cpu"))
-    for kind, place in places.items():
+    for kind, place in ((kind, p) for kind, rule in places.items() for p in rule.distinct):
         given = [torch.full((64,), 1 / n, dtype=torch.float64, device=device) for n in (3, 7)]
         if not has_values(given[0]):
             return  # a plan's
@@ -131,35 +196,30 @@ def check_places_work(places: Mapping[str, Place], params: Any, rank: int) -> No
 class _Move:
     """One tensor that is to be placed."""
 
-    def __init__(self, leaf: int, home: Tensor, into: Tensor):
-        self.leaf, self.home, self.into = leaf, home, into
+    def __init__(self, home: Home, into: Tensor):
+        self.leaf, self.place, self.into = home.leaf, home.place, into
+        self.home = home.tensor.detach()
         self.expected: Tensor | None = None  # marks of its values
 
 
-def _move(place: Place, moves: Sequence[_Move], state: Any, *, look: bool) -> None:
-    """Copy tensors to the place."""
+def _move(moves: Sequence[_Move], state: Any, *, look: bool) -> None:
+    """Copy tensors to their places."""
     # What lies in one that is written over is copied before
     written = {storage_id(move.into) for move in moves}
     for move in moves:
-        # From one tensor of the place to another, by way of the params' device
-        if place.holds(move.home):
-            move.home = place.bring(move.home).wait()
+        # From one tensor of its place to another, by way of the params' device
+        if move.place.holds(move.home):
+            move.home = move.place.bring(move.home).wait()
         if storage_id(move.home) in written:
             move.home = move.home.clone()
         if look and has_values(move.home):
             move.expected = marks_of_values(move.home)
-    leaving = [place.leave(move.home, move.into) for move in moves]
+    leaving = [move.place.leave(move.home, move.into) for move in moves]
     for one in leaving:
         one.wait()
     # Last: a later tensor may have been written over an earlier one
     for move in moves:
         if move.expected is not None and has_values(move.into):
-            again = checked(place, place.bring(move.into).wait(), move.into)
+            again = checked(move.place, move.place.bring(move.into).wait(), move.into)
             if not marks_of_values(again).equal(move.expected):
-                raise lost(place, paths(state)[move.leaf])
-
-
-def _homes_in(place: Place, leaves: Sequence[Any]) -> dict[int, Tensor]:
-    """The homes of leaves that lie in the place, by id."""
-    homes = {id(home): home for leaf in leaves if (home := home_of(leaf)) is not None}
-    return {key: home for key, home in homes.items() if place.holds(home)}
+                raise lost(move.place, paths(state)[move.leaf])

@@ -31,14 +31,15 @@ def publish(
     axes: Axes,
     *,
     donate: bool,
-    empty: Callable[[Tensor], Tensor] = torch.empty_like,
+    empty: Sequence[Callable[[Tensor], Tensor]] | None = None,
 ) -> ShardedTree:
     """params + updates, as held between steps; with updates None the flats hold the sums already.
 
     Args:
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
-        empty: makes a flat like another one, where params lie between steps.
+        empty: per bucket, makes a flat like another one, where params lie between steps; None:
+            beside it.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
     is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
@@ -55,9 +56,11 @@ def publish(
             given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
         )
     made, started = [], []
-    for bucket, flat in zip(layout.buckets, flats, strict=True):
+    for b, (bucket, flat) in enumerate(zip(layout.buckets, flats, strict=True)):
         # A frozen flat stays the same one; without donation the given params stay valid
-        new = flat if donate or not bucket.trainable else empty(flat)
+        new = flat
+        if bucket.trainable and not donate:
+            new = torch.empty_like(flat) if empty is None else empty[b](flat)
         made.append(new)
         if not bucket.trainable:
             continue
@@ -95,14 +98,14 @@ def copies_to_update(
     flats: Sequence[Tensor],
     layout: Layout,
     piece_number: int,
-    empty: Callable[[Tensor], Tensor] = torch.empty_like,
+    empty: Sequence[Callable[[Tensor], Tensor]],
 ) -> list[Tensor]:
     """Flats of which this rank's pieces are copies, to be updated in place and published; of
-    frozen buckets the flats themselves."""
+    frozen buckets the flats themselves. `empty`: as in `publish`."""
     made = []
-    for bucket, flat in zip(layout.buckets, flats, strict=True):
+    for bucket, flat, make in zip(layout.buckets, flats, empty, strict=True):
         if bucket.trainable:
-            new = empty(flat)
+            new = make(flat)
             own_piece(new, bucket, piece_number).copy_(own_piece(flat, bucket, piece_number))
             flat = new
         made.append(flat)

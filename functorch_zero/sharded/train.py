@@ -131,7 +131,8 @@ class ShardedTrainStep:
             sharding = self.options.sharding(layout, self.state_plan(layout))
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
-            held = held.with_flats(moved_flats(self.options.places.params, held.flats()))
+            flats = moved_flats(self.options.places.params, held.flats(), layout)
+            held = held.with_flats(flats)
             if fill is not None:
                 # Values that are made on each rank could not be compared before
                 agree(group, {"deferred values": fill.digests})
@@ -184,7 +185,7 @@ class ShardedTrainStep:
         # loss is given then
         params = own_params(state, self.group.rank)
         flats = params.flats(to_write=self.options.donate)
-        flats = moved_flats(self.options.places.params, flats)
+        flats = moved_flats(self.options.places.params, flats, sharding.layout)
         state = state.replace(params=params.with_flats(flats))
         if flats[0].is_meta:
             check_not_on_meta(state.params, batch)

@@ -23,7 +23,7 @@ from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
 from .parts import ReductionParts
-from .placed import brought, in_places, placed
+from .placed import StatePlaces, placed
 
 
 class PreparedUpdate:
@@ -45,7 +45,8 @@ class PreparedUpdate:
         group = options.axes.optimizer
         self.layout = layout
         self.parts = ReductionParts(options.reduction, layout, options.axes)
-        self.ferry = Ferry(in_places(options.places.state))
+        places = options.places.state
+        self.ferry = Ferry(() if places is None else places.distinct)
         self.across = Sharded(
             layout, labelled(group, "optimizer/update"), donate=options.donate, ferry=self.ferry
         )
@@ -54,7 +55,8 @@ class PreparedUpdate:
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
-        self.optimizer, self._place = optimizer, options.places.state
+        self.optimizer = optimizer
+        self._places = StatePlaces.of(places, self.plan, layout)
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
         # Else kernels for some of the leaves may run
@@ -128,12 +130,12 @@ class PreparedUpdate:
 
     def brought(self, state: Any, device: torch.device) -> Any:
         """The optimizer's state, beside params on this device."""
-        return brought(self._place, state, device)
+        return self.ferry.beside(state, device)
 
     def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
-        return placed(self._place, state, old, look=look, ferry=self.ferry)
+        return placed(self._places, state, old, look=look, ferry=self.ferry)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def within(homes: Mapping[int, Tensor], leaf: Any) -> Any:
     home = home_of(leaf)
     if home is None:
         return leaf
-    now = homes[id(home)]
+    now = homes.get(id(home), home)
     if now is home:
         return leaf
     if home is leaf:

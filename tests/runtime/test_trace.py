@@ -21,7 +21,7 @@ from functorch_zero import optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.runtime.reduce import GradientReduction
-from functorch_zero.runtime.unit import Enter, Pass, UnitEntrance
+from functorch_zero.runtime.unit import Enter, PassHooks, UnitEntrance
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 
@@ -34,9 +34,9 @@ MOST = 3  # times that a file may be entered
 DOORS = {
     UnitEntrance.enter: "enter",
     UnitEntrance.watch: "watch",
-    Pass._remember: "save",
+    PassHooks.remember: "save",
     UnitEntrance.leave: "leave",
-    Pass._recall: "ask",
+    PassHooks.recall: "ask",
     Enter.backward: "backward",
     GradientReduction.finish: "finish",
 }

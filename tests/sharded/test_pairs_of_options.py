@@ -272,6 +272,9 @@ OPTIONS: dict[str, Option] = {
     "keep the old state": Option(shard={"donate": False}),
     "placed": Option(shard={"place": dict.fromkeys(KINDS, PLACE)}),
     "placed beside a GPU": Option(shard={"place": PINNED}),
+    "placed by unit": Option(
+        shard={"place": dict.fromkeys(KINDS, {"": PLACE, "blocks.*": None, "blocks.1": PLACE})}
+    ),
     "stay gathered": Option(shard={"reshard_after_forward": False}),
     "checked group": Option(loop={"checked": True}),
     "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"sync_buffers": "mean"})) or BATCH_NORM,
@@ -573,6 +576,15 @@ def test_each_alone(name: str) -> None:
 @drawn(cases(), quick=6, thorough=16)
 def test_pairs(case: Case) -> None:
     check(case)
+
+
+# Kinds lie in memory, elsewhere, or by unit in either
+BESIDE_PLACES = [pair for pair in PAIRS if {"placed", "placed by unit"} & {*pair}]
+
+
+@pytest.mark.parametrize("names", tiers([], BESIDE_PLACES[::9], BESIDE_PLACES), ids=" + ".join)
+def test_places_beside_each_option(names: tuple[str, str]) -> None:
+    check(drawn_case(names, random.Random(str(names)).choice))
 
 
 @pytest.mark.parametrize("seed", tiers([0], [1], range(2, 44)))

@@ -45,7 +45,7 @@ from ..failures import sharing_failures
 from ..options import Options
 from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
-from ..placed import brought, placed
+from ..placed import StatePlaces, brought, emptied, placed
 from ..publish import copies_to_update, publish
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
@@ -65,9 +65,9 @@ class ShardedEngine:
 
     def __init__(self, options: Options):
         self.options = options
-        place = options.places.state
-        # One object: by it the engine knows states that lie in its place
-        self._brought = None if place is None else partial(brought, place)
+        places = options.places.state
+        # One object: by it the engine knows states that lie in its places
+        self._brought = None if places is None else partial(brought, places)
         self._reminder = Reminder()  # for all losses together
         self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
@@ -170,7 +170,8 @@ class ShardedEngine:
         """
         ferry = None if by is None else by.ferry
         look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
-        tree = placed(self.options.places.state, tree, old, look=look, ferry=ferry)
+        places = StatePlaces.of(self.options.places.state, holding.plan, holding.sharding.layout)
+        tree = placed(places, tree, old, look=look, ferry=ferry)
         return ShardedOptState(tree, holding.lying(self._brought))
 
     def _placed_over(
@@ -265,7 +266,8 @@ class ShardedEngine:
             return self.apply_updates(params, updates), after
         axes = self.options.axes
         # The kernel writes to these, and no argument is written to
-        layout, empty = params.sharding.layout, self.options.places.empty_params
+        layout = params.sharding.layout
+        empty = emptied(self.options.places.params, layout)
         flats = copies_to_update(params.flats(), layout, axes.piece_number, empty)
         pieces = pieces_of(flats, params.holding)
         look = is_looked_at(next(self._storings))
@@ -319,7 +321,7 @@ class ShardedEngine:
                 updates.local_tree,
                 axes,
                 donate=False,
-                empty=self.options.places.empty_params,
+                empty=emptied(self.options.places.params, params.sharding.layout),
             )
             return made.as_read_only(params.is_read_only)
 

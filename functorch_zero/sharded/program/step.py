@@ -51,7 +51,7 @@ from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
-from ..placed import check_places_work, moved_flats
+from ..placed import check_places_work, moved_flats, places_of_buckets
 from ..refit import agree_on_refit, carried, check_same_ranks, refuse_parts
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
@@ -178,7 +178,10 @@ class ShardedProgramStep:
         """Those of the trees among the arguments of `init`, by name."""
         trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
         self.options.levels.check(trees, arguments=[*trees])
-        return {name: self._layout_of(name, tree) for name, tree in trees.items()}
+        layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
+        units = [unit.path for layout in layouts.values() for unit in layout.units]
+        self.options.places.check_units(units, arguments=[*trees])
+        return layouts
 
     def _first_state(
         self,
@@ -195,7 +198,8 @@ class ShardedProgramStep:
             sharding, fill = self.options.sharding(layout), fills.get(name)
             engine, number = self.engine, numbers[name]
             held = hold(given[name], sharding, engine=engine, number=number, name=name, fill=fill)
-            cut[name] = held.with_flats(moved_flats(self.options.places.params, held.flats()))
+            flats = moved_flats(self.options.places.params, held.flats(), layout)
+            cut[name] = held.with_flats(flats)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         value = without_pieces(self.unsharded.first_value(*own))
@@ -231,9 +235,9 @@ class ShardedProgramStep:
         Args:
             frozen: by the id of a frozen flat, which trees may share, where it lies now.
         """
-        place = self.options.places.params
-        made: list[Tensor | None] = []
-        for flat, bucket in zip(tree.flats(), tree.sharding.layout.buckets, strict=True):
+        layout, made = tree.sharding.layout, list[Tensor | None]()
+        places = places_of_buckets(self.options.places.params, layout)
+        for flat, bucket, place in zip(tree.flats(), layout.buckets, places, strict=True):
             if flat is None:
                 made.append(None)
             elif bucket.trainable:
@@ -431,6 +435,7 @@ class ShardedProgramStep:
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=cut,
             aligned=self.options.aligned,
+            name=name,
         )
         self.options.check_reduction_of(layout)
         return layout
