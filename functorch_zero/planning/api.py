@@ -242,13 +242,13 @@ def _plan_of_program(
         layout = imagined.run(*inputs)
     group, samples = options.group, imagined.watch.samples
     assert isinstance(group, Recorder)
-    num_bytes = {
+    num_bytes: dict[str, Any] = {
         "params": imagined.held,
         "gradients": imagined.reduced,
         "state": imagined.others,
         "buffers": 0,  # among the state
         "parts": imagined.parts,
-        "stored": imagined.stored,
+        "stored": tuple(own.stored(kind) for kind, own in imagined.places.items()),
         "gathered": max(sample.gathered for sample in samples),
     }
     return Plan(
@@ -426,7 +426,7 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "state": bytes_held(state.opt_state),
         "buffers": bytes_held(state.buffers),
         "parts": bytes_held(state.parts),
-        "stored": bytes_held(imagined.stored_in(state)),
+        "stored": tuple(own.stored(kind) for kind, own in imagined.places.items()),
         "gradients": imagined.reduced,
         # The most at one moment, over all
         "gathered": max(sample.gathered for sample in imagined.watch.samples),

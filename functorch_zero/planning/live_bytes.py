@@ -64,12 +64,14 @@ class LiveBytes(QuickDispatchMode):
         total: bytes alive, of all kinds.
         assumed: how many yes-no questions about values the host has asked. They were answered with
             yes.
+        elsewhere: storages that take nothing of this memory, whatever is said of them.
     """
 
     def __init__(self, fake: FakeTensorMode | None, on_growth: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.total = dict.fromkeys(KINDS, 0), 0
         self.assumed = 0
+        self.elsewhere: set[int] = set()
         self._fake, self._on_growth = fake, on_growth
         self._paused = False
         self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
@@ -128,6 +130,8 @@ class LiveBytes(QuickDispatchMode):
         """These storages are of that kind; None: they don't count."""
         for tensor in tensors:
             key = storage_id(tensor)
+            if key in self.elsewhere:
+                continue
             if key in self._kinds:
                 # It changes its kind, as an activation that turns out to be a gradient
                 before, size = self._kinds[key]

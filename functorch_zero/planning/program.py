@@ -8,6 +8,8 @@ how many gradients come before a step that donates may write.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
 from typing import Any
 
 import optree
@@ -21,13 +23,13 @@ from ..optim.base import Transform
 from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
+from ..sharded.placed import stored_flats
 from ..sharded.program.agreement import ProgramAgreement
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.ledger import Ledger
 from ..sharded.program.step import ShardedProgramStep
-from ..sharded_optim.ferry import is_moved
-from ..sharded_optim.sharded_state import ShardedOptState, is_placed
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep
@@ -35,7 +37,7 @@ from ..step.state import State
 from ..tree import has_values
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .trace import with_imagined_places
+from .trace import Elsewhere, with_imagined_places
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
@@ -54,19 +56,19 @@ class ImaginedProgram:
         level: 0 to 3; None where there are levels by leaf.
         held: bytes of the first value's trees that are held as params are.
         others: bytes of the rest of that value.
-        stored: of these, bytes that lie in the place of optimizers' states.
+        places: the stand-ins for the user's, by kind.
         parts: bytes that the gradients' reduction keeps between steps.
     """
 
     def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
         assert isinstance(options.group, Recorder)
         self.watch, self._fake = MemoryWatch(options.group.journal, fake), fake
-        options = with_imagined_places(options, self.watch.live)
-        self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch)
+        options, self.places = with_imagined_places(options, self.watch.live)
+        self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
         self.level = self._step.level
-        self.held = self.others = self.stored = self.parts = 0
+        self.held = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
         """Run one step, but with the order of units known, as from the second one on. Returns the
@@ -82,6 +84,10 @@ class ImaginedProgram:
             # Which finds out the order. A first step donates nothing.
             self._step(state, *args)
             self.watch.begin()
+            if self.places:
+                gc.collect()  # what the first call has left there
+            for elsewhere in self.places.values():
+                elsewhere.begin()
             self.watch.enter(BETWEEN)
             self._step(state, *args)
         assert state.sharding is not None
@@ -108,13 +114,11 @@ class ImaginedProgram:
         """Give each tensor that is held between steps its kind, before anything is counted."""
         held, others = held_and_others(state.value)
         self.held, self.others = bytes_held(held), bytes_held(others)
-        elsewhere, parts = _stored_in(state.value), _tensors(state.parts)
-        self.stored, self.parts = bytes_held(elsewhere), bytes_held(parts)
-        live = self.watch.live
-        live.adopt(_tensors(given), None)
-        live.adopt([*others, *parts], "state")
-        live.adopt(elsewhere, None)
-        live.adopt(held, "params")
+        parts = _tensors(state.parts)
+        self.parts = bytes_held(parts)
+        self.watch.live.adopt(_tensors(given), None)
+        self.watch.live.adopt([*others, *parts], "state")
+        self.watch.live.adopt(held, "params")
 
 
 class _ImaginedAgreement:
@@ -150,8 +154,8 @@ class _ImaginedAgreement:
 class _AnnouncedEngine:
     """An engine that tells a watch the phase of each call, and asks nobody for values."""
 
-    def __init__(self, engine: ShardedEngine, watch: MemoryWatch):
-        self._engine, self._watch = engine, watch
+    def __init__(self, engine: ShardedEngine, watch: MemoryWatch, places: Mapping[str, Elsewhere]):
+        self._engine, self._watch, self._places = engine, watch, places
         self.rank, self.orders = engine.rank, engine.orders
         self.keeps_tensors = engine.keeps_tensors
         self.reduced = 0
@@ -187,8 +191,9 @@ class _AnnouncedEngine:
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
+        before = self._written
         found, after = self._engine.update(transform, updates, state, params)
-        self._adopt_state(after)
+        self._adopt_state(after, before)
         self._watch.enter(BETWEEN)
         return found, after
 
@@ -196,22 +201,40 @@ class _AnnouncedEngine:
         self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
+        before = self._written
         new, after = self._engine.apply(transform, grads, state, params)
-        self._watch.live.adopt(new.flats(), "params")
-        self._adopt_state(after)
+        self._adopt_params(new, before)
+        self._adopt_state(after, before)
         self._watch.enter(BETWEEN)
         return new, after
 
-    def _adopt_state(self, state: ShardedOptState) -> None:
-        self._watch.live.adopt(_tensors(state), "state")
-        self._watch.live.adopt(_stored_in(state), None)
-
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
+        before = self._written
         new = self._engine.apply_updates(params, updates)
-        self._watch.live.adopt(new.flats(), "params")
+        self._adopt_params(new, before)
         self._watch.enter(BETWEEN)
         return new
+
+    @property
+    def _written(self) -> dict[str, int]:
+        """The bytes written elsewhere so far, by kind."""
+        return {kind: elsewhere.written for kind, elsewhere in self._places.items()}
+
+    def _adopt_params(self, params: ShardedTree, before: Mapping[str, int]) -> None:
+        """Note params that were made, or written over, since this was `_written`."""
+        self._watch.live.adopt(params.flats(), "params")
+        if "params" in before:
+            places, layout = self._engine.options.places.params, params.sharding.layout
+            written = stored_flats(places, params.flats(), layout, trained=True)
+            self._places["params"].written = before["params"] + bytes_held(written)
+
+    def _adopt_state(self, state: ShardedOptState, before: Mapping[str, int]) -> None:
+        """The same of an optimizer's state."""
+        self._watch.live.adopt(_tensors(state), "state")
+        if "state" in before:
+            written = filter(self._places["state"].holds, _tensors(state))
+            self._places["state"].written = before["state"] + bytes_held([*written])
 
 
 def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -224,15 +247,6 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
         else:
             others += _tensors(node)
     return held, others
-
-
-def _stored_in(value: Any) -> list[Tensor]:
-    """The tensors of a value's optimizer states that have a place."""
-    found: list[Tensor] = []
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if is_placed(node):
-            found += filter(is_moved, optree.tree_leaves(node.as_it_lies))
-    return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:

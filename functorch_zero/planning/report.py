@@ -15,6 +15,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
 from ..precision import short
+from ..sharded.placed import Stored
 from ..sharded_optim.state_plan import EVERYONE, make_planner
 
 KINDS = {  # of memory: the field of a `Sample`, and its name for people
@@ -37,7 +38,6 @@ _NUMBERS = (
     "buffers",
     "gathered",
     "parts",
-    "stored",
     "activations",
     "sent_bytes",
     "traced",
@@ -198,7 +198,8 @@ class Plan:
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
         parts: bytes that parts of the step keep between steps, a rank's.
-        stored: bytes of the state that lie elsewhere, in a `place`. The samples don't have them.
+        stored: by kind, the bytes that lie elsewhere, in a `place`, and those that a step reads and
+            writes there. The samples don't have them.
         mesh: the sizes of a mesh's axes, and along which of them all ranks have the same data; ""
             for one axis.
         notes: lines about codecs, sparse gradients, and a unit of more than half of the parameters.
@@ -221,7 +222,7 @@ class Plan:
     traced: bool
     assumed: int = 0
     parts: int = 0
-    stored: int = 0
+    stored: tuple[Stored, ...] = ()
     mesh: str = ""
     notes: tuple[str, ...] = ()
     bandwidth: Bandwidth | None = None
@@ -296,11 +297,15 @@ class Plan:
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
-        kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]  # seldom there
+        kinds += ["parts"] if self.parts else []  # seldom there
         rows = [["mesh", self.mesh]] if self.mesh else []
         rows += [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
+        for kind, *numbers in self.stored:
+            held, read, written = map(bytes_text, numbers)
+            text = f"{held} of {kind}; a step reads {read} and writes {written}"
+            rows.append(["elsewhere", text])
         rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
         if self.bandwidth is not None:
             rows.append(["at least", f"{self.seconds():.3g} s of communication per step"])
@@ -325,6 +330,7 @@ class Plan:
         made |= {"mesh": self.mesh, "notes": list(self.notes)}
         if self.bandwidth is not None:
             made |= {"bandwidth": self.bandwidth, "seconds": self.seconds()}
+        made["stored"] = [stored._asdict() for stored in self.stored]
         # "bytes" is the sum; the kinds stand beside it
         made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
         made["samples"] = [sample._asdict() for sample in self.samples]

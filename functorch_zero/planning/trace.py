@@ -13,18 +13,19 @@ that order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 from optree import PyTree, tree_map
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import FakeTensorMode
+from .._torch_private import FakeTensorMode, storage_id
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -35,13 +36,13 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
+from ..sharded.placed import Stored, moved_flats, stored_flats
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
-from ..sharded_optim.ferry import is_moved
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
-from .live_bytes import LiveBytes, uncompiled
+from .live_bytes import LiveBytes, bytes_held, uncompiled
 from .watch import MemoryWatch, with_numbers
 
 
@@ -59,6 +60,7 @@ class ImaginedStep:
     Attributes:
         watch: the memory from moment to moment, of the step that was run last.
         live: the bytes alive.
+        places: the stand-ins for the user's, by kind.
         reduced: bytes of the gradients that it gave to the optimizer.
     """
 
@@ -75,7 +77,7 @@ class ImaginedStep:
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
-        self._options = with_imagined_places(options, self.live)
+        self._options, self.places = with_imagined_places(options, self.live)
         self._layout, self._pass_layout = layout, pass_layout
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
@@ -111,6 +113,8 @@ class ImaginedStep:
             self._adopt_held((params, buffers, batch), state)
             # Forget the state's making, and the pass that found out the order
             self.watch.begin()
+            for elsewhere in self.places.values():
+                elsewhere.begin()
             local = self._differentiate(run, last_order)
             # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
@@ -120,18 +124,15 @@ class ImaginedStep:
                 local, tasks = local._replace(passed=numbers), BackgroundTasks()
                 agreed = agree_on(run, local, tasks, EqualBatches(1))
             self.watch.enter("buffers")
-            advance(run, local, agreed)
+            new, _ = advance(run, local, agreed)
+            if "params" in self.places:
+                own = self._options.places.params
+                written = stored_flats(own, new.params.flats(), self._layout, trained=True)
+                self.places["params"].written = bytes_held(written)
         # The order by names must be the one that the pass has gone through
         if order is not None and last_order.units:
             assert [*last_order.units] == [*order], "units came in another order"
         return state
-
-    def stored_in(self, state: State) -> list[Tensor]:
-        """The tensors of the state that lie elsewhere than its params."""
-        if self._options.places.state is None:
-            return []
-        leaves = optree.tree_leaves(state.opt_state)
-        return [x for x in leaves if is_moved(x)]
 
     # The phases, in order
 
@@ -144,8 +145,11 @@ class ImaginedStep:
         whole = step.init(params, buffers, seed=None)
         piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)
         state = shard_state(whole, prepared, sharding, piece_number)
-        flats = state.params.flats()
-        updater = _Announced(prepared, self.watch.enter, idle=self._only_buckets)
+        flats = moved_flats(options.places.params, state.params.flats(), self._layout)
+        state = state.replace(params=state.params.with_flats(flats))
+        updater = _Announced(
+            prepared, self.watch.enter, self.places.get("state"), idle=self._only_buckets
+        )
         # `parts` are tensors that the gradients' reduction keeps. They and the options are real:
         # only groups and updater are imagined
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
@@ -168,7 +172,6 @@ class ImaginedStep:
             (None, given),
             ("params", (state.params, state.buffers)),
             ("state", (state.opt_state, state.parts)),
-            (None, self.stored_in(state)),
         )
         for kind, tree in kinds:
             leaves = optree.tree_leaves(as_local(tree))
@@ -186,36 +189,66 @@ class ImaginedStep:
 
 class Elsewhere:
     """A place for tensors without values, which no device takes. As in a `File`, a step works in
-    it."""
+    it.
+
+    Attributes:
+        read, written: bytes that were brought and left since it began.
+    """
 
     def __init__(self, live: LiveBytes):
         self._live = live
-        self._made = WeakIdKeyDictionary()
+        # By storage, until it goes
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._now = self._most = self._held = self.read = self.written = 0
+
+    def begin(self) -> None:
+        """Forget what was, but for the tensors that lie here."""
+        self._most = self._held = self._now
+        self.read = self.written = 0
+
+    def stored(self, kind: str) -> Stored:
+        """The bytes since it began."""
+        # Nobody brings what is worked on where it lies: params that a step begins with, and sums
+        # of gradients, which the update reads
+        read = {"params": self._held, "gradients": self.written}.get(kind, self.read)
+        return Stored(kind, self._most, read, self.written)
 
     def empty(self, like: Tensor) -> Tensor:
-        with self._live.paused():  # it takes nothing of the memory that is watched
+        with self._live.paused():
             made = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._made[made] = True
+        storage, key = made.untyped_storage(), storage_id(made)
+        self._refs[key] = weakref.ref(storage, partial(self._gone, key, made.nbytes))
+        self._live.elsewhere.add(key)
+        self._now += made.nbytes
+        self._most = max(self._most, self._now)
         return made
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor in self._made
+        return storage_id(tensor) in self._refs
 
     def bring(self, stored: Tensor) -> Here:
+        self.read += stored.nbytes
         return Here(stored)
 
     def leave(self, tensor: Tensor, into: Tensor) -> Here:
+        self.written += into.nbytes
         return Here(into)
 
+    def _gone(self, key: int, nbytes: int, _: Any) -> None:
+        del self._refs[key]
+        self._live.elsewhere.discard(key)
+        self._now -= nbytes
 
-def with_imagined_places(options: Options, live: LiveBytes) -> Options:
-    """The same with a stand-in for the user's places, which would be asked for real memory."""
-    imagined: dict[str, ByUnit] = {}
+
+def with_imagined_places(options: Options, live: LiveBytes) -> tuple[Options, dict[str, Elsewhere]]:
+    """The same with stand-ins for the user's places, which would be asked for real memory; and
+    these, one per kind."""
+    made = {kind: Elsewhere(live) for kind in options.places.given}
+    by_unit: dict[str, ByUnit] = {}
     for kind, places in options.places.given.items():
-        elsewhere = Elsewhere(live)
-        rule = {p: None if own is None else elsewhere for p, own in places.rule.items()}
-        imagined[kind] = ByUnit(rule)
-    return replace(options, places=replace(options.places, **imagined))
+        rule = {p: None if own is None else made[kind] for p, own in places.rule.items()}
+        by_unit[kind] = ByUnit(rule)
+    return replace(options, places=replace(options.places, **by_unit)), made
 
 
 class _Announced:
@@ -223,11 +256,16 @@ class _Announced:
     stands for an update in place, which takes no room."""
 
     def __init__(
-        self, prepared: PreparedUpdate, enter: Callable[[str], None], *, idle: bool
+        self,
+        prepared: PreparedUpdate,
+        enter: Callable[[str], None],
+        elsewhere: Elsewhere | None,
+        *,
+        idle: bool,
     ) -> None:
-        self._prepared, self._enter, self._idle = prepared, enter, idle
+        self._prepared, self._enter, self._elsewhere = prepared, enter, elsewhere
+        self._idle = idle
         self.across = prepared.across
-        self.placed = prepared.placed  # the rest of an `Updater`, as it is
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree, **how: bool) -> Any:
         self._enter("optimizer")
@@ -235,3 +273,12 @@ class _Announced:
         updated = (None, state) if idle else prepared.update(grads, state, params, **how)
         self._enter("publish")
         return updated
+
+    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+        made = self._prepared.placed(state, old, look=look)
+        if self._elsewhere is not None:
+            # Whether it was left there, or worked on where it lies
+            self._elsewhere.written = bytes_held(self._prepared.stored_in(made))
+            if self._idle:
+                self._elsewhere.read = self._elsewhere.written
+        return made

@@ -19,7 +19,7 @@ from ..layout.layout import Bucket, Cut, Layout
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..precision import short
-from ..sharded_optim.sharded_state import ShardedOptState
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
@@ -27,6 +27,8 @@ from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
 from .notes import notes_of, wire_of
+from .options import Options
+from .placed import StatePlaces, Stored, stored_flats, stored_tensors
 from .program.step import ShardedProgramStep
 from .train import ShardedTrainStep
 
@@ -57,6 +59,9 @@ class Description(NamedTuple):
     # The objects that `shard` was given for seams, as they print, and its `reduce_bucket`
     seams: str = ""
     mesh: str = ""  # the sizes of its axes, and the one of the same data
+    # State and params that lie in places. Gradients and saved tensors follow from the loss, which
+    # a plan runs.
+    stored: tuple[Stored, ...] = ()
 
     @property
     def params_nbytes(self) -> int:
@@ -97,6 +102,10 @@ class Description(NamedTuple):
         lines.append(f"{holder} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}")
         if self.mesh:
             lines.append(f"mesh: {self.mesh}")
+        for kind, held, read, written in self.stored:
+            lines.append(
+                f"elsewhere: {held:,} bytes of {kind}; a step reads {read:,} and writes {written:,}"
+            )
         lines += self.notes
         return "\n".join(lines)
 
@@ -190,11 +199,18 @@ def describe(step: AnyStep, state: State) -> Description:
     others = state.replace(parts=None)
     rows = _rows(others, sharding.layout, plan, sends=step.group.size > 1)
     rows += _rows_of_parts(step, state)
-    return _on_this_rank(step, rows, repr(step.unsharded.optimizer))
+    holding = StateHolding(sharding, plan)
+    stored = _Elsewhere(step.options)
+    stored.see_params(state.params)
+    stored.see_state(ShardedOptState(state.opt_state, holding))
+    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored)
 
 
 def _on_this_rank(
-    step: ShardedTrainStep | ShardedProgramStep, rows: Sequence[Row], optimizer: str
+    step: ShardedTrainStep | ShardedProgramStep,
+    rows: Sequence[Row],
+    optimizer: str,
+    stored: _Elsewhere,
 ) -> Description:
     options = step.options
     seams = [f"{name}={seam}" for name, seam in options.printed_seams.items()]
@@ -207,7 +223,43 @@ def _on_this_rank(
         optimizer=optimizer,
         seams=", ".join(seams),
         mesh=options.axes.mesh,
+        stored=stored.by_kind,
     )
+
+
+class _Elsewhere:
+    """The tensors that lie in places, of the trees and states that it has seen."""
+
+    def __init__(self, options: Options):
+        self._places = options.places
+        self._state: list[Tensor] = []
+        self._params: list[Tensor] = []
+        self._trained: list[Tensor] = []  # of the params, those that a step writes
+
+    def see_params(self, tree: ShardedTree) -> None:
+        """A tree of a state, held as params are."""
+        places, layout = self._places.params, tree.sharding.layout
+        if places is None:
+            return
+        flats = tree.flats()
+        self._params += stored_flats(places, flats, layout)
+        if not tree.holding.read_only:
+            self._trained += stored_flats(places, flats, layout, trained=True)
+
+    def see_state(self, state: ShardedOptState) -> None:
+        """An optimizer's state."""
+        plan, layout = state.holding.plan, state.holding.sharding.layout
+        places = StatePlaces.of(self._places.state, plan, layout)
+        self._state += stored_tensors(places, state.as_it_lies)
+
+    @property
+    def by_kind(self) -> tuple[Stored, ...]:
+        state, params = _nbytes(self._state), _nbytes(self._params)
+        found = {
+            "state": Stored("state", state, state, state),
+            "params": Stored("params", params, params, _nbytes(self._trained)),
+        }
+        return tuple(found[kind] for kind in self._places.given if kind in found)
 
 
 def _describe_whole(step: TrainStep, state: State) -> Description:
@@ -230,12 +282,15 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     optimizer's state."""
     step.check_state(state)
     sends = step.group.size > 1
-    rows: list[Row] = []
+    rows, stored = list[Row](), _Elsewhere(step.options)
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
             rows += _rows_of_tree(name or node.holding.name, node, sends=sends)
+            if node.holding.form == "held":
+                stored.see_params(node)
         elif isinstance(node, ShardedOptState):
+            stored.see_state(node)
             tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
             shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
             rows.append(_plain(name, tensors, shares or "whole"))
@@ -245,7 +300,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
     rows += _rows_of_parts(step, state)
-    return _on_this_rank(step, rows, repr(step.unsharded))
+    return _on_this_rank(step, rows, repr(step.unsharded), stored)
 
 
 def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:

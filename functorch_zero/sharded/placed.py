@@ -150,6 +150,38 @@ def places_of_buckets(places: ByUnit | None, layout: Layout) -> list[Place | Non
     return found
 
 
+class Stored(NamedTuple):
+    """The tensors of one kind that lie in places, of one rank, in bytes."""
+
+    kind: str  # "state", "params", "gradients" or "saved"
+    nbytes: int  # the most that lie there at a time
+    # By a step: brought and left, or worked on where they lie, which counts once per tensor
+    read: int
+    written: int
+
+
+def stored_tensors(places: StatePlaces | None, state: Any) -> list[Tensor]:
+    """The tensors of an optimizer's state that lie in their places."""
+    homes = {} if places is None else places.homes(optree.tree_leaves(state))
+    return [home.tensor for home in homes.values() if home.lies_there]
+
+
+def stored_flats(
+    places: ByUnit | None,
+    flats: Sequence[Tensor | None],
+    layout: Layout,
+    *,
+    trained: bool = False,
+) -> list[Tensor]:
+    """The flats that hold params and lie in their places; those of trained buckets alone."""
+    found = []
+    rows = zip(places_of_buckets(places, layout), flats, layout.buckets, strict=True)
+    for place, flat, bucket in rows:
+        if place is not None and flat is not None and place.holds(flat):
+            found += [flat] if bucket.trainable or not trained else []
+    return found
+
+
 def moved_flats(places: ByUnit | None, flats: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """The flats that hold params, where they lie in their places."""
     return [*map(moved, places_of_buckets(places, layout), flats)]

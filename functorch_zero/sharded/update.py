@@ -23,7 +23,7 @@ from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
 from .parts import ReductionParts
-from .placed import StatePlaces, placed
+from .placed import StatePlaces, placed, stored_tensors
 
 
 class PreparedUpdate:
@@ -136,6 +136,10 @@ class PreparedUpdate:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
         return placed(self._places, state, old, look=look, ferry=self.ferry)
+
+    def stored_in(self, state: Any) -> list[Tensor]:
+        """The tensors of the optimizer's state that lie in places of their own."""
+        return stored_tensors(self._places, state)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.places import File
 from functorch_zero.planning.program import held_and_others
-from tests.local import local_leaves, part
+from tests.local import part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
 from tests.tiers import tiers
@@ -138,16 +139,16 @@ def measured_peaks(levels: list[int], donate: bool, place: Any = None) -> list[i
     return [measured_peak(level, donate, place) for level in levels]
 
 
-def measured_peak(level: int, donate: bool, place: Any) -> int:
-    step = fz.shard(BOTH, level=level, donate=donate, place=place)
+def measured_peak(level: int, donate: bool, place: Any, group: Any = None, times: int = 6) -> int:
+    step = fz.shard(BOTH, level=level, group=group, donate=donate, place=place)
     state = step.init(*trees())
     batch = torch.randn(64, WIDTH)
     for _ in range(2):
         state, _ = step(state, batch)
     before, peaks = held(state.value), []
     if place is not None:
-        before -= held([x for x in local_leaves(state.value[2:]) if x.dim()])
-    for _ in range(6):  # gloo's threads may hold tensors a little longer than the step does
+        before -= sum(stored.nbytes for stored in fz.describe(step, state).stored)
+    for _ in range(times):  # gloo's threads may hold tensors a little longer than the step does
         gc.collect()
         events: list[int] = []
         with allocations(events):
@@ -169,28 +170,79 @@ def test_the_peak_is_that_of_a_run_on_real_ranks(levels: list[int], donate: bool
         assert made.peak.total == pytest.approx(most, rel=0.02), level
 
 
-@pytest.mark.parametrize("donate", tiers([True], [False]))
-def test_the_peak_with_state_elsewhere(donate: bool) -> None:
-    levels, options = [1, 3], {"donate": donate, "place": {"state": Numpy("nowhere")}}
-    found = fz.launch(measured_peaks, 2, levels, *options.values(), timeout=100)[0]
+ELSEWHERE: dict[str, Any] = {  # the last one by unit
+    "state": {"state": Numpy("nowhere")},
+    "all": dict.fromkeys(("state", "params", "gradients"), Numpy("nowhere")),
+    "some": {"state": {"one.0": Numpy("nowhere")}, "params": {"two": Numpy("nowhere")}},
+}
+PLACED = tiers(
+    [],
+    [
+        ([3], True, "all"),
+        ([1, 0], True, "all"),
+        ([1, 3], True, "state"),
+        ([1, 3], False, "all"),
+        ([1, 3], True, "some"),
+    ],
+    rows=True,
+)
+
+
+def test_the_peak_falls_by_what_lies_elsewhere() -> None:
+    """In the plan as on a rank, in whose group copies of halves take some room, too."""
+    planned, measured = [], []
+    for place in (None, ELSEWHERE["all"]):
+        measured.append(measured_peak(3, True, place, CountingGroup(2), times=1))
+        options: dict[str, Any] = {"batch": torch.empty(64, WIDTH), "donate": True, "place": place}
+        planned.append(plan(trees(), BOTH, level=3, ranks=2, **options).peak.total)
+    assert planned[0] - planned[1] == pytest.approx(measured[0] - measured[1], rel=0.02)
+    assert planned[1] < 0.3 * planned[0]
+
+
+@pytest.mark.parametrize(("levels", "donate", "name"), PLACED)
+def test_the_peak_with_kinds_elsewhere_on_real_ranks(
+    levels: list[int], donate: bool, name: str
+) -> None:
+    options = {"donate": donate, "place": ELSEWHERE[name]}
+    arguments = levels, *options.values()
+    found = fz.launch(measured_peaks, 2, *arguments, timeout=100, start_method="fork")[0]
     batch = torch.empty(64, WIDTH)
     for level, most in zip(levels, found, strict=True):
         made = plan(trees(), BOTH, level=level, ranks=2, batch=batch, **options)
         assert made.peak.total == pytest.approx(most, rel=0.02), level
 
 
-def test_state_elsewhere_is_told_apart() -> None:
-    """To the byte, and without a call of the user's place."""
-    options = {"level": 1, "ranks": 2, "batch": torch.empty(64, WIDTH)}
-    plain = plan(trees(), BOTH, **options)
-    made = plan(trees(), BOTH, **options, place={"state": File("nowhere")})
-    value = fz.shard(BOTH, level=1, group=CountingGroup(2)).init(*trees()).value
-    flats = [x for x in optree.tree_leaves(value[2]) if x.dim()]
-    assert made.stored == held(flats) > 0 == plain.stored
+@pytest.mark.parametrize("name", tiers(["all"], ["state", "some"]))
+def test_what_lies_elsewhere_is_told_apart(name: str, tmp_path: Path) -> None:
+    """To the byte, as on a rank, and without a call of the user's place."""
+    options: dict[str, Any] = {"level": 1, "donate": True}
+    plan_options = options | {"ranks": 2, "batch": torch.empty(64, WIDTH)}
+    plain = plan(trees(), BOTH, **plan_options)
+    made = plan(trees(), BOTH, **plan_options, place=ELSEWHERE[name])
+    group = CountingGroup(2)
+    sharded = fz.shard(BOTH, **options, group=group, place=in_files(ELSEWHERE[name], tmp_path))
+    described = fz.describe(sharded, sharded.init(*trees()))
+    # The program takes another gradient after the first update, which can't be in place
+    held = [stored._replace(nbytes=stored.read) for stored in made.stored]
+    assert [*described.stored] == [stored for stored in held if stored.kind != "gradients"]
+    assert [stored.kind for stored in made.stored] == [*ELSEWHERE[name]]
+    assert all(min(stored[1:]) > 0 for stored in made.stored)
+    by_kind = {stored.kind: stored.nbytes for stored in described.stored}
+    assert plain.stored == () and "elsewhere" not in str(plain)
     assert made.state == plain.state and made.collectives == plain.collectives
-    for one, other in zip(plain.samples[:1], made.samples[:1], strict=True):
-        assert one.state - other.state == made.stored
+    one, other = plain.samples[0], made.samples[0]
+    assert one.state - other.state == by_kind["state"]
+    assert one.params - other.params == by_kind.get("params", 0)
     assert made.peak.total < plain.peak.total
+    assert "elsewhere" in str(made) and "elsewhere: " in str(described)
+    assert json.loads(made.to_json())["stored"] == [s._asdict() for s in made.stored]
+
+
+def in_files(place: Any, folder: Path) -> Any:
+    """The same places as files that are there."""
+    if isinstance(place, dict):
+        return {key: in_files(inner, folder) for key, inner in place.items()}
+    return File(folder)
 
 
 # What a program may ask

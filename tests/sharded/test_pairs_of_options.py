@@ -62,6 +62,7 @@ MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
 
 PLACE = fz.places.File(tempfile.gettempdir())  # its files have no names
 PINNED = dict.fromkeys(("state", "saved"), played_host()[0])  # beside a GPU that is played
+BY_UNIT = {"": PLACE, "blocks.*": None, "blocks.1": PLACE}
 KINDS = ("state", "params", "gradients", "saved")
 
 
@@ -273,7 +274,7 @@ OPTIONS: dict[str, Option] = {
     "placed": Option(shard={"place": dict.fromkeys(KINDS, PLACE)}),
     "placed beside a GPU": Option(shard={"place": PINNED}),
     "placed by unit": Option(
-        shard={"place": dict.fromkeys(KINDS, {"": PLACE, "blocks.*": None, "blocks.1": PLACE})}
+        shard={"place": {key: {"": PLACE, "blocks.*": None, "blocks.1": PLACE} for key in KINDS}}
     ),
     "stay gathered": Option(shard={"reshard_after_forward": False}),
     "checked group": Option(loop={"checked": True}),

@@ -265,13 +265,70 @@ def test_a_plan_tells_a_placed_state_apart(tmp_path: Path) -> None:
     def planned(**options: Any) -> Any:
         return fz.plan(make_params(), adamw_step(), level=3, ranks=2, **options)
 
-    plain, stored = planned(), planned(place={"state": disk})
-    counts = stored.state - stored.stored
-    assert 0 < counts < 64 < stored.state == plain.state and plain.stored == 0
-    assert stored.samples[0].state == counts and plain.samples[0].state == plain.state
-    assert stored.samples[0].total < plain.samples[0].total
-    assert stored.collectives == plain.collectives and not disk.calls
-    assert "stored" in str(stored) and json.loads(stored.to_json())["stored"] == stored.stored
+    plain, made = planned(), planned(place={"state": disk, "params": {"": disk}})
+    state, params = made.stored
+    counts = made.state - state.nbytes
+    assert 0 < counts < 64 < made.state == plain.state and plain.stored == ()
+    assert params.nbytes == made.params == plain.params
+    for stored in made.stored:
+        assert stored.nbytes == stored.read == stored.written
+    assert made.samples[0].state == counts and plain.samples[0].state == plain.state
+    assert made.samples[0].params == 0 < plain.samples[0].params
+    assert made.collectives == plain.collectives and not disk.calls
+    assert "of params; a step reads" in str(made)
+    assert json.loads(made.to_json())["stored"] == [state._asdict(), params._asdict()]
+
+
+class Weighed(File):
+    """Files, and the bytes that went each way."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        object.__setattr__(self, "read", 0)
+        object.__setattr__(self, "written", 0)
+
+    def bring(self, stored: Tensor) -> Any:
+        object.__setattr__(self, "read", self.read + stored.nbytes)
+        return super().bring(stored)
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Any:
+        object.__setattr__(self, "written", self.written + tensor.nbytes)
+        return super().leave(tensor, into)
+
+
+@pytest.mark.parametrize("level", tiers([3], [1, 0]))
+@pytest.mark.parametrize("donate", tiers([False], [True]))
+def test_a_plan_has_the_bytes_that_a_step_moves(level: int, donate: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    apply, params, _ = fz.functionalize(nn.Sequential(Attention(), Attention()), units=Attention)
+    step = fz.train_step(
+        lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(0.1), accumulate=2
+    )
+    x = torch.randn(4, 48, 32)
+
+    def run(group: Any) -> None:
+        places = {kind: {"": None, "1": Weighed(tmp_path)} for kind in ("gradients", "saved")}
+        places["state"] = {"1": Weighed(tmp_path)}
+        options: dict[str, Any] = {"level": level, "donate": donate, "place": places}
+        sharded = fz.shard(step, group=group, **options)
+        state = sharded.init(params)
+        for _ in range(6):  # none looks at what it has left from then on
+            state, _ = sharded(state, x)
+        before = {kind: (own["1"].read, own["1"].written) for kind, own in places.items()}
+        sharded(state, x)
+        if group.rank:
+            return
+        made = fz.plan(params, step, ranks=2, batch=x, **options)
+        assert [stored.kind for stored in made.stored] == ["state", "gradients", "saved"]
+        for kind, _, read, written in made.stored:
+            own = places[kind]["1"]
+            assert written > 0 and read > 0
+            # Gradients are worked on there, and so is a state that is donated
+            assert kind == "gradients" or own.read - before[kind][0] == read
+            in_place = kind == "state" and donate
+            assert own.written - before[kind][1] == (0 if in_place else written)
+
+    run_ranks(run, 2)
 
 
 def test_an_async_save_has_the_values_of_its_call(tmp_path: Path) -> None:
