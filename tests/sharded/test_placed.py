@@ -558,25 +558,46 @@ class Layer(nn.Module):
 
 
 def peak_of(
-    optimizer: Any, level: int, place: Any, *, donate: bool = True, rows: int = 4, **step: Any
+    optimizer: Any,
+    level: int,
+    place: Any,
+    *,
+    donate: bool = True,
+    rows: int = 4,
+    program: bool = False,
+    **step: Any,
 ) -> int:
     """The malloc peak of a step, with the state it was given."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(NUM_UNITS)))
     apply, params, buffers = fz.functionalize(model, units=Layer)
     del model
-    made = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer, **step)
+    loss = lambda p, b, x: apply(p, b, x)[0].square().mean()
+    made: Any = fz.train_step(loss, optimizer, **step)
+    if program:
+        made = program_of(loss, optimizer)
     x = torch.randn(rows, WIDTH)
     gc.collect()
     before = MallocPeak().now()
     sharded = fz.shard(made, level=level, group=CountingGroup(2), donate=donate, place=place)
-    state = sharded.init(params, buffers)
+    state = sharded.init(params, *([] if program else [buffers]))
     for _ in range(6):  # so that nothing is looked at any more
         state, _ = sharded(state, x)
     gc.collect()
     with MallocPeak() as peak:
         sharded(state, x)
     return peak.most - before
+
+
+def program_of(loss: Any, optimizer: Any) -> Any:
+    """The same step as a program."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        net, state = value
+        mean, grads = fz.value_and_grad(lambda p, x: loss(p, {}, x))(net, x)
+        return optimizer.apply(grads, state, net), {"loss": mean}
+
+    return fz.program_step(program, init=lambda net: (net, optimizer.init(net)))
 
 
 CHAINS = {
@@ -604,6 +625,25 @@ def test_the_peak_falls_by_the_state(name: str, level: int, donate: bool, tmp_pa
     state = 2 * P // (2 if level else 1)
     # Without donation the next one, too
     assert plain - placed == pytest.approx(state if donate else 2 * state, abs=UNIT)
+
+
+IN_PROGRAMS = tiers(
+    [("unfused", True)],
+    [("unfused", False), ("clipped", False), ("muon", True), ("muon", False)],
+    rows=True,
+)
+
+
+@pytest.mark.parametrize(("name", "donate"), IN_PROGRAMS)
+def test_no_second_state_of_a_program_is_in_memory(name: str, donate: bool, tmp_path: Path) -> None:
+    """Without a fused kernel, or without donation, a program makes a new state: in its place, by
+    buckets or whole leaves, and neither it nor the old one is ever in memory."""
+    optimizer = {**CHAINS, "muon": optim.muon(1e-3)}[name]
+    peaks = []
+    for place in (None, {"state": File(tmp_path)}):
+        peaks.append(peak_of(optimizer, 3, place, donate=donate, program=True))
+    state = (1 if name == "muon" else 2) * P // 2
+    assert peaks[0] - peaks[1] >= 2 * state - 2.5 * UNIT / 2
 
 
 @pytest.mark.parametrize(
