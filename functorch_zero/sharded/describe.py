@@ -202,7 +202,7 @@ def describe(step: AnyStep, state: State) -> Description:
     holding = StateHolding(sharding, plan)
     stored = _Elsewhere(step.options)
     stored.see_params(state.params)
-    stored.see_state(ShardedOptState(state.opt_state, holding))
+    stored.see_state(ShardedOptState(state.value.opt_state, holding))
     return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored)
 
 

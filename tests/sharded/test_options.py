@@ -10,7 +10,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.mesh import HybridGroup, axes_of
 from functorch_zero.layout.levels import Levels
-from functorch_zero.places import File
+from functorch_zero.places import ByUnit, File
 from functorch_zero.runtime.prefetch import Overlap
 from functorch_zero.sharded.options import Options, Places
 from tests.sharded.test_seams import ROUNDED
@@ -32,7 +32,7 @@ OTHERS: dict[str, Any] = {
     "reduce_gradients": "once",
     "overlap": Overlap.time,
     "reduction": ROUNDED,
-    "places": Places(state=File("folder")),
+    "places": Places(state=ByUnit({"": File("folder")})),
     "reduce_bucket": 2**20,
     "aligned": False,
 }
