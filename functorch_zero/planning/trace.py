@@ -211,6 +211,8 @@ class Elsewhere:
         # Nobody brings what is worked on where it lies: params that a step begins with, and sums
         # of gradients, which the update reads
         read = {"params": self._held, "gradients": self.written}.get(kind, self.read)
+        # A plan runs no kernel, which reads the state that it writes over
+        read = max(read, self.written) if kind == "state" else read
         return Stored(kind, self._most, read, self.written)
 
     def empty(self, like: Tensor) -> Tensor:
@@ -279,6 +281,4 @@ class _Announced:
         if self._elsewhere is not None:
             # Whether it was left there, or worked on where it lies
             self._elsewhere.written = bytes_held(self._prepared.stored_in(made))
-            if self._idle:
-                self._elsewhere.read = self._elsewhere.written
         return made
