@@ -509,8 +509,20 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
     assert_equal_values(
         expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
     )
-    local = [*range(case.ranks)] if o.shard.get("sync_buffers") == "local" else None
-    Comparison(expected, runs, o.grade, (), local, at).run()
+    comparison = Comparison(
+        expected,
+        runs,
+        o.grade,
+        unused=(),
+        parts=[*range(case.ranks)],
+        local=o.shard.get("sync_buffers") == "local",
+        at=at,
+        sizes={},
+        decays=None,
+    )
+    difference = comparison.difference()
+    if difference is not None:
+        raise difference
 
 
 def check(case: Case) -> None:
