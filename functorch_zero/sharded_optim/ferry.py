@@ -78,6 +78,7 @@ class Ferry:
         self.look, self._over = look, over
         self.made: dict[int, Tensor] = {}
         self._left: dict[int, _Left] = {}  # by id of the home, what is to be compared
+        self._here: dict[int, _Shared] = {}  # by id, the homes that have come and not yet gone
 
     def bring(self, stored: Tensor, device: torch.device | None) -> Coming:
         """Start to bring a tensor of the state beside params on this device."""
@@ -86,7 +87,13 @@ class Ferry:
             return Coming(stored, None, stored, Here(stored))
         for place in self.places:
             if place.holds(home):
-                return Coming(stored, place, home, place.bring(home))
+                # Leaves of one home share what was brought: of two copies, the one that leaves
+                # last would undo what the other has changed
+                shared = self._here.get(id(home))
+                if shared is None:
+                    shared = self._here[id(home)] = _Shared(place.bring(home))
+                shared.users += 1
+                return Coming(stored, place, home, shared)
         # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
         here = stored if device is None else stored.to(device)
         return Coming(stored, None, stored, Here(here))
@@ -106,6 +113,7 @@ class Ferry:
         place, home = brought.place, brought.home
         if place is None:
             return new
+        is_last = self._let_go(home)
         if not (self._over and are_alike(new, brought.stored)):
             made = checked(place, place.empty(new), new)
             self.made[id(made)] = made
@@ -113,10 +121,18 @@ class Ferry:
             return made
         if new is not brought.tensor:
             brought.tensor.copy_(new)
-        if brought.is_copy:
-            # With what else lies in it, as it was
+        if brought.is_copy and is_last:
+            # With what else lies in it
             self._leave(place, brought.arrived, home)
         return brought.stored
+
+    def _let_go(self, home: Tensor) -> bool:
+        """One leaf of a home needs it no more. Returns whether it was the last one under way."""
+        shared = self._here[id(home)]
+        shared.users -= 1
+        if not shared.users:
+            del self._here[id(home)]
+        return not shared.users
 
     def _leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
         if self.look and has_values(tensor):
@@ -132,6 +148,9 @@ class Ferry:
         homes = {id(home): home for leaf in leaves if (home := home_of(leaf)) is not None}
         coming = {key: self.bring(home, device) for key, home in homes.items()}
         here = {key: self.wait(one).tensor for key, one in coming.items()}
+        for one in coming.values():
+            if one.place is not None:
+                self._let_go(one.home)  # only read: nothing goes back
         return treedef.unflatten([within(here, leaf) for leaf in leaves])
 
     def check(self, state: Any) -> None:
@@ -148,6 +167,19 @@ class Ferry:
             again = checked(place, place.bring(home).wait(), home)
             if key in homes and not marks_of_values(again).equal(marks):
                 raise lost(place, paths(state)[homes[key]])
+
+
+class _Shared:
+    """A home on its way, for all leaves of it that are under way together."""
+
+    def __init__(self, arriving: Arriving):
+        self._arriving: Arriving | None = arriving
+        self.users = 0  # tensors that were asked for, and not yet taken back
+
+    def wait(self) -> Tensor:
+        if self._arriving is not None:
+            self._arrived, self._arriving = self._arriving.wait(), None
+        return self._arrived
 
 
 class _Left(NamedTuple):
