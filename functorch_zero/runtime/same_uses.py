@@ -29,14 +29,7 @@ from ..groups.forwarding import all_say
 from ..groups.protocol import Group
 from .unshard import UnitFlats
 
-SECONDS = 10.0  # that ranks may come late to a question; at least as long as the pass has taken
 END = "the end of the loss"
-
-_REMEDY = (
-    "let the data of every rank go through the same units: with rows of weight 0, say; or let the "
-    "module around the layer be the unit, by functionalize(units=...); or use level 0 or 1, where "
-    "ranks may use different units"
-)
 
 
 class SameUses:
@@ -51,7 +44,19 @@ class SameUses:
     Attributes:
         words: of this pass so far. A pass adds those that collectives follow from.
         left: whether they differ from those of the last pass.
+        patience: seconds that ranks may come late to a question; at least as long as the pass has
+            taken.
+        of_two, alone, remedy: of errors: ranks say different words; a rank alone has left.
     """
+
+    patience = 10.0
+    of_two = "the ranks' losses use different units, or the same in another order"
+    alone = "the loss uses other units than in the last pass, and not every rank does so alike"
+    remedy = (
+        "let the data of every rank go through the same units: with rows of weight 0, say; or let "
+        "the module around the layer be the unit, by functionalize(units=...); or use level 0 or "
+        "1, where ranks may use different units"
+    )
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class SameUses:
         expected = got if self._last is None else self._last[begin:end]
         self.left |= got != expected
         if self._compares:
-            _compare(self._group, got)
+            self._compare(got)
         elif self.left:
             self._ask(expected, got)
             self._compares = True
@@ -99,47 +104,45 @@ class SameUses:
         for flats in self._flats:
             for gathering in flats.under_way or ():
                 gathering.work.wait()
-        seconds = max(SECONDS, time.monotonic() - self._begin)
+        seconds = max(self.patience, time.monotonic() - self._begin)
         # All words, so that ranks that leave at another place ask something else
         if ask(json.dumps(self.words), seconds):
             return
         want, have = next(_differences([expected, got]))
         error = GroupError(
             explain(
-                "the loss uses other units than in the last pass, and not every rank does so "
-                f"alike: others went on as before, or were {seconds:.0f} s late",
+                f"{self.alone}: others went on as before, or were {seconds:.0f} s late",
                 path=_path_of([want, have]),
                 expected=f"{want}, as in the last pass",
                 got=have,
                 rank=self._group.rank,
-                remedy=_REMEDY,
+                remedy=self.remedy,
             )
         )
         # The others may wait for this rank in a gather
         self._group.fail(error)
         raise error
 
-
-def _compare(group: Group, got: Sequence[str]) -> None:
-    """Raise, on every rank, unless all ranks say the same. By one exchange."""
-    everyone = labelled(group, "loss/uses").exchange(json.dumps(got).encode())
-    if len(set(everyone)) == 1:
-        return
-    said = next(_differences([json.loads(words) for words in everyone]))
-    ranks: dict[str, list[int]] = {}
-    for rank, word in enumerate(said):
-        ranks.setdefault(word, []).append(rank)
-    by_rank = "; ".join(f"{word} ({ranks_text(ranks[word])})" for word in ranks)
-    raise GroupError(
-        explain(
-            "the ranks' losses use different units, or the same in another order",
-            path=_path_of(said),
-            expected="the same unit on every rank",
-            got=by_rank,
-            rank=group.rank,
-            remedy=_REMEDY,
+    def _compare(self, got: Sequence[str]) -> None:
+        """Raise, on every rank, unless all ranks say the same. By one exchange."""
+        everyone = labelled(self._group, "loss/uses").exchange(json.dumps(got).encode())
+        if len(set(everyone)) == 1:
+            return
+        said = next(_differences([json.loads(words) for words in everyone]))
+        ranks: dict[str, list[int]] = {}
+        for rank, word in enumerate(said):
+            ranks.setdefault(word, []).append(rank)
+        by_rank = "; ".join(f"{word} ({ranks_text(ranks[word])})" for word in ranks)
+        raise GroupError(
+            explain(
+                self.of_two,
+                path=_path_of(said),
+                expected="the same on every rank",
+                got=by_rank,
+                rank=self._group.rank,
+                remedy=self.remedy,
+            )
         )
-    )
 
 
 def _differences(said: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:

@@ -295,7 +295,7 @@ SECONDS = 1.0  # that a question waits here
 
 def over_gloo(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
     def run() -> Any:
-        same_uses.SECONDS = SECONDS  # in a process of its own
+        same_uses.SameUses.patience = SECONDS  # in a process of its own
         return fn(ProcessGroup(timeout=40))
 
     return launch(run, ranks, start_method="fork", timeout=60)
