@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .compress import Form, check_codec
+from .compress import Form, check_codec, dtype_of
 from .errors import explain
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -98,6 +98,12 @@ class Dtypes:
     compute: torch.dtype  # of the whole leaf in a module's forward, and of its gradient there
     gather: Form  # in which the leaf travels to be made whole
     reduce: Form  # in which its gradient travels, and, if a dtype, is summed over ranks
+
+    def narrows(self, storage: torch.dtype) -> bool:
+        """Whether a leaf kept in `storage` is gathered in fewer bytes than it is kept in; by a
+        codec, it is taken to be."""
+        by_codec = not isinstance(self.gather, torch.dtype)
+        return by_codec or dtype_of(self.gather, storage).itemsize < storage.itemsize
 
     def __str__(self) -> str:
         gather, reduce = short(self.gather), short(self.reduce)

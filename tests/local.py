@@ -6,8 +6,10 @@ from typing import Any
 
 import optree
 from optree import tree_map
+from torch import Tensor
 
 from functorch_zero.layout.piece import Piece
+from functorch_zero.layout.sharded_tree import ShardedTree
 from functorch_zero.params import as_local
 
 
@@ -21,3 +23,16 @@ def local_leaves(tree: Any) -> list[Any]:
 def part(batch: Any, group: Any) -> Any:
     """This rank's part of the rows of a batch."""
     return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
+
+
+def published(tree: Any) -> list[Tensor]:
+    """The published flats of the sharded trees in a tree."""
+    found = []
+    for node in optree.tree_leaves(tree, is_leaf=_is_sharded):
+        if _is_sharded(node):
+            found += [flat for flat in node.published() if flat is not None]
+    return found
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, ShardedTree)

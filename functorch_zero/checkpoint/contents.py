@@ -20,7 +20,6 @@ from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
 from ..layout.layout import Layout
-from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
@@ -251,7 +250,7 @@ def _node_spots(node: Any, axes: Axes) -> Any:
 
 
 def _param_spots(layout: Layout, axes: Axes) -> list[_Spot]:
-    """The spots of params: pieces where the level cuts them. Of those that every rank has, each
+    """The spots of params: pieces where ranks hold pieces. Of those that every rank has, each
     saves a share, whatever `saved` says."""
     saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
     spots = []
@@ -265,7 +264,7 @@ def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
     """The spot of param `number`, as this rank holds it between steps."""
     b, k = layout.places[number]  # bucket, and place in it
     bucket = layout.buckets[b]
-    if not level_of(bucket).cuts_params:
+    if not bucket.cut.holds_pieces:
         return _EVERYWHERE
     # As held, though the optimizer's pieces may be smaller: see Note [two cuts] in `layout`
     extent = bucket.held.extent(k, bucket.held_by(piece_number))

@@ -233,6 +233,8 @@ class _Load:
             donations.take(like.step)
         else:
             state = blank_state(like, reuse=True)
+            # Files are read past the counts of writes, by which published flats are known
+            like.params.note_published(())
             donations.take(like.step)
             donations.take_counters(like.step, like.opt_state, state.opt_state)
         return state

@@ -25,11 +25,13 @@ LEAF_ALIGNMENT = 256
 PIECE_ALIGNMENT = 64
 LARGE = 2**23  # bytes; leaves of at least this size get a bucket of their own (levels 2 and 3)
 
+CutOf = Callable[[str, Any, Dtypes | None], Cut]
+
 
 def leaf_specs(
     tree: PyTree[Any],
     trainable: Callable[[str, Any], bool],
-    cut: Callable[[str, Any], Cut],
+    cut: CutOf,
     policies: Mapping[str, Precision],
 ) -> list[LeafSpec]:
     """The specs of a tree of tensors, in tree order. The meta device will do.
@@ -45,7 +47,7 @@ def leaf_specs(
             shape=tuple(leaf.shape),
             dtype=leaf.dtype,
             trainable=bool(trainable(path, leaf)),
-            cut=cut(path, leaf),
+            cut=cut(path, leaf, dtypes),
             dtypes=dtypes,
         )
         specs.append(spec)
@@ -58,7 +60,7 @@ def make_layout(
     *,
     trainable: Callable[[str, Any], bool],
     units: Sequence[UnitSpec] | None = None,
-    cut: Callable[[str, Any], Cut] | None = None,
+    cut: CutOf | None = None,
     aligned: bool = True,
     name: str = "",
 ) -> Layout:
@@ -68,7 +70,7 @@ def make_layout(
         tree: of tensors; the meta device will do.
         trainable: by path and leaf.
         units: None: `default_units`.
-        cut: by path and leaf; None: each leaf into a piece per rank.
+        cut: by path, leaf and its policy's dtypes; None: each leaf into a piece per rank.
         aligned: whether leaves and pieces start at aligned bytes, for speed and equal rounding. In
             a proof they don't: aligned small leaves lie whole on one rank, and none would be cut.
             At multiples of a codec's block they start in any case.
@@ -83,7 +85,7 @@ def make_layout(
         units = default_units(tree)
     # Without levels: all is cut, as at level 3
     everything = Cut(level=3, num_pieces=num_ranks, num_held=num_ranks)
-    cut_of = cut or (lambda path, leaf: everything)
+    cut_of = cut or (lambda path, leaf, dtypes: everything)
     policies: dict[str, Precision] = {}  # by path
     # A path in two units is refused below, so no policy is lost
     for unit in units:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import base_of, storage_id
+from ..compress import encoded
 from ..tree import PyTree, is_flagged
 from .layout import Bucket, Layout
 
@@ -103,6 +104,13 @@ def blank(flat: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
     flat = flat.clone()
     torch._foreach_zero_(flat.split_with_sizes(sizes)[::2])
     return flat
+
+
+def messages_of(flat: Tensor, bucket: Bucket) -> Tensor:
+    """Of a whole flat, whose padding is zeros, the messages of all held pieces in a row."""
+    if isinstance(bucket.gather, torch.dtype):
+        return flat.to(bucket.gather)
+    return encoded(flat, bucket.gather, bucket.cut.num_held)
 
 
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:

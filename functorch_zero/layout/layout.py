@@ -13,6 +13,12 @@ to 2 params are held whole: `num_held` is 1. With a state cut over both axes of 
 piece is `num_pieces / num_held` of the smaller ones in a row. Ranks are numbered so that rank r
 keeps the r-th of the smaller pieces, and holds the one in which it lies. So what the optimizer sees
 of a param is a view of what its rank holds.
+
+Note [published flats]: at levels 1 and 2 a bucket whose leaves are gathered in fewer bytes than
+they are stored in is held in pieces, too. Beside its piece a rank has the whole flat as all pieces
+were published: rounded to the gather's dtype, or in a codec's messages. Losses use only that, and
+would round the leaves to it anyway. It is a cache of the tree, which trees that `tree_map` makes
+don't have, nor files: a pass gathers what isn't there.
 """
 
 from __future__ import annotations
@@ -44,6 +50,11 @@ class Cut:
     def __post_init__(self) -> None:
         # See Note [two cuts]
         assert self.num_pieces % self.num_held == 0, self
+
+    @property
+    def holds_pieces(self) -> bool:
+        """Whether a rank holds pieces of params between steps; at level 3 one rank does, too."""
+        return self.level == 3 or self.num_held > 1
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,16 @@ class Bucket:
     def codec(self) -> Codec | None:
         """The codec by which gradients travel to be summed; None: they do in a dtype."""
         return None if isinstance(self.reduce, torch.dtype) else self.reduce
+
+    @cached_property
+    def is_published(self) -> bool:
+        """Whether a rank has a whole flat beside its piece; see Note [published flats]."""
+        return self.cut.holds_pieces and self.cut.level < 3
+
+    @cached_property
+    def is_published_as_used(self) -> bool:
+        """Whether losses use that flat as it is."""
+        return self.is_published and self.gather == self.compute
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -210,7 +231,6 @@ class UnitContent(NamedTuple):
     trained: tuple[int, ...]  # the numbers of its trained buckets
     slices: tuple[slice, ...]  # per trained bucket, its leaves among the unit's
     frozen: tuple[int, ...]  # among the unit's leaves, those that are not trained
-    rounds: bool  # whether some are used in another dtype than they are stored in
 
 
 class LossView(NamedTuple):
@@ -275,7 +295,6 @@ class Layout:
             trained=tuple(trained),
             slices=tuple(slices),
             frozen=tuple(frozen),
-            rounds=any(bucket.dtypes is not None for bucket in buckets),
         )
 
     @cached_property
@@ -301,6 +320,11 @@ class Layout:
     def rounds(self) -> bool:
         """Whether some leaf is used in another dtype than it is stored in."""
         return any(bucket.dtypes is not None for bucket in self.buckets)
+
+    @cached_property
+    def publishes(self) -> bool:
+        """Whether some bucket has a published flat beside its pieces."""
+        return any(bucket.is_published for bucket in self.buckets)
 
     @cached_property
     def stores_halves(self) -> bool:

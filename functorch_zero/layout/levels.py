@@ -7,6 +7,9 @@
 | 2 | whole | - | one reduce-scatter at each use of its unit, freed | one all-gather |
 | 3 | pieces | one all-gather at each use of its unit | one reduce-scatter at each, freed | - |
 
+At levels 1 and 2 params that are gathered in fewer bytes than they are stored in are in pieces
+between steps, beside the whole ones as they were gathered: see Note [published flats] in `layout`.
+
 Collectives are per bucket, and backward uses a unit again. Each bucket has a level of its own, so
 the units of a model may differ in it. On a mesh, levels 1 to 3 also sum gradients along the
 replicate axis, once per step; `state_axes="both"` adds an all-gather along it after the update.
@@ -33,16 +36,21 @@ class Level:
     name: str
     cuts_state: bool  # optimizer state in pieces
     streams: bool  # gradients reduced and freed at each use of a unit
-    cuts_params: bool  # params in pieces between steps
+    cuts_params: bool  # params in pieces between steps, and gathered at each use of a unit
 
-    def cut(self, shard: int, replicate: int = 1) -> Cut:
+    def cut(self, shard: int, replicate: int = 1, *, narrows: bool = False) -> Cut:
         """The cut of a bucket at this level, over an axis of `shard` ranks; its optimizer state is
-        cut over `replicate` times as many."""
+        cut over `replicate` times as many.
+
+        `narrows`: whether its leaves are gathered in fewer bytes than they are stored in.
+        """
+        # See Note [published flats] in `layout`
+        holds_pieces = self.cuts_params or (narrows and self.cuts_state)
         return Cut(
             level=self.number,
             # See Note [two cuts] in `layout`
             num_pieces=shard * replicate if self.cuts_state else 1,
-            num_held=shard if self.cuts_params else 1,
+            num_held=shard if holds_pieces else 1,
         )
 
 

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import base_of, register_in_torch, storage_id, transforms_active
+from .._torch_private import (
+    base_of,
+    register_in_torch,
+    storage_id,
+    transforms_active,
+    version_of,
+)
 from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
@@ -27,6 +33,7 @@ from .flat_buffers import (
     filled,
     flat_of_leaves,
     flat_of_pieces,
+    messages_of,
     own_piece,
     pack,
     slice_flat,
@@ -70,7 +77,8 @@ class Holding:
     Attributes:
         sharding: how the tree is cut, and which rank's part this is.
         form: "held", as params are held between steps: whole leaves at levels 0 to 2, this rank's
-            1-D pieces at level 3. Or "pieces", as gradients, updates and the optimizer's view of
+            1-D pieces at level 3, and at levels 1 and 2 where they are published in fewer bytes
+            than they are stored in. Or "pieces", as gradients, updates and the optimizer's view of
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
@@ -132,13 +140,14 @@ class Holding:
         """The bucket's leaves as views of its flat.
 
         Args:
-            flat: in pieces (piece,); held, (numel,), or at level 3 (bucket.held.piece,).
+            flat: in pieces (piece,); held, (numel,), or (bucket.held.piece,) where ranks hold
+                pieces.
         """
         piece_number = self.sharding.piece_number
         if self.form == "pieces":
             return cut(flat, bucket, piece_number)
         # See Note [two cuts] in `layout`
-        if level_of(bucket).cuts_params:
+        if bucket.cut.holds_pieces:
             return cut(flat, bucket.held, bucket.held_by(piece_number))
         return unpack(flat, bucket)
 
@@ -155,11 +164,13 @@ class Holding:
         return found
 
     def are_whole(self) -> list[bool]:
-        """Per leaf in tree order, whether every rank holds all of it, by its level."""
+        """Per leaf in tree order, whether every rank holds all of it, by its cut."""
         found = []
         for b, _ in self.sharding.layout.places:
-            level = level_of(self.sharding.layout.buckets[b])
-            found.append(not (level.cuts_params if self.form == "held" else level.cuts_state))
+            bucket = self.sharding.layout.buckets[b]
+            is_held = self.form == "held"
+            is_cut = bucket.cut.holds_pieces if is_held else level_of(bucket).cuts_state
+            found.append(not is_cut)
         return found
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -168,7 +179,7 @@ class Holding:
         piece_number = self.sharding.piece_number
         if self.form == "pieces":
             return flat_of_pieces(leaves, bucket, piece_number)
-        if level_of(bucket).cuts_params:
+        if bucket.cut.holds_pieces:
             return flat_of_pieces(leaves, bucket.held, bucket.held_by(piece_number))
         return flat_of_leaves(leaves, bucket)
 
@@ -519,10 +530,14 @@ class ShardedTree(OnEngine):
         somebody has read are cut anew, without the gradients that theirs may have by now."""
         if read_only == self.holding.read_only and not self.are_leaves_shown:
             return self
-        made = ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
+        flats = self.flats()
+        made = ShardedTree.of_flats(flats, replace(self.holding, read_only=read_only))
         assert made._known is not None
         # Another tree's leaves may lie in the flats, too
         made._known.own = self.is_made_of_flats
+        # What is gathered for one of the two is here for both, whichever of them ranks go on with
+        if self._known is not None and self._known.flats is flats:
+            made._known.published = self._known.published
         return made
 
     def as_noted(self) -> ShardedTree:
@@ -538,26 +553,65 @@ class ShardedTree(OnEngine):
         if self._tree is None and self._known is not None:
             # Each node has leaves of its own
             made._known = _Known(self._known.flats, own=self._known.own)
+            made._known.published = self._known.published
         return made
 
-    def with_flats(self, flats: Sequence[Any]) -> ShardedTree:
+    def with_flats(
+        self, flats: Sequence[Any], published: Sequence[Tensor | None] = ()
+    ) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
-        already."""
-        known = self._known
-        # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
-        if known is not None and all(map(is_, flats, known.flats)):
-            return self
-        return ShardedTree.of_flats(flats, self.holding)
+        already.
 
-    def handed_on(self, flats: Sequence[Tensor]) -> ShardedTree:
+        `published`: of the same numbers, as of `note_published`.
+        """
+        known, made = self._known, self
+        # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
+        if known is None or not all(map(is_, flats, known.flats)):
+            made = ShardedTree.of_flats(flats, self.holding)
+        made.note_published(published)
+        return made
+
+    def published(self, *, trained: bool = True) -> list[Tensor | None]:
+        """By bucket, the published flat; None where there is none, or none any more, since
+        somebody has written to the piece. See Note [published flats] in `layout`.
+
+        `trained`: whether those of trained buckets are asked for, too.
+        """
+        buckets, known = self.sharding.layout.buckets, self._known
+        # Others are not looked for in vain: finding flats may take copies
+        if known is None or not known.published or known.flats is not self.flats():
+            return [None] * len(buckets)
+        return [
+            None if x is None or (bucket.trainable and not trained) else x.of(flat)
+            for x, flat, bucket in zip(known.published, known.flats, buckets, strict=True)
+        ]
+
+    def note_published(self, published: Sequence[Tensor | None]) -> None:
+        """Note the published flats of the leaves as they are now, by bucket; () has none. Leaves
+        that lie in no flats have no place for them."""
+        known = self._known
+        if known is None or not self.sharding.layout.publishes or known.flats is not self.flats():
+            return
+        rows = zip(published, known.flats, strict=True) if published else ()
+        known.published[:] = [None if x is None else _Published(x, flat) for x, flat in rows]
+
+    def handed_on(
+        self, flats: Sequence[Tensor], published: Sequence[Tensor | None] = ()
+    ) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to these flats, the tree's,
-        where leaves are trained; this node is used up."""
+        where leaves are trained; this node is used up.
+
+        `published`: of flats that stay as they are, as of `note_published`.
+        """
         # Leaves are cut anew: those of this node may have gradients by now
         made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
+        made.note_published(published)
         for flat, bucket in zip(flats, self.sharding.layout.buckets, strict=True):
             # Nobody writes to a frozen one, which other trees may have
             if bucket.trainable:
                 self.holding.donated[flat.untyped_storage()] = None
+        if self._known is not None:
+            self._known.published.clear()
         self._tree = self._local = self._known = None
         self.is_used_up = True
         return made
@@ -767,6 +821,8 @@ class _Known:
 
     def __init__(self, flats: list[Any], *, own: bool = True):
         self.flats, self.own = flats, own
+        # By bucket; [] has none. Trees of the same flats share it
+        self.published: list[_Published | None] = []
         self._shown: list[Any] = []
         self._as_they_were: list[list[Any]] = []
 
@@ -778,6 +834,28 @@ class _Known:
         """Whether the leaves are those, lying where they lay."""
         same = all(map(is_, shown, self._shown))
         return same and _where_they_lie(leaves) == self._as_they_were
+
+
+class _Published:
+    """A published flat, for as long as nobody writes to it, or to the piece that it was made of.
+
+    Leaves are views of the piece, and all writes to them count for it.
+    """
+
+    def __init__(self, published: Tensor, piece: Tensor):
+        self._published, self._writes = published, _writes_to(published, piece)
+
+    def of(self, piece: Tensor) -> Tensor | None:
+        """The flat, if it is still that of this piece."""
+        writes = _writes_to(self._published, piece)
+        return self._published if writes is not None and writes == self._writes else None
+
+
+def _writes_to(*tensors: Tensor) -> list[int] | None:
+    """How often the tensors have been written to; None: those of inference mode don't count it."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
@@ -800,16 +878,22 @@ def hold(
     """
     layout, piece_number = sharding.layout, sharding.piece_number
     leaves = optree.tree_leaves(params)
-    flats = []
+    flats: list[Tensor] = []
+    published: list[Tensor | None] = []
     for b, bucket in enumerate(layout.buckets):
         # Whole leaves, in bucket order
         own = [leaf.detach() for leaf in filled(leaves, layout, b, fill)]
-        if level_of(bucket).cuts_params:
+        if bucket.cut.holds_pieces:
             # (held piece,), this rank's
             flats.append(slice_flat(own, bucket.held, bucket.held_by(piece_number)))
         else:
             flats.append(pack(own, bucket, device=own[0].device))  # (numel,), the whole bucket
-    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number, name=name))
+        # The first time without communication: all ranks have the whole leaves
+        whole = pack(own, bucket, device=own[0].device) if bucket.is_published else None
+        published.append(None if whole is None else messages_of(whole, bucket))
+    made = ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number, name=name))
+    made.note_published(published)
+    return made
 
 
 def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:

@@ -422,7 +422,7 @@ def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) ->
 def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
     """Bytes of a rank by the name that a `Plan` gives them."""
     return {
-        "params": bytes_held(state.params),
+        "params": bytes_held(state.params) + imagined.published,
         "state": bytes_held(state.opt_state),
         "buffers": bytes_held(state.buffers),
         "parts": bytes_held(state.parts),

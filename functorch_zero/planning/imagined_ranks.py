@@ -69,6 +69,8 @@ class Recorder(LabelledGroup):
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         if self._in_pass:  # an update gathers, too, and those tensors are temporaries
             self.journal.notice("gathered", out)
+        elif self._phase == "publish":
+            self.journal.notice("params", out)
         # Outputs stay as they are: on tensors without values there is nothing to write
         return self._noted(self._counting.all_gather(out, piece))
 

@@ -81,8 +81,7 @@ class ImaginedProgram:
         with self.watch.live, uncompiled():
             state = self._without_values(self._step.init(*trees))
             self._adopt_held((trees, args), state)
-            # Which finds out the order. A first step donates nothing.
-            self._step(state, *args)
+            self._first_step(state, args)
             self.watch.begin()
             if self.places:
                 gc.collect()  # what the first call has left there
@@ -92,6 +91,15 @@ class ImaginedProgram:
             self._step(state, *args)
         assert state.sharding is not None
         return state.sharding.layout
+
+    def _first_step(self, state: State, args: tuple[Any, ...]) -> None:
+        """A step that finds out the order. It donates nothing, and what it gathers for the trees
+        isn't here in the next one, whose trees are other ones."""
+        held = held_trees(state.value)
+        published = [tree.published() for tree in held]
+        self._step(state, *args)
+        for tree, known in zip(held, published, strict=True):
+            tree.note_published(known)
 
     @property
     def reduced(self) -> int:
@@ -223,10 +231,11 @@ class _AnnouncedEngine:
 
     def _adopt_params(self, params: ShardedTree, before: Mapping[str, int]) -> None:
         """Note params that were made, or written over, since this was `_written`."""
-        self._watch.live.adopt(params.flats(), "params")
+        self._watch.live.adopt(flats_here(params), "params")
         if "params" in before:
             places, layout = self._engine.options.places.params, params.sharding.layout
             written = stored_flats(places, params.flats(), layout, trained=True)
+            written += stored_flats(places, params.published(), layout, trained=True)
             self._places["params"].written = before["params"] + bytes_held(written)
 
     def _adopt_state(self, state: ShardedOptState, before: Mapping[str, int]) -> None:
@@ -242,11 +251,25 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
     held: list[Tensor] = []
     others: list[Tensor] = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if isinstance(node, ShardedTree) and node.holding.form == "held":
-            held += node.flats()
+        if _is_held(node):
+            held += flats_here(node)
         else:
             others += _tensors(node)
     return held, others
+
+
+def held_trees(value: Any) -> list[ShardedTree]:
+    """The trees of a value in the form of params."""
+    return [*filter(_is_held, optree.tree_leaves(value, is_leaf=is_on_engine))]
+
+
+def _is_held(node: Any) -> bool:
+    return isinstance(node, ShardedTree) and node.holding.form == "held"
+
+
+def flats_here(params: ShardedTree) -> list[Tensor]:
+    """The flats of a tree that is held as params are, and the published ones beside them."""
+    return [*params.flats(), *(flat for flat in params.published() if flat is not None)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

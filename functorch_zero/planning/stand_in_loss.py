@@ -98,7 +98,8 @@ def _made_on_use(layout: Layout, unit: Unit) -> list[int]:
 
 
 def _is_made_on_use(bucket: Bucket) -> bool:
-    return level_of(bucket).cuts_params or bucket.dtypes is not None
+    is_cast = bucket.dtypes is not None and not bucket.is_published_as_used
+    return level_of(bucket).cuts_params or is_cast
 
 
 class _Use(torch.autograd.Function):

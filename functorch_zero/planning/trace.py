@@ -36,7 +36,7 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
-from ..sharded.placed import Stored, moved_flats, stored_flats
+from ..sharded.placed import Stored, moved_tree, stored_flats
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
 from ..step.state import State
@@ -62,6 +62,7 @@ class ImaginedStep:
         live: the bytes alive.
         places: the stand-ins for the user's, by kind.
         reduced: bytes of the gradients that it gave to the optimizer.
+        published: bytes of the whole flats that are published beside pieces of params.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ImaginedStep:
         # Then the update makes nothing that has to be followed.
         # Else every operator is followed: an optimizer makes temporaries, a real loss activations
         self._only_buckets = fake is None and layout is pass_layout
-        self.reduced = 0
+        self.reduced = self.published = 0
 
     def run(
         self,
@@ -107,10 +108,14 @@ class ImaginedStep:
             state: State = tree_map(
                 lambda x: x, run.state.replace(params=run.state.params.local_tree)
             )
+        published = [flat for flat in run.state.params.published() if flat is not None]
+        self.published = bytes_held(published)
         with whole, uncompiled():
             last_order = self._order_before(run, order)
             # Tensors made so far have no kind, or that of activations
             self._adopt_held((params, buffers, batch), state)
+            self.live.adopt(published, "params")
+            published.clear()  # the step lets go of them
             # Forget the state's making, and the pass that found out the order
             self.watch.begin()
             for elsewhere in self.places.values():
@@ -128,6 +133,7 @@ class ImaginedStep:
             if "params" in self.places:
                 own = self._options.places.params
                 written = stored_flats(own, new.params.flats(), self._layout, trained=True)
+                written += stored_flats(own, new.params.published(), self._layout, trained=True)
                 self.places["params"].written = bytes_held(written)
         # The order by names must be the one that the pass has gone through
         if order is not None and last_order.units:
@@ -145,8 +151,8 @@ class ImaginedStep:
         whole = step.init(params, buffers, seed=None)
         piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)
         state = shard_state(whole, prepared, sharding, piece_number)
-        flats = moved_flats(options.places.params, state.params.flats(), self._layout)
-        state = state.replace(params=state.params.with_flats(flats))
+        params_there = moved_tree(options.places.params, state.params)
+        state, flats = state.replace(params=params_there), params_there.flats()
         updater = _Announced(
             prepared, self.watch.enter, self.places.get("state"), idle=self._only_buckets
         )
@@ -180,8 +186,11 @@ class ImaginedStep:
     def _differentiate(self, run: Run, order: PrefetchOrder) -> LocalResults:
         """Forward and backward, on the layout of the pass."""
         sharding = replace(run.sharding, layout=self._pass_layout)
-        # Without the params' tree, which the pass layout may not fit: the pass goes by `flats`
-        run = replace(run, sharding=sharding, state=run.state.replace(params=None))
+        # The same flats in a tree of the pass layout
+        given: ShardedTree = run.state.params
+        params = ShardedTree.of_flats(run.flats, replace(given.holding, sharding=sharding))
+        params.note_published(given.published())
+        run = replace(run, sharding=sharding, state=run.state.replace(params=params))
         # With buckets alone nothing is made before and after the pass: so it alone is followed
         with self.live if self._only_buckets else nullcontext():
             return differentiate(run, order)

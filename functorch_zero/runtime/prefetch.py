@@ -84,6 +84,7 @@ class PrefetchOrder:
         self._uses: Sequence[str] | None = None  # words; None until a pass has compared them
         self._untrusted = 0  # passes that must be equal before ranks rely on the uses
         self._era = 0  # of the group, when they were recorded
+        self._before: PrefetchOrder | None = None  # of gathers before a pass
 
     @property
     def units(self) -> Sequence[str]:
@@ -100,14 +101,30 @@ class PrefetchOrder:
             self._uses = uses.words
             self._untrusted = _EQUAL_PASSES if uses.left else max(self._untrusted - 1, 0)
 
-    def compare(self, flats: Sequence[UnitFlats]) -> SameUses | None:
+    def compare(
+        self, flats: Sequence[UnitFlats], kind: type[SameUses] = SameUses
+    ) -> SameUses | None:
         """The comparison of uses for a pass that begins, over these flats; None where ranks have no
         way to compare."""
         if self._group.size == 1 or all_say(self._group) is None:
             return None
         known = self._era == era_of(self._group)
         last = self._uses if known else None
-        return SameUses(self._group, last, flats, trusted=not self._untrusted)
+        return kind(self._group, last, flats, trusted=not self._untrusted)
+
+    def agree_before(self, words: Sequence[str], kind: type[SameUses]) -> None:
+        """Before a pass: return when all ranks are known to say these words, of gathers that they
+        start then.
+
+        Raises:
+            GroupError: they don't.
+        """
+        self._before = self._before or PrefetchOrder(self._group)
+        said = self._before.compare((), kind)
+        if said is not None:
+            said.words += words
+            said.check_end()
+            self._before.record((), said)
 
     def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
         """The order, for a pass that begins, over units with these flats by name, and that has
@@ -125,7 +142,7 @@ class PrefetchOrder:
 
     def forget(self) -> None:
         """Let the next pass begin without an order."""
-        self._units, self._uses, self._untrusted = (), None, 0
+        self._units, self._uses, self._untrusted, self._before = (), None, 0, None
         self._era = era_of(self._group)
 
 

@@ -56,7 +56,8 @@ class Gathering(NamedTuple):
 
 
 class ResidentFlats:
-    """Levels 0 to 2: whole flats that are always here, in the dtype they are used in.
+    """Levels 0 to 2: whole flats that are always here, in the dtype they are used in; held between
+    steps, or published.
 
     Args:
         flats: one (num_pieces * piece,) per bucket.
@@ -88,13 +89,15 @@ class ResidentFlats:
 
 class GatheredFlats:
     """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather per bucket each
-    time. Any level: flats that are used in another dtype, rounded as for a gather, and cast.
+    time. Levels 1 and 2: published flats, decoded or cast. Any level: flats that are used in
+    another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: as held between steps, one per bucket: (bucket.held.piece,) where `cut`; elsewhere
-            whole flats of other levels' leaves, which stay if they needn't be cast.
+        flats: one per bucket: (bucket.held.piece,) where `cut`; published ones; elsewhere whole
+            flats of other levels' leaves, as held between steps. They stay if nothing is made of
+            them.
         buckets: the unit's.
-        cut: by bucket, whether its flat is in pieces between steps, as at level 3.
+        cut: by bucket, whether its flat is gathered on use, as at level 3.
         group: of the ranks that hold the other pieces.
         log: of the collectives started, which ranks compare.
         name: of the unit, in the log.
@@ -116,7 +119,8 @@ class GatheredFlats:
         self.versions: Sequence[int] = ()
         # Flats that are neither cut nor cast are the state's own, and stay
         self.passing: Sequence[bool] = [
-            c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)
+            c or (bucket.dtypes is not None and not bucket.is_published_as_used)
+            for c, bucket in zip(cut, buckets, strict=True)
         ]
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
@@ -136,11 +140,7 @@ class GatheredFlats:
                     started.append(Gathering(flat, flat, Done()))
                     continue
                 # Rounded before it travels; the cast after it takes the leaf to the compute dtype
-                if isinstance(bucket.gather, torch.dtype):
-                    sent = flat.to(bucket.gather)
-                else:
-                    own = blank(flat, bucket, self._group.rank * len(flat))
-                    sent = encoded(own, bucket.gather)
+                sent = message_of(flat, bucket, self._group.rank)
                 arriving = sent.new_empty(self._group.size * sent.numel())
                 work = self._group.all_gather(arriving, sent)
                 started.append(Gathering(arriving, sent, work))
@@ -150,17 +150,19 @@ class GatheredFlats:
         if self.here is not None:
             return self.here
         self.start()
-        # (num_pieces * piece,) each, in the dtype of gathers, or decoded
         wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
         self.under_way = None
         here = []
         for whole, bucket, cut in zip(wholes, self._buckets, self._cut, strict=True):
-            # To the compute dtype: a new flat, and the arrived one goes. What has arrived was
-            # rounded before.
-            if cut or bucket.dtypes is None:
+            codec = None if isinstance(bucket.gather, torch.dtype) else bucket.gather
+            # What has arrived, now or when it was published, was rounded before
+            if cut or bucket.is_published:
+                if codec is not None:
+                    whole = decoded(whole, codec, self._group.size, bucket.dtype)
+                # To the compute dtype: a new flat, and the arrived one goes
                 here.append(whole.to(bucket.compute))
                 continue
-            if not isinstance(bucket.gather, torch.dtype):
+            if codec is not None:
                 whole = blank(whole, bucket)
             here.append(cast_leaf(whole, bucket.dtypes))
         self.here = here
@@ -169,23 +171,25 @@ class GatheredFlats:
         return here
 
     def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
-        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers, or
-        decoded; those that are not cut as they are stored."""
+        """Wait for the gathers -> what has arrived, (num_pieces * m,); flats that are not cut as
+        they were given."""
         with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
             # All waits first, so that no decoding holds up the arrival of others
             for gathering in started:
                 gathering.work.wait()
-        wholes = []
-        for gathering, bucket, cut in zip(started, self._buckets, self._cut, strict=True):
-            whole = gathering.arriving
-            if cut and not isinstance(bucket.gather, torch.dtype):
-                whole = decoded(whole, bucket.gather, self._group.size, bucket.dtype)
-            wholes.append(whole)
-        return wholes
+        return [gathering.arriving for gathering in started]
 
     def leaves(self) -> Sequence[Tensor]:
         # Views are made anew: flats gathered again lie in other storage
         return [*_views(self.unshard(), self._buckets)]
+
+
+def message_of(piece: Tensor, bucket: Bucket, number: int) -> Tensor:
+    """The held piece of this number (bucket.held.piece,) as it travels to other ranks: (piece,) in
+    the dtype of gathers, or (m,) by their codec."""
+    if isinstance(bucket.gather, torch.dtype):
+        return piece.to(bucket.gather)
+    return encoded(blank(piece, bucket, number * len(piece)), bucket.gather)
 
 
 def _views(flats: Sequence[Tensor], buckets: Buckets) -> Iterator[Tensor]:

@@ -42,7 +42,8 @@ class Row(NamedTuple):
     storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
     compute: torch.dtype | None  # the dtype that whole leaves are used in; None: no loss uses them
     wire: tuple[tuple[str, Form], ...]  # messages of a step, and their dtypes or codecs
-    where: str  # the leaves, between steps: "whole", or "1/4" for a piece of four
+    # The leaves, between steps: "whole", "1/4" for a piece of four, or "1/4, whole as bfloat16"
+    where: str
     nbytes: int  # of params here, padding included
     state: tuple[torch.dtype, ...]  # dtypes of the optimizer's state of these leaves
     state_where: str  # "whole", "1/4", "at owners", or ""
@@ -270,7 +271,7 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
         marked(state),
         1,
         trainable=lambda path, leaf: leaf.requires_grad,
-        cut=lambda path, leaf: whole,
+        cut=lambda path, leaf, dtypes: whole,
     )
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
     rows = _rows(state, layout, plan, sends=False)
@@ -307,7 +308,7 @@ def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
     """A row per bucket of a sharded tree that has leaves here. `sends`: whether there are other
     ranks."""
     layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
-    leaves = layout.treedef.flatten_up_to(tree.local_tree)
+    leaves, published = layout.treedef.flatten_up_to(tree.local_tree), tree.published()
     rows = []
     for unit in layout.units:
         for b in unit.buckets:
@@ -321,7 +322,7 @@ def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
             is_updated = bucket.trainable and not tree.holding.read_only
             wire = wire_of(bucket, is_updated) if sends and not is_in_pieces else ()
             own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
-            row = _row(own_name, bucket, names, held, (), wire)
+            row = _row(own_name, bucket, names, held, published[b], (), wire)
             if is_in_pieces:
                 # As of gradients, which no loss uses
                 row = row._replace(where=_share(bucket.cut.num_pieces), compute=None)
@@ -375,6 +376,8 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list
     `sends`: whether there are other ranks.
     """
     params: list[Tensor] = optree.tree_leaves(as_local(state.params))
+    is_sharded = isinstance(state.params, ShardedTree)
+    published = state.params.published() if is_sharded else [None] * len(layout.buckets)
     # By the param's number: its leaves of the optimizer's state
     slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
     shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like
@@ -391,7 +394,8 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list
             held = [params[n] for n in bucket.leaves]
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
             wire = wire_of(bucket, bucket.trainable) if sends else ()
-            rows.append(_row(unit.name or "root", bucket, names, held, slots, wire))
+            row = _row(unit.name or "root", bucket, names, held, published[b], slots, wire)
+            rows.append(row)
     # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
@@ -413,6 +417,7 @@ def _row(
     bucket: Bucket,
     paths: tuple[str, ...],
     held: Sequence[Tensor],
+    published: Tensor | None,
     slots: Sequence[_Slot],
     wire: tuple[tuple[str, Form], ...],
 ) -> Row:
@@ -420,11 +425,14 @@ def _row(
 
     Args:
         held: the bucket's leaves as this rank holds them between steps.
+        published: the published flat beside them, if there is one.
         slots: of all of the bucket's leaves.
     """
     # Without padding, which the bytes include
     numel = sum(bucket.numels)
     state = [slot.tensor for slot in slots]
+    here = [*held] if published is None else [*held, published]
+    form = short(bucket.gather)
     return Row(
         unit=unit,
         leaves=paths,
@@ -432,8 +440,8 @@ def _row(
         storage=_distinct_dtypes(held),
         compute=bucket.compute,
         wire=wire,
-        where=_share(bucket.cut.num_held),
-        nbytes=_nbytes(held),
+        where=_share(bucket.cut.num_held) + ("" if published is None else f", whole as {form}"),
+        nbytes=_nbytes(here),
         state=_distinct_dtypes(state),
         state_where=_shares([slot.planned for slot in slots], bucket.cut.num_pieces),
         state_nbytes=_nbytes(state),

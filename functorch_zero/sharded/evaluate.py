@@ -14,7 +14,7 @@ from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, in_a_loss, pieces_of
+from ..layout.sharded_tree import ShardedTree, in_a_loss
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
@@ -37,22 +37,18 @@ from .options import Options
 from .params import make_unit_flats
 from .placed import brought
 from .program.engine import ShardedEngine
-from .publish import held_flats_of
+from .publish import chosen_params, flats_of_pass
 
 
 class _Reading(NamedTuple):
     """The trees that an evaluation reads."""
 
-    flats: list[Tensor]  # per bucket, as held between steps: (piece,) at level 3, else (numel,)
+    trees: list[ShardedTree]  # held as params are
     layout: Layout
     order: PrefetchOrder  # in which the last evaluation gathered units
     arguments: Callable[[Any], tuple[Any, ...]]  # of the function, from lazy params
     others: PyTree[Tensor]  # given to it as they are; None: it is given copies
     words: str  # how the trees were made: the same on all ranks. See Note [words] in `piece`
-
-    @property
-    def device(self) -> torch.device:
-        return self.flats[0].device
 
 
 class ShardedEvalStep:
@@ -92,39 +88,52 @@ class ShardedEvalStep:
                 args[0] if len(args) == 1 else args,
                 is_leaf=is_on_engine,
             )
-            check_batch(batch, reading.device, self.group.rank)
             # Ranks compare it with their metrics
             log = [f"evaluation at step {int(state.step)} of trees made as {reading.words}"]
             look = is_looked_at(next(self.unsharded.calls))
-            run = self._pass(reading, log, look=look)
-            found = self._call(run, reading, state, args, look=look)
-            metrics = self._means(found, batch, log, reading.device)
+            options = self.options
+            places = options.places.params
+            flats = flats_of_pass(reading.trees, reading.order, options.axes, log, places)
+            device = flats[0].device
+            check_batch(batch, device, self.group.rank)
+            run = self._pass(reading, flats, log, look=look)
+            found = self._call(run, reading, state, args, device, look=look)
+            metrics = self._means(found, batch, log, device)
             reading.order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
-            return found._replace(rows=apart_from(found.rows, reading.flats)).with_rows(metrics)
+            return found._replace(rows=apart_from(found.rows, flats)).with_rows(metrics)
 
-    def _pass(self, reading: _Reading, log: list[str], *, look: bool) -> Pass:
+    def _pass(
+        self, reading: _Reading, flats: Sequence[Tensor], log: list[str], *, look: bool
+    ) -> Pass:
         """A pass without a reduction: leaves bring no gradients, so units are used and freed."""
         options = self.options
-        units = make_unit_flats(reading.flats, reading.layout, options.axes, log)
+        units = make_unit_flats(flats, reading.layout, options.axes, log)
         return Pass(
             reading.layout,
             units,
             None,
-            device=reading.device,
+            device=flats[0].device,
             order=reading.order,
             overlap=options.overlap,
             look=look,
         )
 
     def _call(
-        self, run: Pass, reading: _Reading, state: State, args: tuple[Any, ...], *, look: bool
+        self,
+        run: Pass,
+        reading: _Reading,
+        state: State,
+        args: tuple[Any, ...],
+        device: torch.device,
+        *,
+        look: bool,
     ) -> Evaluated:
         """The evaluation of this rank's part of the batch. Collectives: those of the pass."""
         rank, others = self.group.rank, reading.others
         untouched = Untouched(optree.tree_leaves(others), look=look)
         # The numbers that a training step draws from this state, so evaluations repeat
-        random = replayed(state.seed, state.step, self.options.axes.data.rank, reading.device)
+        random = replayed(state.seed, state.step, self.options.axes.data.rank, device)
         # As in training, a backward of the loss's own runs in this thread: it may gather
         with random, torch.autograd.set_multithreading_enabled(False):
             params = run.lazy_params()
@@ -155,16 +164,16 @@ class ShardedEvalStep:
         """A training step's params, or those that are chosen in their place."""
         layout = sharding_of(state, self.options).layout
         state = state.replace(params=own_params(state, self.group.rank))
-        flats, words = state.params.flats(), _words_of([state.params])
+        params, words = state.params, _words_of([state.params])
         # An average, say, in flats of its own: the state's params stay
         if self.unsharded.params is not None:
-            flats, words = self._chosen_flats(state, layout, flats)
+            params, words = self._chosen(state)
 
         def arguments(params: Any) -> tuple[Any, ...]:
             return params, tree_map(torch.clone, state.buffers), batch
 
         order = self.gather_order.of("params")
-        return _Reading(flats, layout, order, arguments, None, words)
+        return _Reading([params], layout, order, arguments, None, words)
 
     def _of_program(self, state: State, args: tuple[Any, ...]) -> _Reading:
         """All sharded trees of a program's value, and of the other arguments."""
@@ -184,7 +193,6 @@ class ShardedEvalStep:
                 )
             )
         joined, order = self.engine.join(trees, [False] * len(trees))
-        flats = [flat for tree in trees for flat in tree.flats()]
 
         def arguments(lazy_trees: Any) -> tuple[Any, ...]:
             given = list(nodes)
@@ -199,17 +207,16 @@ class ShardedEvalStep:
         )
         given = optree.tree_leaves((state.value, args), is_leaf=is_on_engine)
         words = _words_of([node for node in given if _is_held(node)])
-        return _Reading(flats, joined.layout, order, arguments, others, words)
+        return _Reading(trees, joined.layout, order, arguments, others, words)
 
-    def _chosen_flats(
-        self, state: State, layout: Layout, flats: list[Tensor]
-    ) -> tuple[list[Tensor], str]:
-        """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
-        average say; as held between steps. And how they were made. Collectives: those of `publish`.
-        """
+    def _chosen(self, state: State) -> tuple[ShardedTree, str]:
+        """The params that `eval_step(params=...)` chooses by the optimizer's state, an average say;
+        as held between steps. And how they were made. Collectives: those of `publish`."""
         found: list[ShardedTree] = []
-        pieces = pieces_of(flats, state.params.holding)
-        opt_state = brought(self.options.places.state, state.value.opt_state, flats[0].device)
+        params: ShardedTree = state.params
+        pieces = params.pieces()
+        device = next(flat.device for flat in params.flats())
+        opt_state = brought(self.options.places.state, state.value.opt_state, device)
         known = _known_as_cut(opt_state, state, self.group.rank)
 
         def as_held(tree: Any) -> Any:
@@ -219,10 +226,10 @@ class ShardedEvalStep:
             return shown.local_tree
 
         # As in a program, of numbers that are the same on every rank
-        with Streams(state.seed, state.step).of_program(flats[0].device):
+        with Streams(state.seed, state.step).of_program(device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
             chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
-        return held_flats_of(chosen, flats, layout, self.options.axes), _words_of(found)
+        return chosen_params(params, chosen, self.options.axes), _words_of(found)
 
 
 def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:

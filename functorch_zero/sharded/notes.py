@@ -50,6 +50,8 @@ def wire_of(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
     # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
     if is_updated and bucket.cut.num_pieces > bucket.cut.num_held:
         wire.append(("publish", bucket.dtype))
+    if is_updated and bucket.is_published:
+        wire.append(("publish", bucket.gather))
     return tuple(wire)
 
 

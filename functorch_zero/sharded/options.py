@@ -18,6 +18,7 @@ from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
 from ..places import ByUnit, Place, settle
+from ..precision import Dtypes
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..sharded_optim.state_plan import StatePlan
@@ -233,11 +234,12 @@ class Options:
                     )
                 )
 
-    def cut_of(self, path: str, leaf: Any) -> Cut:
-        """The cut of a leaf, by its level."""
+    def cut_of(self, path: str, leaf: Any, dtypes: Dtypes | None) -> Cut:
+        """The cut of a leaf, by its level and its policy's dtypes."""
         # Without `both`, replicas have the same pieces
         replicate = self.axes.replicate.size if self.axes.both else 1
-        return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
+        narrows = dtypes is not None and dtypes.narrows(leaf.dtype)
+        return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate, narrows=narrows)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]

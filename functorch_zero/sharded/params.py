@@ -27,12 +27,12 @@ from .placed import places_of_buckets
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     """This rank's part -> whole leaves, copies, which say whether they are trained. One all-gather
-    per bucket of level 3."""
-    # One flat per bucket: (piece,) at level 3, else (numel,)
+    per bucket that is held in pieces, as it is stored."""
+    # One flat per bucket: (piece,) where ranks hold pieces, else (numel,)
     layout, flats = params.sharding.layout, list(params.flats())
     started = []  # all under way at once
     for b, bucket in enumerate(layout.buckets):
-        if level_of(bucket).cuts_params:
+        if bucket.cut.holds_pieces:
             whole = flats[b].new_empty(bucket.numel)
             started.append(axes.shard.group.all_gather(whole, flats[b]))
             flats[b] = whole
@@ -122,17 +122,19 @@ def make_unit_flats(
     """Each unit's whole flats, for one pass.
 
     Args:
-        flats: by bucket, those that hold the params between steps: (numel,), or pieces at level 3.
+        flats: by bucket, pieces at level 3; published flats; else the whole ones (numel,) that hold
+            the params between steps.
         log: takes an entry for each gather that is started.
         params: has leaves that have been cut from the flats already; None: they are cut on use.
     """
     made: list[UnitFlats] = []
-    leaves: list[Tensor] = []  # whole ones, in tree order, once a unit wants them
+    leaves: list[Tensor] = []  # as held, in tree order, once a unit wants them
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [flats[b] for b in unit.buckets]
         in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
-        # Gathered at level 3, cast where a leaf is used in another dtype; else the state's own
-        if content.rounds or any(in_pieces):
+        # Gathered at level 3, cast where a leaf is used in another dtype; else as they are here
+        casts = [b.dtypes is not None and not b.is_published_as_used for b in content.buckets]
+        if any(casts) or any(in_pieces):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
             made.append(GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name))
         else:

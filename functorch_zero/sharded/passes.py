@@ -177,7 +177,7 @@ def run_passes(
 
     Args:
         given: the loss, and this rank's data.
-        flats: those that hold the params between steps, (numel,) or (piece,), bucket by bucket.
+        flats: bucket by bucket, as of `flats_of_pass`.
         log: the step, and the collectives started so far. The passes add their own, and ranks
             compare them afterwards.
         group: for the means.

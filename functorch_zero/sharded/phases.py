@@ -49,7 +49,7 @@ from .params import grads_like, make_reduction
 from .parts import ReductionParts
 from .passes import LossOnData, Passed, run_passes
 from .placed import emptied
-from .publish import publish
+from .publish import flats_of_pass, publish
 
 
 class Updater(Protocol):
@@ -151,9 +151,10 @@ def differentiate(run: Run, order: PrefetchOrder) -> LocalResults:
         scale=step.policy.scale(state.finite),
     )
     look = is_looked_at(int(state.step))
+    flats = flats_of_pass([state.params], order, options.axes, log, options.places.params)
     passed = run_passes(
         given,
-        run.flats,
+        flats,
         run.layout,
         reduction,
         order,
@@ -241,7 +242,8 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     if options.donate:
         buffers = apart_from(buffers, run.flats)
         run.sharding.donations.take(state.step)
-        params = params.handed_on(run.flats)
+        # A skipped step changes no params, and what was published stays
+        params = params.handed_on(run.flats, params.published(trained=not agreed.fine))
     # This rank's pieces: views of what is held
     view = pieces_of(run.flats, params.holding)
     grads = grads_like(view, local.reduced)

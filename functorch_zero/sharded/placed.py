@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._torch_private import storage_id
 from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree
 from ..model.untouched import marks_of_values
 from ..places import ByUnit, Place, moved
 from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
@@ -182,9 +183,17 @@ def stored_flats(
     return found
 
 
-def moved_flats(places: ByUnit | None, flats: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """The flats that hold params, where they lie in their places."""
-    return [*map(moved, places_of_buckets(places, layout), flats)]
+def moved_tree(places: ByUnit | None, params: ShardedTree) -> ShardedTree:
+    """Params whose flats lie in their places, published ones, too."""
+    if places is None:
+        return params
+    flats: list[Tensor] = []
+    published: list[Tensor | None] = []
+    of_buckets = places_of_buckets(places, params.sharding.layout)
+    for place, flat, whole in zip(of_buckets, params.flats(), params.published(), strict=True):
+        flats.append(moved(place, flat))
+        published.append(None if whole is None else moved(place, whole))
+    return params.with_flats(flats, published)
 
 
 def emptied(places: ByUnit | None, layout: Layout) -> list[Callable[[Tensor], Tensor]]:

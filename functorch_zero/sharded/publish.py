@@ -21,7 +21,12 @@ from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..optim.apply_updates import check_no_complex_for_real
+from ..places import ByUnit
+from ..runtime.prefetch import PrefetchOrder
+from ..runtime.same_uses import SameUses
+from ..runtime.unshard import message_of
 from ..tree import PyTree
+from .placed import emptied
 
 
 def publish(
@@ -42,7 +47,8 @@ def publish(
             beside it.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
-    is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
+    is ready; of leaves that are gathered in fewer bytes than they are stored in, in that form. With
+    `state_axes="both"` one along the replicate axis comes first, at level 3 too.
 
     Raises:
         StructureError: an update is complex, and its leaf is real. Nothing has been written then.
@@ -55,7 +61,8 @@ def publish(
         check_no_complex_for_real(
             given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
         )
-    made, started = [], []
+    made, started = [], {}
+    published = params.published(trained=False)
     for b, (bucket, flat) in enumerate(zip(layout.buckets, flats, strict=True)):
         # A frozen flat stays the same one; without donation the given params stay valid
         new = flat
@@ -68,11 +75,14 @@ def publish(
             piece, out = (own_piece(x, bucket, piece_number) for x in (flat, new))
             _add(piece, [given[n] for n in bucket.leaves], bucket, piece_number, out=out)
         # The all-gather runs while the next bucket is added
-        if over := _published_along(bucket, axes):
-            name = f"{params.holding.name}.{bucket.name}".lstrip(".")
-            started.append(_Publishing(new, name, over))
-    _finish(started)
-    return params.with_flats(made)
+        name = f"{params.holding.name}.{bucket.name}".lstrip(".")
+        over = _published_along(bucket, axes)
+        make = torch.empty_like if empty is None else empty[b]
+        started[b] = _Publishing(new, bucket, name, over, axes.shard.group, make)
+    _finish([*started.values()])
+    for b, publishing in started.items():
+        published[b] = publishing.published
+    return params.with_flats(made, published)
 
 
 def _add(
@@ -120,10 +130,32 @@ def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) 
 
 
 class _Publishing:
-    """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
-    along each axis."""
+    """A bucket's new pieces on their way to the ranks that hold them between steps, or use them: an
+    all-gather along each axis.
 
-    def __init__(self, held: Tensor, name: str, over: Sequence[Group]):
+    Args:
+        held: the flat that this rank holds, with its new piece.
+        name: of the bucket, in labels of collectives.
+        over: the axes along which ranks update pieces of held flats, outermost first.
+        shard: the ranks that hold the other pieces.
+        empty: makes a flat like another one.
+
+    Attributes:
+        published: the published flat, once it is under way; see Note [published flats] in `layout`.
+    """
+
+    def __init__(
+        self,
+        held: Tensor,
+        bucket: Bucket,
+        name: str,
+        over: Sequence[Group],
+        shard: Group,
+        empty: Callable[[Tensor], Tensor] = torch.empty_like,
+    ):
+        self.published: Tensor | None = None
+        self._held, self._bucket, self._empty = held, bucket, empty
+        self._shard = labelled(shard, f"{name}/publish")
         # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view. Taken
         # from the end: the innermost axis is the last one.
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
@@ -136,11 +168,23 @@ class _Publishing:
         self._work = self._next()
 
     def _next(self) -> Work | None:
-        if not self._stages:
-            return None
-        # The innermost axis first: it fills the piece that travels along the next
-        group, out, piece = self._stages.pop()
-        return group.all_gather(out, piece)
+        if self._stages:
+            # The innermost axis first: it fills the piece that travels along the next
+            group, out, piece = self._stages.pop()
+            return group.all_gather(out, piece)
+        if self._bucket.is_published and self.published is None:
+            return self._publish()
+        return None
+
+    def _publish(self) -> Work:
+        """Send the held piece, as it travels to be used."""
+        group = self._shard
+        sent = message_of(self._held, self._bucket, group.rank)
+        # As large as all messages, without memory of its own
+        like = sent.new_empty(()).expand(group.size * sent.numel())
+        self.published = self._empty(like)
+        own = self.published.view(group.size, -1)[group.rank].copy_(sent)
+        return group.all_gather(self.published, own)
 
     def go_on(self) -> bool:
         """Wait for the all-gather under way, and start the next one, if there is one."""
@@ -161,30 +205,26 @@ def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
     """The axes along which ranks update pieces of a flat that each holds between steps, outermost
     first."""
     level = level_of(bucket)
-    # Levels 1 and 2 hold params whole, and level 3 cut over the shard axis alone
-    shard = [axes.shard.group] if level.cuts_state and not level.cuts_params else []
+    # Whole params, or pieces that are cut over the shard axis alone
+    shard = [axes.shard.group] if level.cuts_state and not bucket.cut.holds_pieces else []
     return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
 
 
-def held_flats_of(
-    chosen: PyTree[Tensor],
-    flats: Sequence[Tensor],
-    layout: Layout,
-    axes: Axes,
-) -> list[Tensor]:
-    """The flats that would hold the params between steps, were the trained ones `chosen`, as
-    `eval_step(params=...)` chooses them: an average, say.
+def chosen_params(params: ShardedTree, chosen: PyTree[Tensor], axes: Axes) -> ShardedTree:
+    """The params, as held between steps, were the trained ones `chosen`, as `eval_step(params=...)`
+    chooses them: an average, say.
 
     Args:
         chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
-        flats: that hold the params between steps. Those of frozen buckets are passed on.
 
     Collectives: those of `publish`, for all buckets under way at once.
     """
+    layout = params.sharding.layout
     # Trained leaves alone are given, in tree order
-    leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
+    leaves, held, started = iter(optree.tree_leaves(chosen)), [], {}
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
-    for bucket, flat in zip(layout.buckets, flats, strict=True):
+    published = params.published(trained=False)
+    for b, (bucket, flat) in enumerate(zip(layout.buckets, params.flats(), strict=True)):
         if bucket.trainable:
             in_bucket = [pieces[n] for n in bucket.leaves]
             own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
@@ -192,11 +232,72 @@ def held_flats_of(
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.piece_number).copy_(own)
             over = _published_along(bucket, axes)
-            started.append(_Publishing(flat, bucket.name, over))
+            started[b] = _Publishing(flat, bucket, bucket.name, over, axes.shard.group)
         held.append(flat)
-    _finish(started)
-    return held
+    _finish([*started.values()])
+    for b, publishing in started.items():
+        published[b] = publishing.published
+    return params.with_flats(held, published)
 
 
 def _trained_numbers(layout: Layout) -> list[int]:
     return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
+
+
+class SamePublished(SameUses):
+    """The published flats that are missing before a pass, which ranks must lack alike: see Note
+    [same uses] in `runtime/same_uses.py`."""
+
+    # Ranks meet nowhere between steps, and one of them may have saved or shown something there
+    patience = 60.0
+    of_two = "ranks have changed params between steps, and not all of them have"
+    alone = "params were changed between steps, and not on every rank"
+    remedy = "change params on all ranks alike, by the same code; reading them changes nothing"
+
+
+def flats_of_pass(
+    trees: Sequence[ShardedTree],
+    order: PrefetchOrder,
+    axes: Axes,
+    log: list[str],
+    places: ByUnit | None,
+) -> list[Tensor]:
+    """The flats that a pass over these trees uses, one per bucket: the published ones, where there
+    are such; else those that hold params between steps.
+
+    Args:
+        order: of the passes over these trees.
+        log: takes an entry for each gather that is started, which ranks compare.
+        places: of params between steps.
+
+    Collectives: an all-gather for each published flat that is missing: `tree_map`, a file or a
+    write has made other params. Ranks make sure that all of them start it.
+
+    Raises:
+        GroupError: other flats are missing on other ranks.
+    """
+    held = [tree.flats() for tree in trees]
+    if not any(tree.sharding.layout.publishes for tree in trees):
+        return [flat for flats in held for flat in flats]
+    published = [tree.published() for tree in trees]
+    missing = []
+    for t, tree in enumerate(trees):
+        for b, bucket in enumerate(tree.sharding.layout.buckets):
+            if bucket.is_published and published[t][b] is None:
+                missing.append((t, b, f"{tree.holding.name}.{bucket.name}".lstrip(".")))
+    names = [f"publish {name}" for _, _, name in missing]
+    order.agree_before(names, SamePublished)
+    log += names
+    started = []
+    for t, b, name in missing:
+        layout = trees[t].sharding.layout
+        make, shard = emptied(places, layout)[b], axes.shard.group
+        started.append(_Publishing(held[t][b], layout.buckets[b], name, (), shard, make))
+    _finish(started)
+    for (t, b, _), publishing in zip(missing, started, strict=True):
+        published[t][b] = publishing.published
+    used = []
+    for tree, flats, found in zip(trees, held, published, strict=True):
+        tree.note_published(found)
+        used += [flat if whole is None else whole for flat, whole in zip(flats, found, strict=True)]
+    return used

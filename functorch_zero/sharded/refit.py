@@ -23,7 +23,6 @@ from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Bucket
-from ..layout.levels import level_of
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
 from ..params import Engine, as_local, is_on_engine, map_local
@@ -111,7 +110,7 @@ def first_parts(params: PyTree[Tensor], sharding: Sharding, engine: Engine, numb
     for leaf, (b, k) in zip(optree.tree_leaves(params), layout.places, strict=True):
         bucket = layout.buckets[b]
         extent = bucket.held.extent(k, bucket.held_by(sharding.piece_number))
-        if level_of(bucket).cuts_params:
+        if bucket.cut.holds_pieces:
             leaf = leaf.reshape(-1)[extent.in_leaf]
         made.append(leaf.detach().clone())
     holding = Holding(sharding, "held", engine, number)

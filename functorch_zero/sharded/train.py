@@ -48,7 +48,7 @@ from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
-from .placed import check_places_work, moved_flats
+from .placed import check_places_work, moved_tree
 from .program.engine import ShardedEngine
 from .readable import told_values
 from .refit import agree_on_refit, carried, first_parts, refuse_parts
@@ -131,8 +131,7 @@ class ShardedTrainStep:
             sharding = self.options.sharding(layout, self.state_plan(layout))
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
-            flats = moved_flats(self.options.places.params, held.flats(), layout)
-            held = held.with_flats(flats)
+            held = moved_tree(self.options.places.params, held)
             if fill is not None:
                 # Values that are made on each rank could not be compared before
                 agree(group, {"deferred values": fill.digests})
@@ -185,8 +184,10 @@ class ShardedTrainStep:
         # loss is given then
         params = own_params(state, self.group.rank)
         flats = params.flats(to_write=self.options.donate)
-        flats = moved_flats(self.options.places.params, flats, sharding.layout)
-        state = state.replace(params=params.with_flats(flats))
+        params = moved_tree(
+            self.options.places.params, params.with_flats(flats, params.published())
+        )
+        state, flats = state.replace(params=params), params.flats()
         if flats[0].is_meta:
             check_not_on_meta(state.params, batch)
         check_batch(batch, flats[0].device, self.group.rank)

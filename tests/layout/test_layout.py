@@ -269,7 +269,7 @@ def test_a_large_leaf_is_a_bucket_of_its_own_at_levels_2_and_3() -> None:
             2,
             trainable=lambda path, _: path != "frozen",
             units=unit,
-            cut=lambda path, leaf: cut,
+            cut=lambda path, leaf, dtypes: cut,
         )
         return [[layout.leaves[i].path for i in bucket.leaves] for bucket in layout.buckets]
 

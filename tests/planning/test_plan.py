@@ -32,7 +32,7 @@ from functorch_zero.planning.imagined_ranks import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
-from tests.local import local_leaves
+from tests.local import local_leaves, published
 from tests.tiers import FULL, THOROUGH, crossed, thinned, tiers
 
 ROWS = 2  # of a rank's batch
@@ -56,7 +56,7 @@ def calls_of(made: Plan | list[Collective]) -> list[Call]:
 
 def held(tree: Any) -> int:
     """Bytes of the distinct storages of a tree."""
-    leaves = [x for x in local_leaves(tree) if isinstance(x, Tensor)]
+    leaves = [x for x in local_leaves(tree) if isinstance(x, Tensor)] + published(tree)
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in leaves}.values())
 
 

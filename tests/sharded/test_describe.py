@@ -16,7 +16,7 @@ from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
-from tests.local import local_leaves
+from tests.local import local_leaves, published
 from tests.models import ZOO
 from tests.tiers import crossed, thinned
 
@@ -39,7 +39,7 @@ def build(optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
 
 def bytes_of(state: Any) -> int:
     """Of all storages in a state."""
-    tensors = [x for x in local_leaves(state) if isinstance(x, Tensor)]
+    tensors = [x for x in local_leaves(state) if isinstance(x, Tensor)] + published(state)
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -77,17 +77,17 @@ def test_what_each_level_says() -> None:
 
     travels = {
         0: (("reduce", F32),),
-        1: (("reduce", F32), ("publish", F32)),
-        2: (("reduce", F32), ("publish", F32)),
+        1: (("reduce", F32), ("publish", BF16)),
+        2: (("reduce", F32), ("publish", BF16)),
         3: (("gather", BF16), ("reduce", F32)),
     }
+    held = {0: "whole", 1: "1/4, whole as bfloat16", 2: "1/4, whole as bfloat16", 3: "1/4"}
     for level, wire in travels.items():
         found = rows(level)
         block, norms = found["blocks.0", BF16, True], found["blocks.0", F32, True]
         assert block.wire == wire and block.storage == block.state == (F32,)
-        assert block.where == ("1/4" if level == 3 else "whole") and block.state_where == (
-            "1/4" if level else "whole"
-        )
+        assert block.where == held[level] and block.state_where == ("1/4" if level else "whole")
+        assert norms.where == ("1/4" if level == 3 else "whole")
         assert set(norms.leaves) == {
             f"blocks.0.norm{i}.{what}" for i in (1, 2) for what in ("weight", "bias")
         }

@@ -46,7 +46,7 @@ from ..options import Options
 from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
 from ..placed import StatePlaces, brought, emptied, placed
-from ..publish import copies_to_update, publish
+from ..publish import copies_to_update, flats_of_pass, publish
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
 from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
@@ -273,7 +273,7 @@ class ShardedEngine:
         look = is_looked_at(next(self._storings))
         _, tree = prepared.update(grads, self._given(state), pieces, donate=False, look=look)
         after = self.placed(tree, state.holding, by=prepared)
-        new = publish(params, flats, None, axes, donate=True)
+        new = publish(params, flats, None, axes, donate=True, empty=empty)
         return new.as_read_only(params.is_read_only), after
 
     def _apply_in_place(
@@ -299,7 +299,14 @@ class ShardedEngine:
                 after = self._placed_over(state, tree, prepared)
             else:
                 after = self.placed(tree, state.holding, by=prepared)
-        new = publish(params.handed_on(flats), flats, updates, self.options.axes, donate=True)
+        new = publish(
+            params.handed_on(flats, params.published(trained=False)),
+            flats,
+            updates,
+            self.options.axes,
+            donate=True,
+            empty=emptied(self.options.places.params, params.sharding.layout),
+        )
         return new.as_read_only(read_only), after
 
     def description_of(self, transform: Transform) -> Any:
@@ -413,9 +420,10 @@ class ShardedEngine:
         joined, order = self.join(given.trees, given.trained)
         # Ranks that take gradients of other things, or in another order, find out in `agree_on`
         log = [self._next_name_of(call.loss, given)]
-        flats = given.flats
         if not any(bucket.trainable for bucket in joined.layout.buckets):
             raise untrained(self.rank)
+        axes, places = self.options.axes, self.options.places.params
+        flats = flats_of_pass(given.trees, order, axes, log, places)
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)

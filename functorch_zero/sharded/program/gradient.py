@@ -102,11 +102,6 @@ class LossTrees:
         rows = zip(self._given, joined.first_buckets, strict=True)
         return [(given.tree, first) for given, first in rows if given.is_trained]
 
-    @property
-    def flats(self) -> list[Tensor]:
-        """The flats of all trees, one per bucket, as held between steps."""
-        return [flat for tree in self.trees for flat in tree.flats()]
-
     def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
         """The tree and the other arguments as the loss sees them, with lazy trees for the sharded
         ones, in their order."""
@@ -139,7 +134,7 @@ class GradientRun:
     call: LossCall  # the user's loss, and this rank's arguments of it
     trees: LossTrees
     joined: Joined
-    flats: list[Tensor]  # of all trees, (numel,) or (piece,), in the order of the buckets
+    flats: list[Tensor]  # of all trees, as a pass uses them, in the order of the buckets
     loss: LossOnData  # of lazy trees, and this rank's data
     reduction: GradientReduction  # takes the gradients of all micro-batches
     order: PrefetchOrder  # in which the last pass over these trees gathered units

@@ -28,6 +28,7 @@ from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...params import Engine, is_on_engine
 from ...places import moved
+from ...precision import Dtypes
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
 from ...shared_elements import check_apart
@@ -51,7 +52,7 @@ from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
-from ..placed import check_places_work, moved_flats, places_of_buckets
+from ..placed import check_places_work, moved_tree, places_of_buckets
 from ..refit import agree_on_refit, carried, check_same_ranks, refuse_parts
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
@@ -198,8 +199,7 @@ class ShardedProgramStep:
             sharding, fill = self.options.sharding(layout), fills.get(name)
             engine, number = self.engine, numbers[name]
             held = hold(given[name], sharding, engine=engine, number=number, name=name, fill=fill)
-            flats = moved_flats(self.options.places.params, held.flats(), layout)
-            cut[name] = held.with_flats(flats)
+            cut[name] = moved_tree(self.options.places.params, held)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         value = without_pieces(self.unsharded.first_value(*own))
@@ -244,7 +244,8 @@ class ShardedProgramStep:
                 made.append(moved(place, flat))
             else:
                 made.append(frozen.setdefault(id(flat), moved(place, flat)))
-        return tree.with_flats(made)
+        # Published flats are made where they lie, and those of `init` move with their tree
+        return tree.with_flats(made, tree.published())
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -426,8 +427,8 @@ class ShardedProgramStep:
         check_tensors(tree, name)
         check_apart(tree)
 
-        def cut(path: str, leaf: Tensor) -> Cut:
-            return self.options.cut_of(f"{name}.{path}", leaf)
+        def cut(path: str, leaf: Tensor, dtypes: Dtypes | None) -> Cut:
+            return self.options.cut_of(f"{name}.{path}", leaf, dtypes)
 
         layout = make_layout(
             tree,
