@@ -12,6 +12,7 @@ Importing torch._dynamo or torch._inductor takes seconds, so only functions do i
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -239,6 +240,24 @@ def recompute(hooks: tuple[Any, Any]) -> bool:
     """Whether saved-tensor hooks are those of `torch.utils.checkpoint`, which keep no tensor and
     run its function again. They are closures of private classes; only their module tells."""
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def kept_by_region(hooks: tuple[Any, Any]) -> dict[str, Any] | None:
+    """A dict of this package's own for one region of `torch.utils.checkpoint`, by the saved-tensor
+    hooks that are the innermost ones inside of it: the same in its first run and in those in
+    backward. It lives as long as the region. None: the hooks are of something else.
+
+    In public, a region's function isn't told which run it is in. The hooks are closures, of the
+    region's object in the first run, and later of a weak reference to it.
+    """
+    if not recompute(hooks):
+        return None
+    pack = inspect.unwrap(hooks[0])
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    found = {name: cell.cell_contents for name, cell in cells}
+    region = found["frame"] if "frame" in found else found["target_frame_ref"]()
+    own: dict[str, Any] = vars(region).setdefault("functorch_zero", {})
+    return own
 
 
 def in_custom_function() -> bool:

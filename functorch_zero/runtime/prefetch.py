@@ -13,7 +13,7 @@ import torch
 from ..groups.forwarding import all_say, era_of
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from .same_uses import SameUses
+from .same_uses import END, SameUses
 from .unshard import UnitFlats
 
 
@@ -81,7 +81,8 @@ class PrefetchOrder:
     def __init__(self, group: Group | None = None) -> None:
         self._group: Group = SingleRank() if group is None else group
         self._units: Sequence[str] = ()  # names; () until a pass has recorded some
-        self._uses: Sequence[str] | None = None  # words; None until a pass has compared them
+        # Words, by whether collectives followed from uses; none until a pass has compared them
+        self._uses: dict[bool, Sequence[str]] = {}
         self._untrusted = 0  # passes that must be equal before ranks rely on the uses
         self._era = 0  # of the group, when they were recorded
         self._before: PrefetchOrder | None = None  # of gathers before a pass
@@ -98,19 +99,31 @@ class PrefetchOrder:
             self.forget()
         self._units = tuple(units)  # a copy: the pass goes on appending to its list
         if uses is not None:
-            self._uses = uses.words
+            self._uses[uses.of_units] = uses.words
             self._untrusted = _EQUAL_PASSES if uses.left else max(self._untrusted - 1, 0)
 
     def compare(
-        self, flats: Sequence[UnitFlats], kind: type[SameUses] = SameUses
+        self,
+        flats: Sequence[UnitFlats],
+        *,
+        of_units: bool = True,
+        kind: type[SameUses] = SameUses,
     ) -> SameUses | None:
         """The comparison of uses for a pass that begins, over these flats; None where ranks have no
-        way to compare."""
+        way to compare.
+
+        Args:
+            of_units: whether collectives follow from uses of units. Else words are of exchanges
+                alone: see Note [same uses].
+        """
         if self._group.size == 1 or all_say(self._group) is None:
             return None
         known = self._era == era_of(self._group)
-        last = self._uses if known else None
-        return kind(self._group, last, flats, trusted=not self._untrusted)
+        last = self._uses.get(of_units) if known else None
+        if last is None and not of_units:
+            last = [END]
+        trusted = not self._untrusted
+        return kind(self._group, last, flats, trusted=trusted, of_units=of_units)
 
     def agree_before(self, words: Sequence[str], kind: type[SameUses]) -> None:
         """Before a pass: return when all ranks are known to say these words, of gathers that they
@@ -120,7 +133,7 @@ class PrefetchOrder:
             GroupError: they don't.
         """
         self._before = self._before or PrefetchOrder(self._group)
-        said = self._before.compare((), kind)
+        said = self._before.compare((), kind=kind)
         if said is not None:
             said.words += words
             said.check_end()
@@ -142,7 +155,7 @@ class PrefetchOrder:
 
     def forget(self) -> None:
         """Let the next pass begin without an order."""
-        self._units, self._uses, self._untrusted, self._before = (), None, 0, None
+        self._units, self._uses, self._untrusted, self._before = (), {}, 0, None
         self._era = era_of(self._group)
 
 

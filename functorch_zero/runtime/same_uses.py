@@ -11,6 +11,11 @@ that way, would start a gather instead. So it asks apart from all collectives (`
 ranks leave alike (layers dropped by a common seed, a longer batch), they go on, and compare each
 further use as in a first pass. Else the rank raises, and the others hear of it where they wait.
 
+The exchanges that a loss starts itself have their places among the uses. Where nothing else follows
+from uses, at levels 0 and 1, words are of exchanges alone. Losses without any say nothing there,
+and begin as if the last pass had ended without a word. So they compare nothing, and ranks whose
+first exchange comes ask.
+
 Ranks may come late to a question, from an evaluation say, and it has a time limit. So ranks that
 have left a way once compare all uses, until some passes in a row were equal.
 """
@@ -42,6 +47,7 @@ class SameUses:
         trusted: whether a rank that finds the words of the last pass asks nobody.
 
     Attributes:
+        of_units: whether collectives follow from uses of units. Else words are of exchanges alone.
         words: of this pass so far. A pass adds those that collectives follow from.
         left: whether they differ from those of the last pass.
         patience: seconds that ranks may come late to a question; at least as long as the pass has
@@ -50,12 +56,16 @@ class SameUses:
     """
 
     patience = 10.0
-    of_two = "the ranks' losses use different units, or the same in another order"
-    alone = "the loss uses other units than in the last pass, and not every rank does so alike"
+    of_two = "the ranks' losses use different units or exchanges, or the same in another order"
+    alone = (
+        "the loss uses other units or exchanges than in the last pass, and not every rank does so "
+        "alike"
+    )
     remedy = (
         "let the data of every rank go through the same units: with rows of weight 0, say; or let "
         "the module around the layer be the unit, by functionalize(units=...); or use level 0 or "
-        "1, where ranks may use different units"
+        "1, where ranks may use different units. Call the functions of fz.batch on every rank, "
+        "also on one without rows"
     )
 
     def __init__(
@@ -65,7 +75,9 @@ class SameUses:
         flats: Sequence[UnitFlats],
         *,
         trusted: bool,
+        of_units: bool = True,
     ):
+        self.of_units = of_units
         self.words: list[str] = []
         self.left = False
         self._group, self._last, self._flats = group, last, flats
@@ -137,7 +149,7 @@ class SameUses:
             explain(
                 self.of_two,
                 path=_path_of(said),
-                expected="the same on every rank",
+                expected="the same one on every rank",
                 got=by_rank,
                 rank=self._group.rank,
                 remedy=self.remedy,

@@ -5,8 +5,9 @@ A `Pass` is one forward and backward of a loss, and the one owner of all that it
 flats, the uses that backward has not come to, the gathers ahead and the reductions. The parts it
 owns (`unshard.py`, `reduce.py`, `prefetch.py`) are passive: none calls back. Three doors lead to
 it: a unit's `Entrance` in forward; in backward the saved-tensor hook (`on_first_use`) and the
-unit's one autograd node (`on_backward`). The node is made at entry, so the engine runs it right
-after the unit's own backward: it orders ready nodes by creation, newest first.
+unit's one autograd node (`on_backward`). Exchanges of the loss have two more, `exchange` and
+`on_exchange`. The node is made at entry, so the engine runs it right after the unit's own backward:
+it orders ready nodes by creation, newest first.
 
 Note [order of reductions]: ranks must start the same collectives in the same order, even when one
 rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
@@ -14,6 +15,9 @@ For a use that backward has passed by, a rank sends zeros, and gathers what its 
 gathered. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they
 start in the reverse of the layout's order. Each unit then comes once. Elsewhere ranks make sure
 that their losses use the same units: see Note [same uses] in `same_uses.py`.
+A loss may start exchanges of its own, see `exchange.py`. They have their places among the uses. In
+the layout's order, where uses may differ by rank, reductions wait until backward has come to all
+exchanges.
 
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
@@ -76,6 +80,15 @@ from ..model.untouched import Untouched, changed_in_place, marks_of_values
 from ..places import ByUnit, Place
 from ..profiling import NOTHING
 from ..tree import has_values, is_flagged
+from .exchange import (
+    Exchange,
+    Exchanged,
+    ReceivedAgain,
+    differentiated_inside,
+    ran_again,
+    region_of,
+    transformed,
+)
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
@@ -381,11 +394,12 @@ class Pass:
         stayed = any(flat.transient and flat.here is not None for flat in flats)
         guide = PrefetchOrder() if stayed else order
         self.following = guide.follow(by_name, self.overlap.distance)
-        # None where no collective follows from a use, or the group can't ask
         self._gathers = any(unit.flats.moves for unit in self._units)
-        self.uses: SameUses | None = None
-        if self._gathers or (reduction is not None and reduction.follows_uses(last)):
-            self.uses = order.compare(flats)
+        follows = self._gathers or (reduction is not None and reduction.follows_uses(last))
+        # None where the group can't ask
+        self.uses: SameUses | None = order.compare(flats, of_units=follows)
+        # Those of units where collectives follow from them
+        self._words = self.uses.words if self.uses is not None and follows else None
         # Resident flats, and those that stayed from the pass before
         for here in self._units:
             if here.flats.here is not None:
@@ -399,6 +413,8 @@ class Pass:
         # Per unit with a direct use, the gradients (None so far) of its leaves; in the order of the
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
+        self._roots: list[Tensor] = []  # of exchanges, 0-d each; see Note [roots] in `exchange.py`
+        self.num_owed = 0  # exchanges with gradients to which backward has yet to come
         self._loss_returned = False  # from then on, a backward is the pass's own
         self.reached = False  # whether its backward has come to a trained leaf
         self.trial: TwoSeeds | None = None  # of its backward; None: nothing runs aside
@@ -483,10 +499,61 @@ class Pass:
         """A custom function reads the unit's leaves, and will give gradients to lazy parameters."""
         if unit.index not in self._direct and unit.content.trained:
             self._direct[unit.index] = [None] * len(unit.content.leaves)
-            if self.uses is not None:
-                self.uses.words.append(f"{unit.name}, given to a custom function")
+            if self._words is not None:
+                self._words.append(f"{unit.name}, given to a custom function")
             self.entered = True
             unit.num_open += 1
+
+    def exchange(self, exchange: Exchange, x: Tensor) -> Tensor:
+        """The result of an exchange that the loss starts, differentiable where `x` is.
+
+        Collectives: those of the exchange, now and in backward. Ranks compare its word before.
+
+        Args:
+            exchange: made for this call.
+            x: this rank's part. The anchor, for an exchange of the pass's own params, whose
+                gradients `exchange.back` takes.
+
+        Raises:
+            GroupError: another rank's loss does something else here.
+            StructureError: the call is inside of a transform of torch.func, or of a region that
+                a checkpoint runs again and whose first run is not known.
+        """
+        self.refuse_aside()
+        if self.over:
+            raise _outlived(exchange.word)
+        if transforms_active():
+            raise transformed(exchange.word)
+        x = x.whole() if type(x) is LazyParam else x
+        tracked = torch.is_grad_enabled() and x.requires_grad
+        # Ranks that differ in it would differ in backward's collectives
+        word = f"{exchange.word}, with gradients" if tracked else exchange.word
+        hooks = _others_hooks()
+        region = region_of(hooks)
+        if self._loss_returned or backward_number() != NO_BACKWARD:
+            known = None if region is None else region.again(word, hooks[0])
+            if known is None:
+                raise ran_again(exchange.word)
+            return ReceivedAgain.apply(x, [known]) if tracked else known  # type: ignore[no-untyped-call, no-any-return]
+        if self.uses is not None:
+            self.uses.words.append(word)
+            self.uses.check()
+        if tracked:
+            result, root = Exchanged.apply(x, exchange, self)  # type: ignore[no-untyped-call]
+            self._roots.append(root)
+            self.num_owed += 1
+            self.entered |= x is self.anchor
+        else:
+            result = exchange.there(x.detach())
+        if region is not None:
+            region.keep(word, result)
+        return result
+
+    def take_roots(self) -> list[Tensor]:
+        """The roots of the exchanges, to be differentiated with the loss. They lead to the pass, a
+        cycle that nobody collects."""
+        roots, self._roots = self._roots, []
+        return roots
 
     def watch(self, unit: UnitInPass) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept. Others
@@ -567,8 +634,9 @@ class Pass:
         """The loss has returned, and packed gradients are to be scaled like this."""
         # The loss is over: whatever it wrote to resident flats shows in their versions
         self._check_resident()
+        if self._words is not None:
+            self._say_end(self._words)
         if self.uses is not None:
-            self._say_end(self.uses.words)
             self.uses.check_end()
         self._loss_returned, self._scale, self._in_use = True, scale, None
 
@@ -641,6 +709,23 @@ class Pass:
         # At the latest now, so that the next unit's ask doesn't begin with a wait
         for flats in self.following.ahead:
             flats.start()
+
+    def on_exchange(self, exchange: Exchange, grad: Tensor) -> Tensor | None:
+        """Backward has come to an exchange, on every rank. Returns the gradient of its argument."""
+        self.refuse_aside()
+        if not self._loss_returned:
+            raise differentiated_inside(exchange.word)
+        self.reached = True
+        self._pass_by_until_running_node()
+        # Another rank's backward may have gathered the unit that the exchange is in, and more
+        if self._open and self._open[-1].saved:
+            unit = self._units[self._open[-1].unit]
+            if unit.flats.here is None:
+                self._unshard(unit)
+        for flats in self.following.ahead:
+            flats.start()
+        self.num_owed -= 1
+        return exchange.back(grad)
 
     def on_direct_grads(self, grads: Grads) -> Grads:
         """Backward has come to its end, with gradients (those of all leaves, in the layout's order)
@@ -728,7 +813,7 @@ class Pass:
         # Flats that have added up are due after the unit's last use in the last pass
         # In layout order: from the end, as far as units have no open use
         if reduction.in_layout_order:
-            while self._waiting and not self._waiting[-1].num_open:
+            while self._waiting and not self._waiting[-1].num_open and not self.num_owed:
                 self._reduce_whole(self._waiting.pop())
         elif reduction.whole and self._last and not unit.num_open:
             self._reduce_whole(unit)
@@ -804,6 +889,7 @@ class Pass:
         cycle through autograd, which Python's collector doesn't see."""
         for unit in self._units:
             unit.leaves = None
+        self._roots.clear()
         self.over = True
 
     # Words for the other ranks: see Note [same uses] in `same_uses.py`
@@ -818,8 +904,8 @@ class Pass:
         # A unit that is only cast on use has a place in the order of gathers, too
         gathers = self._gathers and unit.flats.transient
         reduces = tracked and bool(unit.content.trained)
-        if self.uses is not None and (gathers or reduces):
-            self.uses.words.append(unit.name if tracked else f"{unit.name}, without gradients")
+        if self._words is not None and (gathers or reduces):
+            self._words.append(unit.name if tracked else f"{unit.name}, without gradients")
 
     def _say_end(self, words: list[str]) -> None:
         """Note, at the end of the loss, the rest that backward's collectives follow from."""

@@ -8,8 +8,10 @@ that on one rank backward is that of one process, whatever runs in it.
 Where there is such a factor anyway, the seed is a power of two not above 1/N, which rounds nothing.
 So it is where lower precisions than the leaves' would round the gradients of a seed such as 1/3.
 
-In backward nobody may be given another rank's share: the factor would be the receiver's. A loss
-that exchanged rows with other ranks would need a seed that carries all of the share.
+Gradients that come from other ranks in backward have those ranks' shares in them, and a factor
+would be the receiver's. So where a loss exchanges rows with other ranks, and gives a weight, the
+seed carries all of the share, in the loss's dtype. A loss of weight 0 is left out there, and its
+rank's gradients are what the others' losses say.
 
 Note [overflow]: with a loss scale the seed is 1/N. So gradients flow back through float16 in the
 size that they have in the unsharded step, and overflow when those do. A leaf's gradient is a sum,
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..devices import divide_, number_on
+from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
@@ -66,16 +69,32 @@ class LossSeed(NamedTuple):
 
 
 def loss_seed_of(
-    outcome: Outcome, layout: Layout, num_ranks: int, num_micro: int, scale: float | None
+    outcome: Outcome,
+    layout: Layout,
+    num_ranks: int,
+    num_micro: int,
+    scale: float | None,
+    *,
+    exchanged: bool = False,
 ) -> LossSeed:
     """The seed and scale of one of `num_micro` micro-batches on one of `num_ranks` ranks; see Note
     [seeds] and Note [overflow].
 
-    `scale`: of the loss; None: it isn't scaled.
+    Args:
+        scale: of the loss; None: it isn't scaled.
+        exchanged: whether gradients come from other ranks in backward.
+
+    Raises:
+        StructureError: the loss's dtype can't carry a weight.
     """
     loss, weight = outcome.loss, outcome.weight
     # Weights are divided by their sum at the end, in `to_means`
     share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
+    if exchanged and weight is not None:
+        if loss.dtype.itemsize < torch.float32.itemsize:
+            raise _rounds_weights(loss.dtype)
+        whole = share if scale is None else share * scale
+        return LossSeed(number_on(loss.device, whole, loss.dtype), GradScale(None, None))
     # All of a plain share, where nothing rounds it; with a loss scale see Note [overflow]
     is_plain = weight is None and num_micro == 1 and _is_exact(loss.dtype, layout)
     if scale is not None or is_plain:
@@ -86,6 +105,18 @@ def loss_seed_of(
     rest = None if weight is None and share == carried else share / carried
     seed = number_on(loss.device, carried if scale is None else carried * scale, loss.dtype)
     return LossSeed(seed, GradScale(rest, weight))
+
+
+def _rounds_weights(dtype: torch.dtype) -> StructureError:
+    return StructureError(
+        explain(
+            "a loss that exchanges rows with other ranks gives a weight, which its dtype would "
+            "round",
+            expected="float32 or float64",
+            got=dtype,
+            remedy="return loss.float(), fz.Aux(weight=...)",
+        )
+    )
 
 
 def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:

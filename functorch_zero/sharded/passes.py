@@ -28,7 +28,7 @@ from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
 from ..step.micro_batches import joined, micro_batches
 from ..step.reminder import Reminder
 from ..step.rng import MicroStreams
-from ..step.weights import check_weight_value
+from ..step.weights import check_weight_value, is_on_device
 from ..tree import PyTree
 from .average import MeansUnderWay, start_means
 from .buffers import Changes, ask_changes
@@ -40,7 +40,7 @@ from .params import make_unit_flats
 
 def run_pass(
     loss: Callable[[PyTree[Tensor]], Outcome],
-    seed_of: Callable[[Outcome], LossSeed],
+    seed_of: Callable[[Outcome, Pass], LossSeed],
     before_backward: Callable[[Outcome], None],
     flats: Sequence[UnitFlats],
     layout: Layout,
@@ -59,8 +59,8 @@ def run_pass(
 
     Args:
         loss: called with lazy parameters, in the structure of the layout.
-        seed_of: gives this rank's share of the mean, from the loss's outcome. It may raise, where
-            it refuses the outcome.
+        seed_of: gives this rank's share of the mean, from the loss's outcome and the pass. It may
+            raise, where it refuses the outcome.
         before_backward: takes the loss's outcome, which is still in its autograd graph, where all
             ranks are between the same collectives. It may start some.
         flats: each unit's; some may be here since an earlier pass.
@@ -100,11 +100,12 @@ def run_pass(
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:
                 raise independent(rank)
-            nodes = nodes_behind(outcome.loss) if look else []
+            roots = one_pass.take_roots()
+            nodes = nodes_behind(outcome.loss, *roots) if look else []
             if look:
                 refuse_reentrant_checkpoints(nodes, rank)
                 check_weight_value(outcome.weight, rank)
-            seed, scale = seed_of(outcome)
+            seed, scale = seed_of(outcome, one_pass)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
             before_backward(outcome)
@@ -116,7 +117,13 @@ def run_pass(
                 trying = one_pass.trial.trying(nodes, outcome.loss, seed, hooked=hooked)
             with ranged("backward"), trying:
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
-                torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+                results, seeds = [*roots], [*map(torch.zeros_like, roots)]
+                # Where it counts for nothing, its gradients may be NaN; others' must not be
+                if not roots or is_on_device(outcome.weight) or outcome.is_weighty:
+                    results.append(outcome.loss)
+                    seeds.append(seed)
+                torch.autograd.grad(results, [one_pass.anchor], seeds, allow_unused=True)
+                del roots, results
             # Units were entered, and nothing of them led to the loss
             if not one_pass.reached:
                 raise independent(rank)
@@ -213,9 +220,16 @@ def run_passes(
         def loss(params: PyTree[Tensor]) -> Outcome:
             return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
-        def seed_of(outcome: Outcome) -> LossSeed:
+        def seed_of(outcome: Outcome, one_pass: Pass) -> LossSeed:
             check_not_empty(part, outcome.loss, outcome.weight, rank)
-            return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
+            return loss_seed_of(
+                outcome,
+                layout,
+                axes.data.size,
+                given.accumulate,
+                given.scale,
+                exchanged=one_pass.num_owed > 0,
+            )
 
         def before_backward(outcome: Outcome) -> None:
             given.reminder.lost_buffers(outcome.lost, rank)

@@ -73,9 +73,9 @@ def gradients(
     return grads
 
 
-def nodes_behind(loss: Tensor) -> list[Any]:
-    """All nodes in the loss's graph."""
-    waiting, seen = [loss.grad_fn], dict[Any, None]()
+def nodes_behind(*results: Tensor) -> list[Any]:
+    """All nodes in the results' graph."""
+    waiting, seen = [result.grad_fn for result in results], dict[Any, None]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
