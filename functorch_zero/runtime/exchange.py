@@ -95,7 +95,8 @@ class Region:
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, Tensor]] = []  # words and results, in their order
-        self._run: Any = None  # that goes through them now,
+        self.run: Any = None  # the one that runs now, an object of its own
+        self._run: Any = None  # that goes through the results,
         self._next = 0  # and the number of the result that it is given next
 
     def keep(self, word: str, result: Tensor) -> None:
@@ -103,10 +104,10 @@ class Region:
         # A copy: the loss may write to its own
         self._kept.append((word, result.detach().clone()))
 
-    def again(self, word: str, run: Any) -> Tensor | None:
+    def again(self, word: str) -> Tensor | None:
         """The result for another run of the region; None: the first one had no such exchange."""
-        if run is not self._run:
-            self._run, self._next = run, 0
+        if self.run is not self._run:
+            self._run, self._next = self.run, 0
         kept = self._kept[self._next : self._next + 1]
         self._next += 1
         return kept[0][1].clone() if kept and kept[0][0] == word else None
@@ -115,7 +116,11 @@ class Region:
 def region_of(hooks: Any) -> Region | None:
     """The region of a checkpoint whose saved-tensor hooks these are; None: of none."""
     kept = None if hooks is None else kept_by_region(hooks)
-    return None if kept is None else kept.setdefault("exchanges", Region())
+    if kept is None:
+        return None
+    region: Region = kept.setdefault("exchanges", Region())
+    region.run = hooks[0]
+    return region
 
 
 def ran_again(word: str) -> StructureError:

@@ -297,6 +297,8 @@ class UnitEntrance:
         # Its flats hold other values by now, and other ranks no longer gather with this one
         if around.over:
             raise _outlived(unit.name)
+        # It runs again for backward: whole leaves of a later use are gone on ranks that came by it
+        around.pass_by_newer()
         # Without an anchor no gradients are wanted; without grad mode none can flow
         tracked = around.anchor is not None and torch.is_grad_enabled()
         # Untracked leaves won't do where gradients are wanted: those need a node
@@ -528,16 +530,16 @@ class Pass:
         tracked = torch.is_grad_enabled() and x.requires_grad
         # Ranks that differ in it would differ in backward's collectives
         word = f"{exchange.word}, with gradients" if tracked else exchange.word
-        hooks = _others_hooks()
-        region = region_of(hooks)
+        region = region_of(_others_hooks())
         if self._loss_returned or backward_number() != NO_BACKWARD:
-            known = None if region is None else region.again(word, hooks[0])
+            known = None if region is None else region.again(word)
             if known is None:
                 raise ran_again(exchange.word)
-            return ReceivedAgain.apply(x, [known]) if tracked else known  # type: ignore[no-untyped-call, no-any-return]
+            return ReceivedAgain.apply(x, [known]) if tracked else known  # type: ignore[no-untyped-call]
         if self.uses is not None:
             self.uses.words.append(word)
             self.uses.check()
+        result: Tensor
         if tracked:
             result, root = Exchanged.apply(x, exchange, self)  # type: ignore[no-untyped-call]
             self._roots.append(root)
@@ -753,6 +755,11 @@ class Pass:
         while self._open and self._open[-1].number > number:
             unit = self._close_last()
             self._reduce(unit, None)
+
+    def pass_by_newer(self) -> None:
+        """The loss, if its backward runs, calls a unit again: newer uses get no gradients."""
+        if self._loss_returned and self._open:
+            self._pass_by_until_running_node()
 
     def _is_at_last_use_of(self, unit: UnitInPass) -> bool:
         """Whether backward, which runs the unit again, has come to the unit's own last open use."""
