@@ -9,6 +9,7 @@ from .model.functionalize import functionalize
 from .optim.apply_updates import apply_updates
 from .params import Params
 from .precision import Precision
+from .sharded import batch
 from .sharded.api import shard
 from .sharded.describe import describe
 from .sharded.failures import propagate_failures
@@ -42,6 +43,7 @@ __all__ = [
     "State",
     "any_rank",
     "apply_updates",
+    "batch",
     "broadcast",
     "checkpoint",
     "compress",

@@ -66,6 +66,11 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
     return _group_of_mesh(group)
 
 
+def num_processes() -> int:
+    """How many processes have met by torch.distributed; 1 where it isn't initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _world_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None  # torch.distributed is initialised

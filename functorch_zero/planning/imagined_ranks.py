@@ -15,7 +15,7 @@ from ..sharded.options import check_state_axes
 from ..tree import has_values
 from .report import Collective
 
-_OF_NO_UNIT = {"step", "gradient", "optimizer", "unshard"}  # begins of labels
+_OF_NO_UNIT = {"step", "gradient", "loss", "optimizer", "unshard"}  # begins of labels
 Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 

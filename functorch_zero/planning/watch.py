@@ -125,7 +125,7 @@ def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Pa
         buffers: that the loss was given.
         live: knows which copies nobody has written to.
     """
-    outcome, means, changes, _ = passed
+    outcome, means, changes = passed.outcome, passed.means, passed.changes
     after, treedef = optree.tree_flatten(outcome.buffers)
     new, changed = [], []
     old = optree.tree_leaves(buffers)

@@ -26,10 +26,12 @@ from ..step.loss import Metrics
 from ..step.program import read_only
 from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes, total_size
+from ..step.scope import given_batch
 from ..step.state import State, TrainValue
 from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .average import average
+from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
 from .checks import check_batch, check_place, own_params, sharding_of
 from .failures import sharing_failures
@@ -97,8 +99,12 @@ class ShardedEvalStep:
             device = flats[0].device
             check_batch(batch, device, self.group.rank)
             run = self._pass(reading, flats, log, look=look)
-            found = self._call(run, reading, state, args, device, look=look)
-            metrics = self._means(found, batch, log, device)
+            on_ranks = BatchOnRanks(options.axes, log, batch)
+            on_ranks.around = run
+            with given_batch(on_ranks):
+                found = self._call(run, reading, state, args, device, look=look)
+            on_ranks.check_weight(found.weight, look=look)
+            metrics = self._means(found, on_ranks, batch, log, device)
             reading.order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
             return found._replace(rows=apart_from(found.rows, flats)).with_rows(metrics)
@@ -146,16 +152,23 @@ class ShardedEvalStep:
             check_weight_value(found.weight, rank)
         return found
 
-    def _means(self, found: Evaluated, batch: Any, log: list[str], device: torch.device) -> Metrics:
+    def _means(
+        self,
+        found: Evaluated,
+        on_ranks: BatchOnRanks,
+        batch: Any,
+        log: list[str],
+        device: torch.device,
+    ) -> Metrics:
         """The metrics for all ranks. Collectives: two all-reduces, of metrics and words."""
         group, copy = labelled(self.group, "evaluation/metrics"), self.options.axes.copy
         size = total_size(batch)
         report = average(
             found.metrics, found.weight, group, log, copy=copy, size=size, device=device
         )
-        reminder = self.unsharded.reminder
-        rows = leading_sizes(batch)
-        reminder.compare_ranks(rows, found.weight, report.sizes, group.rank)
+        if not on_ranks.exchanged:
+            rows = leading_sizes(batch)
+            self.unsharded.reminder.compare_ranks(rows, found.weight, report.sizes, group.rank)
         weight = None if found.weight is None else report.weight
         metrics = report.metrics
         return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)

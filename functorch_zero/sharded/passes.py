@@ -28,9 +28,11 @@ from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
 from ..step.micro_batches import joined, micro_batches
 from ..step.reminder import Reminder
 from ..step.rng import MicroStreams
+from ..step.scope import given_batch
 from ..step.weights import check_weight_value, is_on_device
 from ..tree import PyTree
 from .average import MeansUnderWay, start_means
+from .batch_on_ranks import BatchOnRanks
 from .buffers import Changes, ask_changes
 from .checks import check_not_empty
 from .grad_mean import LossSeed, loss_seed_of
@@ -52,6 +54,7 @@ def run_pass(
     look: bool,
     first: bool,
     last: bool,
+    batch: BatchOnRanks,
 ) -> None:
     """Run a loss forward and backward. Its gradients go to the reduction, while backward runs.
 
@@ -72,6 +75,7 @@ def run_pass(
         look: whether slow questions about the loss are asked; see `is_looked_at`.
         first: whether no other pass has given gradients to the same reduction.
         last: whether no other pass will.
+        batch: the loss's, by which it finds the rows of other ranks.
 
     Raises:
         StructureError: the loss depends on no trained leaf.
@@ -89,10 +93,15 @@ def run_pass(
         look=look,
         places=options.places.saved,
     )
+    batch.around = one_pass
     # Whatever mode the caller is in. Backward, also one of the loss's own, runs in this thread on
     # every device: see Note [where backward is] in `runtime/unit.py`.
     try:
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+            given_batch(batch),
+        ):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
             with ranged("loss"), in_a_loss(), one_pass.around_loss():
@@ -159,6 +168,7 @@ class Passed(NamedTuple):
     means: MeansUnderWay  # of its loss, metrics and weight
     changes: Changes  # of its buffers
     is_divided: bool  # whether gradients were divided by the weights' sum before they were reduced
+    exchanged: bool  # whether the loss has seen rows of other ranks
 
     @property
     def is_to_divide(self) -> bool:
@@ -204,7 +214,7 @@ def run_passes(
 
     kept = None if options.reshard_after_forward else of_units()
 
-    def passed(outcome: Outcome) -> Passed:
+    def passed(outcome: Outcome, *, exchanged: bool) -> Passed:
         metrics = {"loss": outcome.loss, **outcome.metrics}
         means = start_means(metrics, outcome.weight, group, outcome.loss.device)
         changes = ask_changes(given.buffers, outcome.buffers, options.sync_buffers, axes.data)
@@ -212,16 +222,18 @@ def run_passes(
         # What is kept is added to gradients of other weights, so it must be of means
         if divides:
             reduction.divisor = means.divisor(axes.copy.num)
-        return Passed(outcome, means, changes, divides)
+        return Passed(outcome, means, changes, divides, exchanged)
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> None:
         part, last = parts[i], i == len(parts) - 1
+        batch = BatchOnRanks(axes, log, part, num_micro=len(parts))
 
         def loss(params: PyTree[Tensor]) -> Outcome:
             return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
         def seed_of(outcome: Outcome, one_pass: Pass) -> LossSeed:
             check_not_empty(part, outcome.loss, outcome.weight, rank)
+            batch.check_weight(outcome.weight, look=look)
             return loss_seed_of(
                 outcome,
                 layout,
@@ -235,7 +247,7 @@ def run_passes(
             given.reminder.lost_buffers(outcome.lost, rank)
             outcomes.append(_detached(outcome))
             if last:
-                found.append(passed(joined(outcomes)))
+                found.append(passed(joined(outcomes), exchanged=batch.exchanged))
                 return
             keeps_early = reduction.keeps and reduction.reduces_before_the_end
             if keeps_early and outcome.weight is not None:
@@ -255,6 +267,7 @@ def run_passes(
                 look=look,
                 first=i == 0,
                 last=last,
+                batch=batch,
             )
 
     buffers = given.buffers

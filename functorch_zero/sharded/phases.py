@@ -188,7 +188,7 @@ def agree_on(
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
-    (outcome, means, changes, _), policy = local.passed, run.step.policy
+    (outcome, means, changes, _, exchanged), policy = local.passed, run.step.policy
     group, axes = run.options.group, run.options.axes
     old, new = run.state.buffers, outcome.buffers
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
@@ -212,8 +212,10 @@ def agree_on(
     *changed, unfit, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
-    rows = leading_sizes(run.batch)
-    run.step.reminder.compare_ranks(rows, outcome.weight, report.sizes, group.rank)
+    # A loss of all rows is right by any number of them
+    if not exchanged:
+        rows = leading_sizes(run.batch)
+        run.step.reminder.compare_ranks(rows, outcome.weight, report.sizes, group.rank)
     batches.note(digest, report.same_batch, group.rank)
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and policy.nonfinite == "raise":

@@ -33,6 +33,7 @@ from .program import read_only
 from .program_step import device_of
 from .reminder import Reminder
 from .rng import Streams, replayed
+from .scope import given_batch
 from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
@@ -66,7 +67,8 @@ class EvalStep:
             look = is_looked_at(next(self.calls))
             untouched = Untouched(optree.tree_leaves(own), look=look)  # they are the state's own
             cast = CastParams(read, look=look)
-            found = call_eval(self.fn, (cast.params, *others), args)
+            with given_batch():
+                found = call_eval(self.fn, (cast.params, *others), args)
             cast.finish()
             untouched.check(own)
         if look:

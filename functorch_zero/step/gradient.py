@@ -21,7 +21,7 @@ from .loss import LossFn, Outcome, as_metric, call_loss, independent, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
 from .reminder import Reminder
 from .rng import MicroStreams
-from .scope import rank_of_step
+from .scope import given_batch, rank_of_step
 from .weights import check_weight_value, unless_weightless
 
 Trees = tuple[PyTree[Tensor], Any]  # one to differentiate, and what the loss reads beside it
@@ -63,7 +63,7 @@ def mean_gradients(
     outcomes: list[Outcome] = []
     parts = micro_batches(batch, count)
     for i, part in enumerate(parts):
-        with streams(i), torch.enable_grad():
+        with streams(i), torch.enable_grad(), given_batch():
             grads, outcome = _gradients(
                 loss_fn, trees, buffers, part, look=look, scale=scale, round_grads=not round_sums
             )

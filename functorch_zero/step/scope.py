@@ -1,5 +1,5 @@
-"""`StepScope`: what the program's step that runs in this thread shares with the functions that the
-program calls.
+"""What runs in this thread, for the functions of the library that it calls: the step of a program,
+and around a loss or an evaluation the batch that it is given.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,30 +28,57 @@ class StepScope:
     rank: int | None = None
 
 
+ALL_ROWS = "all rows are here"  # of a batch in one process
+
+
+class _Here(NamedTuple):
+    """What runs in this thread."""
+
+    step: StepScope | None = None  # whose program runs
+    # Around a loss, its backward too, and around an evaluation: ALL_ROWS, or on ranks the way to
+    # the others' rows, a `BatchOnRanks`
+    batch: Any = None
+
+
 # A context variable, so that thread ranks each have their own
-_SCOPE: ContextVar[StepScope | None] = ContextVar("_SCOPE", default=None)
+_HERE: ContextVar[_Here] = ContextVar("_HERE", default=_Here())  # noqa: B039
 
 
 @contextmanager
 def running(scope: StepScope, device: torch.device) -> Iterator[None]:
     """Around a program: it draws its own random numbers on the CPU and on this device."""
-    token = _SCOPE.set(scope)
+    token = _HERE.set(_Here(scope))
     try:
         with scope.streams.of_program(device):
             yield
     finally:
-        _SCOPE.reset(token)
+        _HERE.reset(token)
+
+
+@contextmanager
+def given_batch(batch: Any = ALL_ROWS) -> Iterator[None]:
+    """Around a loss and its backward, or around an evaluation."""
+    token = _HERE.set(_HERE.get()._replace(batch=batch))
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+
+
+def batch_here() -> Any:
+    """That of the loss or evaluation that runs in this thread; None: none does."""
+    return _HERE.get().batch
 
 
 def scope_here() -> StepScope | None:
     """That of the step whose program runs in this thread; None: none does."""
-    return _SCOPE.get()
+    return _HERE.get().step
 
 
 def next_streams(part: int, device: torch.device) -> MicroStreams:
     """The streams of the next gradient of the step that runs; outside of steps torch's own numbers,
     as they come."""
-    scope = _SCOPE.get()
+    scope = scope_here()
     if scope is None:
         return lambda micro: nullcontext()
     return scope.streams.of_next_gradient(part, device)
@@ -58,13 +86,13 @@ def next_streams(part: int, device: torch.device) -> MicroStreams:
 
 def rank_of_step() -> int | None:
     """The rank of the sharded program whose step runs; None: none does."""
-    scope = _SCOPE.get()
+    scope = scope_here()
     return None if scope is None else scope.rank
 
 
 def next_key() -> int:
     """The key of the next draw of the step that runs."""
-    scope = _SCOPE.get()
+    scope = scope_here()
     if scope is None:
         raise no_stream("no step of fz.program_step runs")
     return scope.streams.next_key()

@@ -182,12 +182,14 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
         GroupError: ranks have taken gradients of other things, or have started other collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
     """
-    (outcome, means, changes, _), axes = local.passed, run.options.axes
+    (outcome, means, changes, _, exchanged), axes = local.passed, run.options.axes
     old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     flags = changes.flags(axes.world.rank, look=run.look)
     if run.scope is not None and _may_wait(run, flags):
-        rows = leading_sizes(run.call.data) if outcome.weight is None else []
+        # None to compare where a loss says what rows weigh, or sees all of them
+        plain = outcome.weight is None and not exchanged
+        rows = leading_sizes(run.call.data) if plain else []
         reminder = run.loss.reminder
         run.scope.ledger.post(Posted(run.log, words_of(means), rows, reminder))
         return report_later(means)
@@ -218,8 +220,9 @@ def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any,
     """
     outcome, axes = local.passed.outcome, run.options.axes
     sizes, rank = report.sizes, axes.world.rank
-    rows = leading_sizes(run.call.data)
-    run.loss.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
+    if not local.passed.exchanged:
+        rows = leading_sizes(run.call.data)
+        run.loss.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
     # In place: the flats were made for this gradient
     to_means(local.reduced, report.weight if local.passed.is_to_divide else None, scale=None)
     buffers = synchronize(
