@@ -103,6 +103,13 @@ def test_property_test(run_example: RunExample) -> None:
     assert "equal" in run_example("property_test.py", "--examples", "3")
 
 
+def test_clip_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExample) -> None:
+    one, three = (
+        run_example("clip.py", "--steps", "6", "--ranks", n, "--chunks", n) for n in ("1", "3")
+    )
+    assert one == three and one.startswith("loss ")
+
+
 def test_pinn(run_example: RunExample) -> None:
     run_example("pinn.py", "--steps", "20")
 
