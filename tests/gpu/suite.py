@@ -45,6 +45,8 @@ def suite(report: Report) -> None:
     check(report, "non-finite skipped", lambda: of_model(ZOO["mlp"], levels, nonfinite="skip"))
     check(report, "torch.func in the loss", lambda: of_derivative(levels))
     check(report, "replicas of shards", lambda: of_replicas(levels))
+    check(report, "rows of all ranks", lambda: of_all_rows(levels))
+    check(report, "BatchNorm of all rows", lambda: of_all_normed(levels))
     for dtype in (torch.int8,) if report.tiny else (torch.int8, E4M3, torch.float8_e5m2):
         check(report, f"codecs, {short(dtype)}", lambda dtype=dtype: of_codec(dtype, levels))
     check(report, "gradients summed together", lambda: of_reduce_bucket(levels))
@@ -142,6 +144,54 @@ def of_replicas(levels: tuple[int, ...]) -> None:
         levels=levels,
         ranks=(4,),
         shard_size=2,
+    )
+
+
+def of_all_rows(levels: tuple[int, ...]) -> None:
+    """A contrastive loss of the whole batch, in chunks, and a mean of it: gathers, sums, and those
+    that they owe."""
+    torch.manual_seed(0)
+    apply, params, _ = fz.functionalize(smooth().double(), units=nn.Linear)
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        own = fz.batch.in_chunks(lambda rows: apply(params, {}, rows)[0], 2)(x)
+        rows = fz.batch.all_rows(torch.cat([own, x], 1))
+        logits = rows @ rows.roll(1, 0).T - fz.batch.mean(own).square().sum()
+        labels = torch.arange(len(rows), device=rows.device)
+        contrast = torch.nn.functional.cross_entropy(logits, labels)
+        return contrast + fz.batch.mean(own.square()).sum(), fz.Aux(weight=1.0)
+
+    testing.assert_sharded_equals_unsharded(
+        fz.train_step(loss_fn, optim.sgd(0.1)),
+        on_device(params),
+        {},
+        [torch.randn(5, 2, dtype=torch.float64).to(DEVICE) for _ in range(2)],
+        levels=levels,
+        ranks=(2, 3),
+    )
+
+
+def of_all_normed(levels: tuple[int, ...]) -> None:
+    """BatchNorm over the whole batch, recomputed in backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 1)
+    )
+    model = fz.batch.sync_batch_norm(model).double()
+    apply, params, buffers = fz.functionalize(model, units=["0"], remat=True)
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        y, buffers = apply(params, buffers, x)
+        error = (y - x.prod(1, keepdim=True)).square().mean()
+        return error, fz.Aux(buffers=buffers, weight=len(x))
+
+    testing.assert_sharded_equals_unsharded(
+        fz.train_step(loss_fn, optim.sgd(0.1)),
+        on_device(params),
+        on_device(buffers),
+        [torch.randn(7, 2, dtype=torch.float64).to(DEVICE) for _ in range(2)],
+        levels=levels,
+        ranks=(2, 3),
     )
 
 
