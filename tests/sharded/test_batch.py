@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
@@ -226,6 +227,49 @@ def test_over_replicas_of_the_same_data() -> None:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
+def the_sum_itself(x: Tensor, y: Tensor, scale: Tensor) -> Results:
+    return whole.sum((x * y).sum() * scale + x.square().sum())
+
+
+def written_to(x: Tensor, y: Tensor, scale: Tensor) -> Results:
+    rows, total = whole.all_rows(x), whole.sum(y.sum(0))
+    rows *= 2
+    return (rows @ total.tanh_()).square().mean() * scale
+
+
+def not_used(x: Tensor, y: Tensor, scale: Tensor) -> Results:
+    whole.all_rows(x)
+    return whole.mean((x * y).square()).sum() * scale
+
+
+def complex_rows(x: Tensor, y: Tensor, scale: Tensor) -> Results:
+    z = whole.all_rows(torch.complex(x, y))
+    return (z * z.conj()).real.square().mean() * scale + whole.mean(z).abs().sum()
+
+
+EDGES = {"the sum itself": the_sum_itself, "written to": written_to, "not used": not_used,
+         "complex": complex_rows}  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "level"), crossed(EDGES, LEVELS, n=5))
+def test_results_used_in_other_ways(loss: str, level: str) -> None:
+    check(lambda: given(EDGES[loss]), [3, 3, 2], level=LEVELS[level])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "once": {"reduce_gradients": "once"},
+    "kept": {"reshard_after_forward": False},
+    "over time": {"overlap": "time"},
+    "not donated": {"donate": False},
+    "over both axes": {"mesh": 2, "state_axes": "both"},
+}
+
+
+@pytest.mark.parametrize(("options", "level"), crossed(OPTIONS, (0, 1, 2, 3), n=5))
+def test_options_of_shard(options: str, level: int) -> None:
+    check(lambda: given(clip, remat=True), [3, 3, 2, 0], level=level, **OPTIONS[options])
+
+
 # BatchNorm
 
 
@@ -403,6 +447,42 @@ def test_programs(level: int) -> None:
         torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
         for name in grads:
             torch.testing.assert_close(got[name], grads[name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["in the loss", "outside of it"])
+def test_steps_of_programs(outside: bool) -> None:
+    """In the program's own code no rows of other ranks can be asked for."""
+    data = batches()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, _ = fz.functionalize(Towers().to(D), units=["a", "b"])
+    loss = loss_of(apply, clip)
+
+    def program(params: Any, batch: Batch) -> Any:
+        if outside:
+            whole.all_rows(batch["x"])
+        value, grads = fz.value_and_grad(lambda p, batch: loss(p, {}, batch))(params, batch=batch)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
+
+    step = fz.program_step(program, init=lambda params: params)
+    state = step.init(params)
+    for batch in data:
+        state, expected = step(state, batch)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(params)
+        if outside:
+            with pytest.raises(StructureError, match="outside of a loss"):
+                sharded(state, split(data[0], [5, 3])[group.rank])
+            return None
+        for batch in data:
+            state, metrics = sharded(state, split(batch, [5, 3])[group.rank])
+        return metrics["loss"]
+
+    for found in run_ranks(run, 2):
+        if not outside:
+            torch.testing.assert_close(found, expected["loss"], rtol=1e-12, atol=0)
 
 
 # Traffic
