@@ -194,6 +194,7 @@ class UnitSpec:
     modules: tuple[str, ...]
     leaves: tuple[str, ...]  # dotted paths of the leaves
     precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
+    sparse: tuple[str, ...] = ()  # paths of leaves that are used by lookups of `sparse=True` alone
 
     @property
     def policies(self) -> dict[str, Precision]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import optree
 import torch
 
 from ..compress import block_of, dtype_of
+from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision, short
 from ..tree import PyTree, paths
@@ -97,12 +98,12 @@ def make_layout(
     for unit in units:
         # Units are a model's, and the tree may hold some of its leaves only
         own = [number_of[path] for path in unit.leaves if path in number_of]
-        new = _buckets_of(unit.name, specs, own, aligned=aligned)
-        # The numbers in the layout of this unit's buckets
-        numbers = tuple(range(len(buckets), len(buckets) + len(new)))
-        path = f"{name}.{unit.name}".strip(".")
-        made.append(Unit(unit.name, unit.modules, numbers, path))
-        buckets += new
+        for unit_name, modules, part in _without_tables(unit, specs, own):
+            new = _buckets_of(unit_name, specs, part, aligned=aligned)
+            # The numbers in the layout of this unit's buckets
+            numbers = tuple(range(len(buckets), len(buckets) + len(new)))
+            made.append(Unit(unit_name, modules, numbers, f"{name}.{unit_name}".strip(".")))
+            buckets += new
     # A leaf in no unit would never be gathered, one in two would be trained twice
     covered = sorted(n for bucket in buckets for n in bucket.leaves)
     if covered != list(range(len(specs))):
@@ -149,7 +150,46 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
     if not path:
         return unit
     leaves = tuple(f"{path}.{leaf}" for leaf in unit.leaves)
-    return replace(unit, name=f"{path}.{unit.name}".rstrip("."), leaves=leaves)
+    sparse = tuple(f"{path}.{leaf}" for leaf in unit.sparse)
+    name = f"{path}.{unit.name}".rstrip(".")
+    return replace(unit, name=name, leaves=leaves, sparse=sparse)
+
+
+def _without_tables(
+    unit: UnitSpec, specs: Sequence[LeafSpec], numbers: Sequence[int]
+) -> Iterator[tuple[str, tuple[str, ...], list[int]]]:
+    """The unit without its tables, and each of these as a unit of its own, which no module enters:
+    names, modules, and leaves of these numbers."""
+    tables = [n for n in numbers if specs[n].cut.by_rows]
+    rest = [n for n in numbers if not specs[n].cut.by_rows]
+    if rest or not tables:
+        yield unit.name, unit.modules, rest
+    for n in tables:
+        _check_table(specs[n])
+        yield specs[n].path, (), [n]
+
+
+def _check_table(spec: LeafSpec) -> None:
+    """Raise if a leaf can't be cut into rows that travel one by one."""
+    if len(spec.shape) != 2 or not spec.shape[1]:
+        raise StructureError(
+            explain(
+                'level="table" is for leaves that are looked up row by row',
+                path=spec.path,
+                expected="the shape (rows, columns) of an embedding's weight",
+                got=spec.shape,
+                remedy='name the embedding alone, level={"": 3, "embed": "table"}, say',
+            )
+        )
+    if _block(spec) > 1:
+        raise NotImplementedError(
+            explain(
+                "a table's rows travel one by one, and a codec rounds blocks of several",
+                path=spec.path,
+                got=spec.dtypes,
+                remedy="precision={...} with a dtype, or none, for this embedding",
+            )
+        )
 
 
 def _buckets_of(
@@ -192,7 +232,7 @@ def _stands_alone(spec: LeafSpec) -> bool:
     to be a flat."""
     # Only levels 2 and 3 reduce a gradient at once. A frozen leaf has none, but is cut like its
     # trained twin: an average of it, say.
-    if spec.cut.level <= 1 or spec.cut.num_pieces == 1:
+    if spec.cut.level <= 1 or spec.cut.num_pieces == 1 or spec.cut.by_rows:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat
     is_large = spec.numel * spec.dtype.itemsize >= LARGE
@@ -249,7 +289,10 @@ def _bucket(
         end = offsets[-1] + specs[n].numel
     num_pieces = first.cut.num_pieces
     # Pieces are equal, in elements, padding included
-    if aligned or _stands_alone(first):
+    if first.cut.by_rows:
+        num_rows, row = first.shape
+        piece = _round_up(num_rows, num_pieces) // num_pieces * row
+    elif aligned or _stands_alone(first):
         alignment = _piece_alignment(first)
         piece = _round_up(end, num_pieces * alignment) // num_pieces
     else:

@@ -5,7 +5,7 @@ A unit's leaves of one dtype, one precision policy and one trainability lie in o
 1-D buffer: each leaf starts at a 256-byte boundary (in proofs anywhere), in path order, and the
 bucket is padded to equal pieces, as many as its `Cut` says. Rank r keeps the elements
 [r * piece, (r + 1) * piece) of each bucket. So of each leaf in it the rank keeps a contiguous
-range, possibly empty.
+range, possibly empty. A table is a bucket and a unit of its own, and its pieces are of whole rows.
 
 Note [two cuts]: a bucket has one cut for gradients and optimizer state, into `num_pieces`, and one
 for params between steps, into `num_held`. At level 3 over one axis the two are equal. At levels 0
@@ -46,6 +46,7 @@ class Cut:
     level: int  # from which the numbers follow
     num_pieces: int  # of gradients and optimizer state; 1: every rank has them whole
     num_held: int  # of the params between steps; divides num_pieces
+    by_rows: bool = False  # a table: pieces are of whole rows
 
     def __post_init__(self) -> None:
         # See Note [two cuts]
@@ -53,8 +54,14 @@ class Cut:
 
     @property
     def holds_pieces(self) -> bool:
-        """Whether a rank holds pieces of params between steps; at level 3 one rank does, too."""
-        return self.level == 3 or self.num_held > 1
+        """Whether a rank holds pieces of params between steps; at level 3 one rank does, too, and of
+        a table."""
+        return self.level >= 3 or self.num_held > 1
+
+    @property
+    def level_name(self) -> int | str:
+        """The level as `shard` is given it."""
+        return "table" if self.by_rows else self.level
 
 
 @dataclass(frozen=True)
@@ -232,6 +239,11 @@ class UnitContent(NamedTuple):
     slices: tuple[slice, ...]  # per trained bucket, its leaves among the unit's
     frozen: tuple[int, ...]  # among the unit's leaves, those that are not trained
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table, whose rows alone are used."""
+        return any(bucket.cut.by_rows for bucket in self.buckets)
+
 
 class LossView(NamedTuple):
     """The leaves as a loss sees them, and their units: columns, in tree order."""
@@ -346,7 +358,7 @@ class Layout:
     def told(self) -> str:
         """All in which layouts of equal paths may differ, in words for errors. Texts differ where
         `leaf_cuts` do."""
-        levels = _by_value((f"level {leaf.cut.level}", leaf.path) for leaf in self.leaves)
+        levels = _by_value((f"level {leaf.cut.level_name}", leaf.path) for leaf in self.leaves)
         dtypes = _by_value((short(leaf.dtype), leaf.path) for leaf in self.leaves)
         trained = _by_value(
             ("trained" if leaf.trainable else "frozen", leaf.path) for leaf in self.leaves

@@ -1,4 +1,4 @@
-"""The four levels, as rows of one table: the form of params between steps, and all collectives.
+"""The levels, as rows of one table: the form of params between steps, and all collectives.
 
 | level | params between steps | before the loss | gradient | after the update |
 |---|---|---|---|---|
@@ -6,6 +6,7 @@
 | 1 | whole | - | whole, one reduce-scatter | one all-gather |
 | 2 | whole | - | one reduce-scatter at each use of its unit, freed | one all-gather |
 | 3 | pieces | one all-gather at each use of its unit | one reduce-scatter at each, freed | - |
+| table | pieces of rows | all-to-alls of rows at each lookup | one all-to-all at each lookup | - |
 
 At levels 1 and 2 params that are gathered in fewer bytes than they are stored in are in pieces
 between steps, beside the whole ones as they were gathered: see Note [published flats] in `layout`.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import StructureError, explain
-from ..tree import PyTree, check_patterns, paths, pattern_of
+from ..tree import PyTree, check_patterns, path_matches, paths, pattern_of
 from .layout import Bucket, Cut, Layout
 
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
@@ -37,6 +38,7 @@ class Level:
     cuts_state: bool  # optimizer state in pieces
     streams: bool  # gradients reduced and freed at each use of a unit
     cuts_params: bool  # params in pieces between steps, and gathered at each use of a unit
+    by_rows: bool = False  # pieces of whole rows, which are never all in one place
 
     def cut(self, shard: int, replicate: int = 1, *, narrows: bool = False) -> Cut:
         """The cut of a bucket at this level, over an axis of `shard` ranks; its optimizer state is
@@ -51,6 +53,7 @@ class Level:
             # See Note [two cuts] in `layout`
             num_pieces=shard * replicate if self.cuts_state else 1,
             num_held=shard if holds_pieces else 1,
+            by_rows=self.by_rows,
         )
 
 
@@ -59,17 +62,19 @@ LEVELS = (
     Level(1, "oss", cuts_state=True, streams=False, cuts_params=False),
     Level(2, "sdp", cuts_state=True, streams=True, cuts_params=False),
     Level(3, "fsdp", cuts_state=True, streams=True, cuts_params=True),
+    Level(4, "table", cuts_state=True, streams=False, cuts_params=True, by_rows=True),
 )
+*OF_ANY_LEAF, TABLE = LEVELS  # a table goes by its name only
 
 
 def find_level(level: int | str) -> Level:
     """A level by number or name."""
     if type(level) in (int, str):  # True is no level, though it equals 1
         for known in LEVELS:
-            if level in (known.number, known.name):
+            if level == known.name or (level == known.number and known is not TABLE):
                 return known
-    names = ", ".join(f"{known.number} ({known.name!r})" for known in LEVELS)
-    raise ValueError(f"level must be one of {names}; got {level!r}")
+    names = ", ".join(f"{known.number} ({known.name!r})" for known in OF_ANY_LEAF)
+    raise ValueError(f"level must be one of {names}, {TABLE.name!r}; got {level!r}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ class Levels:
 
     Args:
         rule: one level for all; levels by patterns of paths, where the innermost that names a leaf
-            or a tree around it counts; or a function `(path, leaf) -> level`.
+            or a tree around it counts; or a function `(path, leaf) -> level`. Leaves of modules
+            with `sparse=True` are tables at levels 1 to 3, unless a pattern names the leaf itself,
+            or a function is given.
     """
 
     rule: LevelRule
@@ -100,15 +107,18 @@ class Levels:
 
     @property
     def number(self) -> int | None:
-        """0 to 3, or None where leaves may differ in it."""
-        return find_level(self.rule).number if isinstance(self.rule, int | str) else None
+        """0 to 3; None where leaves may differ in it, and where they are tables."""
+        level = find_level(self.rule) if isinstance(self.rule, int | str) else TABLE
+        return None if level is TABLE else level.number
 
     @property
     def in_words(self) -> str:
         """The level for errors: "level 3", "levels 1 and 3"."""
         if isinstance(self.rule, Mapping):
             return level_in_words(None, [find_level(level).number for level in self.rule.values()])
-        return "levels by a function" if callable(self.rule) else level_in_words(self.number, ())
+        if callable(self.rule):
+            return "levels by a function"
+        return level_in_words(self.number, [find_level(self.rule).number])
 
     def describe(self) -> Any:
         """The rule as plain data. A function's levels are in the layout, leaf by leaf."""
@@ -116,14 +126,15 @@ class Levels:
             return {pattern: find_level(level).name for pattern, level in self.rule.items()}
         return "by a function" if callable(self.rule) else find_level(self.rule).name
 
-    def of(self, path: str, leaf: Any) -> Level:
-        """The level of one leaf."""
+    def of(self, path: str, leaf: Any, *, is_sparse: bool = False) -> Level:
+        """The level of one leaf. `is_sparse`: whether modules with `sparse=True` alone use it."""
         if callable(self.rule):  # asked once per leaf, at `init`
             return find_level(self.rule(path, leaf))
         if not isinstance(self.rule, Mapping):
-            return find_level(self.rule)
+            return _or_table(find_level(self.rule), is_sparse)
         if (pattern := pattern_of(path, self.rule)) is not None:
-            return find_level(self.rule[pattern])
+            names_it = path_matches(path, pattern)
+            return _or_table(find_level(self.rule[pattern]), is_sparse and not names_it)
         raise StructureError(
             explain(
                 "no pattern of `level` names a leaf",
@@ -151,6 +162,11 @@ class Levels:
             )
 
 
+def _or_table(level: Level, is_sparse: bool) -> Level:
+    """The level, or a table's where it cuts a leaf of which few rows are used."""
+    return TABLE if is_sparse and level.cuts_state else level
+
+
 def level_of(bucket: Bucket) -> Level:
     """The row of a bucket's level."""
     return LEVELS[bucket.cut.level]
@@ -170,13 +186,16 @@ def level_in_words(level: int | None, levels: Iterable[int]) -> str:
 
     >>> level_in_words(3, [3]), level_in_words(None, [3, 1, 3]), level_in_words(None, [3])
     ('level 3', 'levels 1 and 3', 'levels by leaf, all of them 3')
+    >>> level_in_words(None, [4, 0])
+    'levels 0 and table'
     """
     if level is not None:
         return f"level {level}"
     numbers = sorted({*levels})
-    if not numbers:
+    names = [TABLE.name if number == TABLE.number else str(number) for number in numbers]
+    if not names:
         return "levels by leaf"
-    *others, last = numbers
+    *others, last = names
     if not others:
         return f"levels by leaf, all of them {last}"
-    return f"levels {', '.join(map(str, others))} and {last}"
+    return f"levels {', '.join(others)} and {last}"

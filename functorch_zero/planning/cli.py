@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import optim
-from ..layout.levels import LEVELS
+from ..layout.levels import OF_ANY_LEAF
 from ..precision import Precision
 from .api import plan
 from .decoder import Shape, read_config
@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = args.bandwidth * _GB if args.bandwidth else None
     plans: dict[int, list[Plan]] = {}  # by number of ranks: one per level
     for num_ranks in args.ranks:
-        plans[num_ranks] = []  # in the order of LEVELS
-        for level in LEVELS:
+        plans[num_ranks] = []  # in the order of OF_ANY_LEAF
+        for level in OF_ANY_LEAF:
             made = plan(params, optimizer, level=level.number, ranks=num_ranks, bandwidth=bandwidth)
             plans[num_ranks].append(made)
     # All are printed, also after one that does not fit
@@ -118,13 +118,13 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     peaks = [made.peak.total + args.activations * _GB for made in plans]
     print(table(plans, peaks, args.memory))
     # Bytes by the paper's formula, beside the measured ones
-    paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
+    paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in OF_ANY_LEAF]
     print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes per parameter:", end=" ")
     print(", ".join(map(bytes_text, paper)))
     if args.memory is None:
         return True
     # Levels hold less and less, so the first that fits is the smallest
-    for level, peak in zip(LEVELS, peaks, strict=True):
+    for level, peak in zip(OF_ANY_LEAF, peaks, strict=True):
         if peak <= args.memory * _GB:
             print(f"\nThe smallest level that fits: {level.number}")
             return True
@@ -137,7 +137,7 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None) -
     plans know a bandwidth.
 
     Args:
-        plans: one per level, in the order of `LEVELS`.
+        plans: one per level, in the order of `OF_ANY_LEAF`.
         peaks: bytes of a rank, one per plan, activations included.
         memory: of a device, in GB. None: nobody asks whether a level fits.
     """
@@ -149,7 +149,7 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None) -
         head.append(f"fits {memory:g} GB")
     rows = [head]
     # Peaks are given apart from the plans: activations may be added by hand
-    for of_level, peak, level in zip(plans, peaks, LEVELS, strict=True):
+    for of_level, peak, level in zip(plans, peaks, OF_ANY_LEAF, strict=True):
         held = (of_level.params, of_level.gradients, of_level.state, of_level.gathered)
         row = [f"{level.number} {level.name}"]
         row += map(bytes_text, (*held, peak, of_level.sent_bytes))

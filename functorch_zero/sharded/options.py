@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import explain
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
-from ..layout.build import make_layout
+from ..layout.build import default_units, make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
@@ -206,14 +206,35 @@ class Options:
             ValueError: gradients would be reduced in two ways.
         """
         self.levels.check(params)
+        layout = self.layout_under("", params)
+        self.places.check_units([unit.path for unit in layout.units])
+        return layout
+
+    def layout_under(self, name: str, tree: PyTree[Tensor]) -> Layout:
+        """The layout of a tree of this name, by which options see the paths of its leaves begin.
+
+        Raises:
+            ValueError: as `layout_of`.
+        """
+        units = default_units(tree)
+        sparse = {path for unit in units for path in unit.sparse}
+
+        def cut(path: str, leaf: Any, dtypes: Dtypes | None) -> Cut:
+            level = self.levels.of(f"{name}.{path}".strip("."), leaf, is_sparse=path in sparse)
+            # Without `both`, replicas have the same pieces
+            replicate = self.axes.replicate.size if self.axes.both else 1
+            narrows = dtypes is not None and dtypes.narrows(leaf.dtype)
+            return level.cut(self.axes.shard.size, replicate, narrows=narrows)
+
         layout = make_layout(
-            params,
+            tree,
             self.axes.optimizer.size,
             trainable=lambda path, leaf: leaf.requires_grad,
-            cut=self.cut_of,
+            units=units,
+            cut=cut,
             aligned=self.aligned,
+            name=name,
         )
-        self.places.check_units([unit.path for unit in layout.units])
         self.check_reduction_of(layout)
         return layout
 
@@ -233,13 +254,6 @@ class Options:
                         remedy="give one of them; the reduction may encode by itself",
                     )
                 )
-
-    def cut_of(self, path: str, leaf: Any, dtypes: Dtypes | None) -> Cut:
-        """The cut of a leaf, by its level and its policy's dtypes."""
-        # Without `both`, replicas have the same pieces
-        replicate = self.axes.replicate.size if self.axes.both else 1
-        narrows = dtypes is not None and dtypes.narrows(leaf.dtype)
-        return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate, narrows=narrows)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]

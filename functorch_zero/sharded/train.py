@@ -396,7 +396,7 @@ class ShardedTrainStep:
         # What follows from them and from the model
         facts |= {
             "layout": layout.describe(),
-            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
+            "level of leaves": {leaf.path: leaf.cut.level_name for leaf in layout.leaves},
             "buffers": _shapes_and_dtypes(buffers),
         }
         # Local buffers may differ between ranks from the start

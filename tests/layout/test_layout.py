@@ -276,3 +276,29 @@ def test_a_large_leaf_is_a_bucket_of_its_own_at_levels_2_and_3() -> None:
     together = [["a", "head", "odd", "z"], ["frozen"]]
     assert names(0) == names(1) == together
     assert names(2) == names(3) == [["a", "odd", "z"], ["head"], ["frozen"]]
+
+
+@drawn(rows=st.integers(0, 20), columns=st.integers(1, 5), ranks=worlds, aligned=st.booleans())
+def test_pieces_of_tables_are_whole_rows(
+    rows: int, columns: int, ranks: int, aligned: bool
+) -> None:
+    """Each table is a unit of its own, wherever it lies; its pieces are of equally many rows."""
+    table = Cut(level=4, num_pieces=ranks, num_held=ranks, by_rows=True)
+    other = Cut(level=3, num_pieces=ranks, num_held=ranks)
+    shapes = {"a": (3, columns), "emb": (rows, columns), "items": (7, columns), "z": (5,)}
+    layout = make_layout(
+        {"net": {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}},
+        ranks,
+        trainable=lambda path, leaf: path == "net.emb",
+        cut=lambda path, leaf: table if path in ("net.emb", "net.items") else other,
+        aligned=aligned,
+    )
+    units = {unit.name: [layout.buckets[b] for b in unit.buckets] for unit in layout.units}
+    assert [*units] == ["net", "net.emb", "net.items"]
+    assert [layout.leaves[n].path for n in units["net"][0].leaves] == ["net.a", "net.z"]
+    for name in ("net.emb", "net.items"):
+        (bucket,) = units[name]
+        pieces = [bucket.extent(0, rank) for rank in range(ranks)]
+        assert all(x.start % columns == 0 and x.stop % columns == 0 for x in pieces)
+        assert bucket.piece == -(-bucket.shapes[0][0] // ranks) * columns
+        assert sum(x.num_here for x in pieces) == bucket.numels[0]

@@ -92,7 +92,7 @@ class ProgramAgreement:
         }
         for name, layout in layouts.items():
             facts[f"layout of {name}"] = layout.describe()
-            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
+            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level_name for leaf in layout.leaves}
         for name in layouts:
             facts[f"values of {name}"] = told_values(given[name])
         agree(labelled(options.group, "init/agreement"), facts)

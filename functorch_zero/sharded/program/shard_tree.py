@@ -104,7 +104,7 @@ def _sharded(
         # Each rank cuts its own copy, and no later collective would show that copies differ
         facts = {
             "layout": layout.describe(),
-            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
+            "level of leaves": {leaf.path: leaf.cut.level_name for leaf in layout.leaves},
             "values": told_values(tree),
         }
         agree(labelled(axes.world, "shard_tree/agreement"), facts)

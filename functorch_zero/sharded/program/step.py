@@ -20,15 +20,13 @@ from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...groups.forwarding import era_of
 from ...groups.protocol import Group
-from ...layout.build import make_layout
 from ...layout.joined import join_layouts
-from ...layout.layout import Cut, Layout
+from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...params import Engine, is_on_engine
 from ...places import moved
-from ...precision import Dtypes
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
 from ...shared_elements import check_apart
@@ -426,20 +424,7 @@ class ShardedProgramStep:
         """
         check_tensors(tree, name)
         check_apart(tree)
-
-        def cut(path: str, leaf: Tensor, dtypes: Dtypes | None) -> Cut:
-            return self.options.cut_of(f"{name}.{path}", leaf, dtypes)
-
-        layout = make_layout(
-            tree,
-            self.options.axes.optimizer.size,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=cut,
-            aligned=self.options.aligned,
-            name=name,
-        )
-        self.options.check_reduction_of(layout)
-        return layout
+        return self.options.layout_under(name, tree)
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
