@@ -34,7 +34,10 @@ MAY_IMPORT = {
     "model": {"base"},
     # Its door, `optim/__init__.py`, names the one for type checkers, and imports it when asked
     "optim": {"base", "layout.extent", "sharded.to_torch"},
-    "runtime": {"base", "groups", "layout", "model.lazy_param", "model.untouched", "model.casting"},
+    "runtime": {
+        "base", "groups", "layout", "model.casting", "model.lazy_param", "model.lazy_table",
+        "model.untouched",
+    },
     "step": {"base", "model", "optim", "layout.sharding"},
     "sharded_optim": {"base", "groups", "layout", "optim", "model.untouched"},
     "sharded": {

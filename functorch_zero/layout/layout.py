@@ -54,8 +54,8 @@ class Cut:
 
     @property
     def holds_pieces(self) -> bool:
-        """Whether a rank holds pieces of params between steps; at level 3 one rank does, too, and of
-        a table."""
+        """Whether a rank holds pieces of params between steps. One rank does, too, at level 3 and
+        of a table."""
         return self.level >= 3 or self.num_held > 1
 
     @property

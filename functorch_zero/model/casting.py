@@ -370,7 +370,7 @@ def mark_policies(params: PyTree[Any]) -> None:
     for node in optree.tree_leaves(params, is_leaf=_is_params):
         for unit in node.units if _is_params(node) else ():
             for path, policy in unit.policies.items():
-                if type(node[path]) is LazyParam:
+                if isinstance(node[path], LazyParam):
                     node[path].policy = policy
 
 

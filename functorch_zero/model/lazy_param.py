@@ -142,11 +142,16 @@ class LazyParam(torch.Tensor):
     __torch_function__ = _NotedWhenAsked()
 
     @classmethod
+    def is_answered(cls, func: Any) -> bool:
+        """Whether a function needs no whole leaf: it is answered without one, or refused."""
+        return func in METADATA or func in _OF_A_LEAF or func in _REFUSED
+
+    @classmethod
     def on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, with whole leaves for lazy ones among its arguments."""
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if type(leaf) is LazyParam:
+            if isinstance(leaf, LazyParam):
                 leaf.is_asked = False
         # As of a plain tensor: shape and dtype are right, though there is no storage
         if func in METADATA:
@@ -179,7 +184,7 @@ class LazyParam(torch.Tensor):
         of_whole: dict[int, LazyParam] = {}  # by the id of its whole leaf
 
         def whole(leaf: Any) -> Any:
-            if type(leaf) is not LazyParam:
+            if not isinstance(leaf, LazyParam):
                 return leaf
             made = leaf.whole()
             of_whole[id(made)] = leaf
@@ -207,12 +212,13 @@ def make_lazy_param(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    kind: type[LazyParam] = LazyParam,
 ) -> LazyParam:
     """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
     and device are those of the whole leaf in use. No gradient flows to it: see `handed_out`."""
     # No storage: an operator that got through would find nothing to read
     lazy: LazyParam = make_wrapper(
-        LazyParam, shape, None, None, None, dtype, torch.strided, device, False, False
+        kind, shape, None, None, None, dtype, torch.strided, device, False, False
     )
     lazy.entrance = entrance
     lazy.number = number
@@ -270,7 +276,7 @@ class HandOut(torch.autograd.Function):
 
 
 def _make_whole(leaf: Any) -> Any:
-    return leaf.whole() if type(leaf) is LazyParam else leaf
+    return leaf.whole() if isinstance(leaf, LazyParam) else leaf
 
 
 def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
@@ -284,7 +290,7 @@ def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
 def check_answered(params: Mapping[str, Any]) -> None:
     """Raise if a call has asked whether a lazy param among these, by path, has a torch function."""
     for path, leaf in params.items():
-        if type(leaf) is LazyParam and leaf.is_asked:
+        if isinstance(leaf, LazyParam) and leaf.is_asked:
             raise StructureError(
                 explain(
                     "code outside of a unit asked whether its param has a torch function, and may "

@@ -31,9 +31,10 @@ from .compile import CompiledForward
 from .fast_path import asked_about
 from .idle import Idle
 from .lazy_param import LazyParam, check_answered
+from .lazy_table import LazyTable
 from .references import references
 from .remat import recomputed
-from .slots import Place, Slot, check_kept, entering, leaves_for, put, tensors_in
+from .slots import Place, Slot, check_kept, entering, leaves_for, leaves_inside, put, tensors_in
 
 
 class Anatomy(NamedTuple):
@@ -68,6 +69,7 @@ class Skeleton:
         self._params: Mapping[str, Any] = {}  # those of the call, by path
         self._put: list[Any] = []  # what the call has in the places of params
         self._ours: dict[str, Any] = {}  # by path, what it has there now; see `entering`
+        self._in_regions = leaves_inside(anatomy.slots, anatomy.compiled)
         self._hooked = any(map(has_backward_hooks, root.modules()))
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
@@ -149,7 +151,9 @@ class Skeleton:
         self._params, self._ours = params, dict(params)
         # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
-        self._lazy = LazyParam in kinds
+        self._lazy = any(issubclass(kind, LazyParam) for kind in kinds)
+        if LazyTable in kinds:
+            self._check_tables(params)
         leaves = leaves_for(self._param_places, params)
         # A lazy leaf has its policy's dtype already, and is cast when it is entered
         if self._policies and self._lazy:
@@ -161,13 +165,27 @@ class Skeleton:
         self._put = leaves
         return self._put_copies(buffers)
 
+    def _check_tables(self, params: Mapping[str, Any]) -> None:
+        """Raise if a table is looked up in a compiled region: collectives must stay outside."""
+        for path in self._in_regions:
+            if type(params[path]) is LazyTable:
+                raise StructureError(
+                    explain(
+                        "a table is looked up inside of a compiled unit",
+                        path=path,
+                        expected="its collectives outside of what is compiled",
+                        remedy="functionalize(compile=...) of other units; or a level of other "
+                        f'leaves for this one, level={{"": 3, "{path}": 3}}, say',
+                    )
+                )
+
     def _check_policies(self, params: Mapping[str, Any]) -> None:
         """Raise if a lazy leaf isn't cast by its policy: its tree has forgotten the policy, which a
         plain dict of params does."""
         with without_torch_function():
             for path, policy in self._policies.items():
                 leaf = params[path]
-                if type(leaf) is not LazyParam or leaf.policy == policy:
+                if not isinstance(leaf, LazyParam) or leaf.policy == policy:
                     continue
                 if policy.dtypes(leaf.dtype) is not None:
                     raise StructureError(
@@ -184,7 +202,7 @@ class Skeleton:
     def _as_used(self, path: str, leaf: Any) -> Any:
         """A leaf that was given whole, in the dtype that its module computes with."""
         policy = self._policies.get(path)
-        if policy is None or type(leaf) is LazyParam:
+        if policy is None or isinstance(leaf, LazyParam):
             return leaf
         dtypes = policy.dtypes(leaf.dtype)
         # A leaf of autograd's graph is one as it is stored: its gradient is rounded, too

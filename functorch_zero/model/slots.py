@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import StructureError, explain
+from ..tree import ancestors
 from .lazy_param import Entrance, LazyParam
 
 
@@ -16,6 +17,11 @@ class Slot(NamedTuple):
     module: str  # its path
     attribute: str
     leaf: str  # the leaf's path
+
+
+def leaves_inside(slots: Iterable[Slot], modules: Collection[str]) -> set[str]:
+    """The leaves that are used in these modules, or in those inside of them."""
+    return {slot.leaf for slot in slots if any(path in modules for path in ancestors(slot.module))}
 
 
 class Place(NamedTuple):

@@ -123,6 +123,9 @@ def region_of(hooks: Any) -> Region | None:
     return region
 
 
+_NO_TABLE = 'or, of rows of a table, keep it as other leaves, level={"": 3, "embed.weight": 3}, say'
+
+
 def ran_again(word: str) -> StructureError:
     """The error for an exchange in backward of which nobody knows the first run."""
     return StructureError(
@@ -131,7 +134,7 @@ def ran_again(word: str) -> StructureError:
             path=name_in(word),
             expected="exchanges in the forward of the loss, each in one checkpoint at most",
             remedy="take the exchange out of the inner of two checkpoints, and out of the "
-            "backward of a custom autograd.Function",
+            f"backward of a custom autograd.Function; {_NO_TABLE}",
         )
     )
 
@@ -145,7 +148,7 @@ def differentiated_inside(word: str) -> StructureError:
             path=name_in(word),
             expected="a gradient of the loss alone, by the step or by fz.value_and_grad",
             remedy="take the inner gradient of what comes before the exchange, by each rank's own "
-            "rows; fz.hvp can't go through an exchange either",
+            f"rows; fz.hvp can't go through an exchange either; {_NO_TABLE}",
         )
     )
 

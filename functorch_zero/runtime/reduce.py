@@ -233,6 +233,18 @@ class GradientReduction:
         place = self._places[b]
         self.whole[b] = flat if place is None else moved(place, flat)
 
+    def add_rows(self, b: int, rows: Tensor, grads: Tensor) -> None:
+        """Add gradients (m, columns) that have come from other ranks to the sum of a table's rows
+        here, (rows * columns,). Numbers of rows may come several times."""
+        self._log.append("reduce " + self._buckets[b].name)
+        bucket = self._buckets[b].held
+        if b not in self._sums:
+            zeros = grads.new_zeros(bucket.piece, dtype=bucket.dtype)
+            place = self._places[b]
+            self._sums[b] = zeros if place is None else moved(place, zeros)
+        into = self._sums[b].view(-1, grads.shape[1])
+        into.index_add_(0, rows, grads.to(bucket.dtype))
+
     def make_room(self, num_under_way: int, buckets: Sequence[int]) -> None:
         """Wait until another unit's reductions, of these buckets, may start, so that those of at
         most `num_under_way` units are under way. The reductions started next are that unit's."""
@@ -339,6 +351,10 @@ class GradientReduction:
         missing."""
         self._under_way.append(self._leave(over_replicas=False))
         self.settle()
+        # Rows came undivided, since those of early micro-batches can't be divided yet
+        for b, rows in self._sums.items():
+            if self.divisor is not None and self._buckets[b].cut.by_rows:
+                self._sums[b] = divided(rows, self.divisor)
         self._go_on(self._sums)
         self._second += self._leave(over_replicas=True)
         for reduction in self._second:

@@ -76,6 +76,7 @@ from ..errors import StructureError, explain
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
+from ..model.lazy_table import Found, LazyTable
 from ..model.untouched import Untouched, changed_in_place, marks_of_values
 from ..places import ByUnit, Place
 from ..profiling import NOTHING
@@ -93,6 +94,7 @@ from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
 from .saved_there import PlacedTensor, SavedThere
+from .table import Lookup, TableFlats
 from .two_seeds import CantBeTried, TwoSeeds
 from .unshard import UnitFlats
 
@@ -322,6 +324,36 @@ class UnitEntrance:
         return self.around.watch(self.unit)
 
 
+class TableEntrance:
+    """How a table's lazy parameter is looked up in forward: each lookup is an exchange."""
+
+    __slots__ = ("around", "unit")
+
+    def __init__(self, around: Pass, unit: UnitInPass):
+        self.around, self.unit = around, unit
+
+    @property
+    def path(self) -> str:
+        return self.unit.name
+
+    def find(self, ids: Tensor, padding: int | None) -> Found:
+        around, unit, flats = self.around, self.unit, self.unit.flats
+        assert isinstance(flats, TableFlats)
+        if around.stream is not None:
+            around.check_stream(unit)
+        if around.over:
+            raise _outlived(unit.name)
+        asked, places = flats.ask(ids)
+        tracked = around.anchor is not None and torch.is_grad_enabled()
+        if tracked and unit.content.trained:
+            take, x = around.rows_taken_by(unit), around.anchor
+        else:
+            take, x = None, flats.rows
+        rows = around.exchange(Lookup(flats, asked, take, around.scaled_rows), x)
+        place = None if padding is None else flats.reading.number_of(padding, asked)
+        return Found(rows, places, place)
+
+
 class Enter(torch.autograd.Function):
     """Forward: a unit's whole leaves. Backward: their gradients, to the pass; nothing goes back to
     autograd."""
@@ -411,12 +443,15 @@ class Pass:
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
         # Units whose whole gradients are still to be reduced, in the layout's order
-        self._waiting = [*self._units] if last and reduction is not None else []
+        self._waiting = [unit for unit in self._units if not unit.content.is_table]
+        if not last or reduction is None:
+            self._waiting = []
         # Per unit with a direct use, the gradients (None so far) of its leaves; in the order of the
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
         self._roots: list[Tensor] = []  # of exchanges, 0-d each; see Note [roots] in `exchange.py`
         self.num_owed = 0  # exchanges with gradients to which backward has yet to come
+        self.mixes = False  # whether one of them brings gradients of other ranks' losses
         self._loss_returned = False  # from then on, a backward is the pass's own
         self.reached = False  # whether its backward has come to a trained leaf
         self.trial: TwoSeeds | None = None  # of its backward; None: nothing runs aside
@@ -431,7 +466,12 @@ class Pass:
     def lazy_params(self) -> Any:
         """The tree the loss sees."""
         seen = self._layout.seen
-        entrances = [UnitEntrance(self, unit) for unit in self._units]
+        entrances: list[Any] = []
+        kinds: list[type[LazyParam]] = []
+        for unit in self._units:
+            is_table = unit.content.is_table
+            entrances.append((TableEntrance if is_table else UnitEntrance)(self, unit))
+            kinds.append(LazyTable if is_table else LazyParam)
         lazy: Sequence[LazyParam] = [
             *map(
                 make_lazy_param,
@@ -440,6 +480,7 @@ class Pass:
                 seen.shapes,
                 seen.dtypes,
                 repeat(self._device),
+                map(kinds.__getitem__, seen.units),
             )
         ]
         if self.anchor is not None:
@@ -545,6 +586,7 @@ class Pass:
             self._roots.append(root)
             self.num_owed += 1
             self.entered |= x is self.anchor
+            self.mixes |= x is not self.anchor
         else:
             result = exchange.there(x.detach())
         if region is not None:
@@ -556,6 +598,15 @@ class Pass:
         cycle that nobody collects."""
         roots, self._roots = self._roots, []
         return roots
+
+    def rows_taken_by(self, unit: UnitInPass) -> Callable[[Tensor, Tensor], None]:
+        """Takes gradients of a table's rows here, and the rows' numbers."""
+        (b,) = unit.content.trained
+        return lambda rows, grads: self._reduction.add_rows(b, rows, grads)
+
+    def scaled_rows(self, grads: Tensor) -> Tensor:
+        """Gradients (k, columns) of this rank's loss, as they are reduced."""
+        return self._scale(grads, is_own=False)
 
     def watch(self, unit: UnitInPass) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept. Others

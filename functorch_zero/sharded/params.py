@@ -19,6 +19,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.reduce import GradientReduction, Kept
+from ..runtime.table import TableFlats
 from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import Options
@@ -78,7 +79,8 @@ def make_reduction(
         # At once, in pieces; the others add up whole, over the micro-batches too
         if level.streams and options.reduce_gradients != "once":
             every_use.add(b)
-        if level.cuts_params or (level.streams and bucket.trainable):
+        # A table's rows travel with its lookups, which have places of their own
+        if not level.by_rows and (level.cuts_params or (level.streams and bucket.trainable)):
             in_layout_order = False
     return GradientReduction(
         layout,
@@ -131,6 +133,10 @@ def make_unit_flats(
     leaves: list[Tensor] = []  # as held, in tree order, once a unit wants them
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [flats[b] for b in unit.buckets]
+        if content.is_table:
+            bucket, rank = content.buckets[0], axes.world.rank
+            made.append(TableFlats(own[0], bucket, axes.shard, log, unit.name, rank))
+            continue
         in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
         # Gathered at level 3, cast where a leaf is used in another dtype; else as they are here
         casts = [b.dtypes is not None and not b.is_published_as_used for b in content.buckets]

@@ -240,7 +240,7 @@ def run_passes(
                 axes.data.size,
                 given.accumulate,
                 given.scale,
-                exchanged=one_pass.num_owed > 0,
+                exchanged=one_pass.mixes,
             )
 
         def before_backward(outcome: Outcome) -> None:

@@ -180,7 +180,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
             "second. Remedy: fz.Aux(buffers=..., metrics={...})"
         )
     # A 0-d param, as it is: only an operator would have made it whole
-    if type(loss) is LazyParam:
+    if isinstance(loss, LazyParam):
         loss = loss.whole()
     # Gradients are taken of one number
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
@@ -220,7 +220,7 @@ def constant(value: Any) -> Any:
     """A metric or a weight in no graph: a copy, since its value is the present one. Ranks send it
     before backward, in which somebody may write to it. A sharded 0-d param keeps no values after
     the loss."""
-    if type(value) is LazyParam:
+    if isinstance(value, LazyParam):
         with torch.no_grad():
             value = value.whole()
     return value.detach().clone() if isinstance(value, Tensor) else value

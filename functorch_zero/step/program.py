@@ -204,7 +204,7 @@ def read_only(tree: Any) -> Any:
 
     def without_grad(leaf: Any) -> Any:
         # A lazy param never requires grad here, and to detach it would gather it
-        if not isinstance(leaf, Tensor) or type(leaf) is LazyParam or not leaf.requires_grad:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, LazyParam) or not leaf.requires_grad:
             return leaf
         return leaf.detach()
 
@@ -408,7 +408,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     call.check()
     leaves = optree.tree_leaves(tree)
     # An evaluation's. Such a leaf has no storage to be a leaf of a graph
-    if any(type(leaf) is LazyParam for leaf in leaves):
+    if any(isinstance(leaf, LazyParam) for leaf in leaves):
         raise StructureError(
             "a gradient inside of a sharded evaluation was asked for params that are not here "
             "yet. Remedy: make them whole first, `whole = fz.unshard(params)`, and use "
@@ -494,7 +494,7 @@ def pieces(params: Any) -> Any:
     if engine is not None:
         return tree_map(engine.pieces, params, is_leaf=is_on_engine)
     # Of an evaluation's leaves none says whether it is trained
-    if any(type(leaf) is LazyParam for leaf in optree.tree_leaves(params)):
+    if any(isinstance(leaf, LazyParam) for leaf in optree.tree_leaves(params)):
         raise StructureError(
             explain("fz.pieces was called inside of a sharded evaluation", remedy=_AS_THEY_ARE)
         )
