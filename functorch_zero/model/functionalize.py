@@ -8,7 +8,7 @@ the unit first and leaves it afterwards; given tensors, nothing is entered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import options_for_torch
 from .copying import check_apart, copy_module, without_values
 from .skeleton import Anatomy, Skeleton
-from .slots import Slot
+from .slots import Slot, leaves_inside
 from .units import Units, choose_modules, find_units
 
 # Kept per `apply`, of those that something still refers to; free ones are used again
@@ -270,6 +270,11 @@ def functionalize(
     remat_paths = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = options_for_torch(compile_options, bool(compiled))
+    sparse = _of_sparse_lookups(model, slots, precisions, compiled)
+    specs = tuple(
+        replace(spec, sparse=tuple(leaf for leaf in spec.leaves if leaf in sparse))
+        for spec in specs
+    )
     anatomy = Anatomy(specs, slots, buffer_slots, policies, remat_paths, compiled, options, sharing)
     apply = Apply(without_values(model), anatomy)
     return apply, Params(leaves, specs, apply.names), buffers
@@ -334,6 +339,36 @@ def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset
             continue
         aliases |= {name: slot.leaf for name in (own_name, *others) if name != slot.leaf}
     return Names(aliases, not_persistent - set(aliases.values()))
+
+
+def _of_sparse_lookups(
+    model: nn.Module,
+    slots: Iterable[Slot],
+    precisions: Mapping[str, Precision],
+    compiled: Collection[str],
+) -> set[str]:
+    """The leaves that lookups with `sparse=True` alone use, of which a step may keep rows apart."""
+    found: set[str] = set()
+    others = leaves_inside(slots, compiled)  # a region's collectives stay outside
+    for slot in slots:
+        module, policy = model.get_submodule(slot.module), precisions[slot.leaf]
+        # Codecs round blocks that rows don't have
+        by_codec = any(
+            not isinstance(f, torch.dtype | None) for f in (policy.gather, policy.reduce)
+        )
+        is_sparse = _is_sparse_lookup(module) and slot.attribute == "weight"
+        (found if is_sparse and not by_codec else others).add(slot.leaf)
+    return found - others
+
+
+def _is_sparse_lookup(module: nn.Module) -> bool:
+    # The other two options change a table, or a gradient, by what others ask of it
+    return (
+        isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+    )
 
 
 def _with_precisions(spec: UnitSpec, of_leaves: Mapping[str, Precision]) -> UnitSpec:

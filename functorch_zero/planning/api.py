@@ -27,7 +27,7 @@ from ..optim.base import Transform
 from ..places import PlaceRule
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
-from ..sharded.notes import codecs_of, elements_by_unit, notes_of
+from ..sharded.notes import codecs_of, elements_by_unit, notes_of, tables_of
 from ..sharded.options import (
     Options,
     OverlapChoice,
@@ -39,12 +39,14 @@ from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep, mark_trainable
+from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes
 from .live_bytes import ValueNeeded, bytes_held
 from .program import BETWEEN, ImaginedProgram
 from .report import Bandwidth, Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 from .trace import ImaginedStep
+from .watch import rows_asked_of
 
 
 def plan(
@@ -70,6 +72,7 @@ def plan(
     place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
     bandwidth: Bandwidth | None = None,
+    rows: Mapping[str, int] | None = None,
 ) -> Plan:
     """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
@@ -103,6 +106,10 @@ def plan(
             batch.
         bandwidth: bytes per second that a rank can send, one way: the plan then says how long its
             communication takes at least. Of a mesh, perhaps by axis: see `Plan.seconds`.
+        rows: of each table (`level="table"`), by pattern of its path, the number of different rows
+            that a rank's lookup asks for: what a batch names, which has no values here. Without a
+            batch each table needs one. With one, a table that isn't named is taken to be asked for
+            another row by each id.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
@@ -170,11 +177,12 @@ def plan(
     if program is not None:
         check_of_program(options)
         with _values_refused(journal):
-            made = _plan_of_program(program, params, batch, options, device)
+            made = _plan_of_program(program, params, batch, options, device, rows or {})
             return replace(made, bandwidth=bandwidth)
     # A traced loss may leave tensors in cycles, which must not count as alive for long
     with _no_collections() if batch is None else nullcontext():
         layout = options.layout_of(params)
+        _check_rows(rows or {}, layout, all_named=batch is None)
         # `mark_trainable` has said already which leaves are trained
         marked = replace(step, trainable=None)
         work = _Work(params, buffers, batch, marked, layout, pass_layout=layout)
@@ -184,7 +192,9 @@ def plan(
             num_saved = saved_by_names(layout, model_or_params)
             work = _without_loss(work, num_saved, keeps=not reshard_after_forward)
         # From here on the code is that of training, on tensors without values
-        imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, work.fake)
+        imagined = ImaginedStep(
+            work.step, options, work.layout, work.pass_layout, work.fake, rows or {}
+        )
         given = (work.params, work.buffers, work.batch)
         # Shapes, strides, dtypes and devices stay; elements go
         inputs = tree_map(partial(_without_value, fake=work.fake, device=device), given)
@@ -206,9 +216,37 @@ def plan(
         traced=batch is not None,
         assumed=imagined.live.assumed,
         mesh=axes.mesh,
-        notes=codecs_of(layout, ranks) + notes_of(elements_by_unit(layout), ranks),
+        notes=codecs_of(layout, ranks)
+        + notes_of(elements_by_unit(layout), ranks, tables_of(layout)),
         bandwidth=bandwidth,
     )
+
+
+def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:
+    """Raise unless each pattern names a table of this layout, and, with `all_named`, each table has
+    one."""
+    tables = tables_of(layout)
+    for pattern, num in rows.items():
+        if type(num) is not int or num < 0:
+            raise ValueError(f"rows[{pattern!r}] must be a number of rows, got {num!r}")
+        if not any(path_matches(path, pattern) for path in tables):
+            raise StructureError(
+                explain(
+                    "a pattern of `rows` names no table",
+                    path=pattern,
+                    expected=f"one of {tables}" if tables else 'a leaf of level="table"',
+                    remedy=PATTERNS,
+                )
+            )
+    for path in tables if all_named else ():
+        if rows_asked_of(path, rows) is None:
+            raise StructureError(
+                explain(
+                    "a plan without a batch can't know how many rows of a table a lookup asks for",
+                    path=path,
+                    remedy=f'plan(..., rows={{"{path}": 5_000}}), say, or batch=...',
+                )
+            )
 
 
 def _trees_of_program(given: Any, batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -229,17 +267,23 @@ def _trees_of_program(given: Any, batch: Any, others: Mapping[str, Any]) -> tupl
 
 
 def _plan_of_program(
-    step: ProgramStep, trees: tuple[Any, ...], batch: Any, options: Options, device: torch.device
+    step: ProgramStep,
+    trees: tuple[Any, ...],
+    batch: Any,
+    options: Options,
+    device: torch.device,
+    rows: Mapping[str, int],
 ) -> Plan:
     """The plan of a program's step, which is run on fake tensors."""
     # Losses may bring constants of their own, which are real tensors
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    imagined = ImaginedProgram(step, options, fake)
+    imagined = ImaginedProgram(step, options, fake, rows)
     args = batch if type(batch) is tuple else (batch,)
     _check_arguments(step, args, batch)
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
     with _told_of_lists(batch, "program"):
         layout = imagined.run(*inputs)
+    _check_rows(rows, layout, all_named=False)
     group, samples = options.group, imagined.watch.samples
     assert isinstance(group, Recorder)
     num_bytes: dict[str, Any] = {
@@ -263,7 +307,8 @@ def _plan_of_program(
         traced=True,
         assumed=imagined.watch.live.assumed,
         mesh=options.axes.mesh,
-        notes=codecs_of(layout, group.size) + notes_of(elements_by_unit(layout), group.size),
+        notes=codecs_of(layout, group.size)
+        + notes_of(elements_by_unit(layout), group.size, tables_of(layout)),
         **num_bytes,
     )
 

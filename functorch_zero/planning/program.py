@@ -50,6 +50,7 @@ class ImaginedProgram:
         step: the program.
         options: of `shard`, with a `Recorder` for a group.
         fake: the mode of the tensors without values.
+        rows: how many rows of a table a lookup asks for, by pattern of its path.
 
     Attributes:
         watch: the memory from moment to moment.
@@ -60,9 +61,11 @@ class ImaginedProgram:
         parts: bytes that the gradients' reduction keeps between steps.
     """
 
-    def __init__(self, step: ProgramStep, options: Options, fake: FakeTensorMode):
+    def __init__(
+        self, step: ProgramStep, options: Options, fake: FakeTensorMode, rows: Mapping[str, int]
+    ):
         assert isinstance(options.group, Recorder)
-        self.watch, self._fake = MemoryWatch(options.group.journal, fake), fake
+        self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
         options, self.places = with_imagined_places(options, self.watch.live)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
         agreement = _ImaginedAgreement(options, self.watch)

@@ -14,6 +14,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import level_of
@@ -26,6 +27,11 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
     leaves do."""
     buckets, leaves = [], []
     for b, bucket in enumerate(layout.buckets):
+        if bucket.cut.by_rows:  # it has one leaf, whose rows the loss looks up
+            spec = replace(layout.leaves[bucket.leaves[0]], path=bucket.name)
+            buckets.append(replace(bucket, leaves=(b,)))
+            leaves.append(spec)
+            continue
         # A leaf that fills its bucket needs no copy of its gradient, and several leaves need one
         is_full = bucket.numels == (bucket.numel,)  # one leaf, without padding
         numel = bucket.numel if is_full else bucket.numel - 1
@@ -56,6 +62,11 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
         # The activations' place: a number, so that they take no room
         x = torch.zeros((), device="cpu")
         for unit in layout.units:
+            if layout.buckets[unit.buckets[0]].cut.by_rows:
+                table = params[unit.buckets[0]]
+                no_ids = torch.empty(0, dtype=torch.int64, device=table.device)
+                x = _Use.apply(x, 0, 0, embedding(no_ids, table))  # type: ignore[no-untyped-call]
+                continue
             # Each lazy parameter knows the entrance of its unit
             entrance = params[unit.buckets[0]].entrance
             # The bucket whose leaf is saved: one that is made on use, if there is one
@@ -98,8 +109,9 @@ def _made_on_use(layout: Layout, unit: Unit) -> list[int]:
 
 
 def _is_made_on_use(bucket: Bucket) -> bool:
+    level = level_of(bucket)
     is_cast = bucket.dtypes is not None and not bucket.is_published_as_used
-    return level_of(bucket).cuts_params or is_cast
+    return not level.by_rows and (level.cuts_params or is_cast)
 
 
 class _Use(torch.autograd.Function):

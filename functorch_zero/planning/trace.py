@@ -14,7 +14,7 @@ that order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -56,6 +56,7 @@ class ImaginedStep:
         pass_layout: of the params that the loss sees, with the same units and buckets. A stand-in
             loss sees one leaf per bucket.
         fake: the mode of the tensors without values; None: the meta device.
+        rows: how many rows of a table a lookup asks for, by pattern of its path.
 
     Attributes:
         watch: the memory from moment to moment, of the step that was run last.
@@ -72,9 +73,10 @@ class ImaginedStep:
         layout: Layout,
         pass_layout: Layout,
         fake: FakeTensorMode | None,
+        rows: Mapping[str, int],
     ):
         assert isinstance(options.group, Recorder)
-        self.watch = MemoryWatch(options.group.journal, fake)
+        self.watch = MemoryWatch(options.group.journal, fake, rows)
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))

@@ -4,7 +4,7 @@ each change of phase, and each growth of memory, makes a sample."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,14 @@ from optree import PyTree
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode
+from ..groups.protocol import Group
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
+from ..runtime.table import Asked
 from ..runtime.unshard import Gathering, UnitFlats
 from ..sharded.passes import Passed
 from ..step.loss import Aux
+from ..tree import path_matches
 from .imagined_ranks import Journal
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
@@ -30,14 +33,15 @@ class MemoryWatch:
     Args:
         journal: of the imagined ranks.
         fake: the mode of the tensors without values; None: the meta device.
+        rows: how many rows of a table a lookup asks for, by pattern of its path.
 
     Attributes:
         live: the bytes alive.
         samples: memory from moment to moment.
     """
 
-    def __init__(self, journal: Journal, fake: FakeTensorMode | None):
-        self._journal = journal
+    def __init__(self, journal: Journal, fake: FakeTensorMode | None, rows: Mapping[str, int]):
+        self._journal, self._rows = journal, rows
         # The groups tell which tensors they gather and reduce into
         journal.notice, journal.on_call = self._adopt, self._name_unit
         self.live = LiveBytes(fake, self._sample)
@@ -57,10 +61,14 @@ class MemoryWatch:
         @functools.wraps(loss_fn)
         def loss(*args: Any, **named: Any) -> Any:
             leaves: list[Any] = optree.tree_leaves(args, is_leaf=is_on_engine)
-            lazy: list[Any] = [leaf for leaf in leaves if type(leaf) is LazyParam]
+            lazy: list[Any] = [leaf for leaf in leaves if isinstance(leaf, LazyParam)]
             # A set, since a unit has many leaves; made for this pass, so that each is wrapped once
             for unit in {leaf.entrance.unit for leaf in lazy}:
-                unit.flats = Noted(unit.flats, unit.name, self._journal)
+                if unit.content.is_table:
+                    asked = rows_asked_of(unit.name, self._rows)
+                    unit.flats.reading = ImaginedIds(unit.flats.shape[0], asked)
+                else:
+                    unit.flats = Noted(unit.flats, unit.name, self._journal)
             self.enter("forward")
             result = loss_fn(*args, **named)
             # The loss has returned: all that follows, up to the metrics, is backward
@@ -143,6 +151,41 @@ def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Pa
         means=means._replace(values=zeros, weight=weight, vector=vector),
         changes=changes._replace(known=changed),
     )
+
+
+def rows_asked_of(path: str, rows: Mapping[str, int]) -> int | None:
+    """How many rows of the table at this path a lookup asks for; None: nobody has said."""
+    return next((num for pattern, num in rows.items() if path_matches(path, pattern)), None)
+
+
+class ImaginedIds:
+    """What is read in a lookup whose ids have no values: as many rows of each rank, and all ranks
+    ask alike. A `Reading`.
+
+    Args:
+        num_rows: of the table.
+        num_asked: how many rows a lookup asks for; None: each id is another's row.
+    """
+
+    def __init__(self, num_rows: int, num_asked: int | None):
+        self._num_rows, self._num_asked = num_rows, num_asked
+
+    def ask(self, ids: Tensor, rows_per_rank: int, num_ranks: int) -> tuple[Asked, Tensor]:
+        k = min(ids.numel() if self._num_asked is None else self._num_asked, self._num_rows)
+        counts = [(k + rank) // num_ranks for rank in range(num_ranks)]
+        wanted = ids.new_empty(k, dtype=torch.int64)
+        return Asked(wanted, counts, wanted.new_empty(num_ranks)), torch.zeros_like(ids)
+
+    def outside(self, ids: Tensor, num_rows: int) -> int | None:
+        return None
+
+    def number_of(self, row: int, asked: Asked) -> int | None:
+        return None
+
+    def counts_of_others(self, asked: Asked, group: Group) -> list[int]:
+        ones = [1] * group.size
+        group.all_to_all(torch.empty_like(asked.told), ones, asked.told, ones)
+        return [asked.counts[group.rank]] * group.size
 
 
 class Noted:

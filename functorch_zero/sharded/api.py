@@ -78,7 +78,10 @@ def shard(
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too;
             3 or "fsdp", params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3,
             "**.adapter": 1}`, of which the innermost that names a leaf or a tree around it counts;
-            or a function `(path, leaf) -> level`.
+            or a function `(path, leaf) -> level`. "table", of an embedding's weight: pieces of
+            whole rows, which travel as a loss looks them up. The weights of `nn.Embedding` and
+            `nn.EmbeddingBag` with `sparse=True` are tables at levels 1 to 3, unless a pattern names
+            the leaf itself, or a function is given.
         group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A
             `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
             axis and copies along the other.
@@ -123,7 +126,8 @@ def shard(
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. With k micro-batches: level 2 k + 1, level 3 at most
-    3 k, k + 1 when not resharding. Short buckets are padded to a multiple of the ranks.
+    3 k, k + 1 when not resharding. Of a table the rows that are looked up travel, twice, and their
+    ids. Short buckets are padded to a multiple of the ranks.
 
     The result is the unsharded step's where the loss is a mean over its batch, or returns its
     weight (`fz.Aux`). BatchNorm and dropout see each rank's own part.

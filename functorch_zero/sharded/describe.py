@@ -83,10 +83,13 @@ class Description(NamedTuple):
     def notes(self) -> tuple[str, ...]:
         """Lines about sparse gradients, and about a unit of more than half of the parameters."""
         elements: dict[str, int] = {}
+        tables = set()
         for row in self.rows:
             if row.leaves:
                 elements[row.unit] = elements.get(row.unit, 0) + row.elements
-        return notes_of(elements, self.num_ranks)
+            if any(message == "rows" for message, _ in row.wire):
+                tables.add(row.unit)
+        return notes_of(elements, self.num_ranks, tables)
 
     def __repr__(self) -> str:
         # At a prompt and in a notebook, too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from ..layout.layout import Bucket, Layout
 from ..precision import short
 
 _DENSE = "gradients are reduced dense: sparse ones, of an embedding, are made dense before"
+_TABLES = "of tables, the rows that a loss looks up travel, and their gradients"
 
 
 def elements_by_unit(layout: Layout) -> dict[str, int]:
@@ -21,17 +22,29 @@ def elements_by_unit(layout: Layout) -> dict[str, int]:
     }
 
 
-def notes_of(elements: Mapping[str, int], num_ranks: int) -> tuple[str, ...]:
+def tables_of(layout: Layout) -> list[str]:
+    """The units that are tables."""
+    units = zip(layout.units, layout.contents, strict=True)
+    return [unit.name for unit, content in units if content.is_table]
+
+
+def notes_of(
+    elements: Mapping[str, int], num_ranks: int, tables: Collection[str]
+) -> tuple[str, ...]:
     """The notes on a model, a line each; one rank has none.
 
-    `elements`: of each unit's leaves.
+    Args:
+        elements: of each unit's leaves.
+        tables: the units that are tables.
     """
     if num_ranks == 1:
         return ()
     total = sum(elements.values())
-    notes = [_DENSE]
+    notes = [_TABLES] if tables else []
+    if len(tables) < len(elements):
+        notes.append(_DENSE)
     for name, num in elements.items():
-        if num > total / 2:
+        if num > total / 2 and name not in tables:
             notes.append(
                 f"unit {name} holds {num / total:.0%} of the parameters, which level 3 gathers all "
                 "at once: smaller units, functionalize(units=...), take less memory"
@@ -40,10 +53,12 @@ def notes_of(elements: Mapping[str, int], num_ranks: int) -> tuple[str, ...]:
 
 
 def wire_of(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
-    """The traffic of a bucket in a step: gathers on use; and where it is updated, reductions, and
-    the all-gather after the update."""
+    """The traffic of a bucket in a step: gathers on use, or rows of a table; where it is updated,
+    reductions, and the all-gather after the update."""
     wire: list[tuple[str, Form]] = []
-    if bucket.cut.level == 3:
+    if bucket.cut.by_rows:
+        wire.append(("rows", bucket.gather))
+    elif bucket.cut.level == 3:
         wire.append(("gather", bucket.gather))
     if is_updated:
         wire.append(("reduce", bucket.reduce))

@@ -14,11 +14,13 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 
 DENSE = "sparse ones, of an embedding, are made dense"
+TABLES = "of tables, the rows that a loss looks up travel"
 HEAVY = "of the parameters, which level 3 gathers all at once"
 
 
-def embedded(rows: int) -> nn.Module:
-    return nn.Sequential(nn.Embedding(rows, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8))
+def embedded(rows: int, *, sparse: bool = False) -> nn.Module:
+    embedding = nn.Embedding(rows, 8, sparse=sparse)
+    return nn.Sequential(embedding, nn.Linear(8, 8), nn.Linear(8, 8))
 
 
 def step_of(program: bool, apply: Any) -> Any:
@@ -37,7 +39,7 @@ def step_of(program: bool, apply: Any) -> Any:
 MODELS: dict[str, nn.Module] = {
     "0": embedded(64),
     "": embedded(8),
-    "root": nn.Embedding(8, 8, sparse=True),
+    "root": nn.Embedding(8, 8),
 }
 
 
@@ -62,6 +64,18 @@ def test_the_share() -> None:
     apply, params, _ = fz.functionalize(embedded(64))
     made = fz.plan(params, step_of(False, apply), level=3, ranks=2)
     assert f"unit 0 holds {512 / (512 + 144):.0%} {HEAVY}" in str(made)
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_tables_are_never_gathered(program: bool) -> None:
+    apply, params, _ = fz.functionalize(embedded(64, sparse=True))
+    step = step_of(program, apply)
+    sharded = fz.shard(step, level=3, group=CountingGroup(2))
+    described = fz.describe(sharded, sharded.init(params))
+    given: Any = (params,) if program else params
+    planned = fz.plan(given, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
+    for made in (described, planned):
+        assert len(made.notes) == 2 and TABLES in made.notes[0] and DENSE in made.notes[1]
 
 
 def test_one_process_has_none() -> None:

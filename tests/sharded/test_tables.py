@@ -1,0 +1,836 @@
+"""Tables: rows that lie on several ranks, and travel when a loss looks them up. Equal to the
+unsharded step, whose tables are whole."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import GroupError, StructureError
+from functorch_zero.groups import SingleRank, counted, run_ranks
+from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
+from tests.compare import (
+    Run,
+    assert_equal_updates,
+    assert_same_on_all_ranks,
+    train,
+    train_sharded,
+)
+from tests.conformance.table import TABLE as CONFORMANCE
+from tests.planning.test_plan import allocations
+from tests.runtime.test_exchange import Summing
+from tests.sharded.test_processes import on_processes
+from tests.sharded.test_seams import Rounded
+from tests.tiers import THOROUGH, thinned, tiers
+
+D = torch.float64
+ROWS, COLUMNS = 13, 4  # which 2 and 3 ranks don't divide
+TABLE = {"": 3, "emb": "table"}
+Loss = Callable[..., Any]
+
+
+def made(rows: int = ROWS, *, trained: bool = True, **options: Any) -> tuple[Any, Any]:
+    """A net, and params with a table beside it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(COLUMNS, 5), nn.Tanh(), nn.Linear(5, 1)).to(D)
+        apply, params, _ = fz.functionalize(net, **options)
+        emb = torch.randn(rows, COLUMNS, dtype=D).requires_grad_(trained)
+    return apply, {"emb": emb, "net": params}
+
+
+def make_batches(num: int = 3, size: int = 12, rows: int = ROWS, *, width: int = 3) -> list[Any]:
+    """Ids of which small ones are frequent, and numbers to predict."""
+    g = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(num):
+        ids = torch.randint(0, rows, (size, width), generator=g) ** 2 // rows
+        batches.append({"ids": ids, "y": torch.randn(size, dtype=D, generator=g)})
+    return batches
+
+
+def predicting(apply: Any, look_up: Callable[[Any, Any], Tensor], weighted: bool = False) -> Loss:
+    """The loss of a net on what a lookup gives, (rows of the batch, COLUMNS)."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        out, _ = apply(params["net"], {}, look_up(params, batch))
+        loss = (out[:, 0] - batch["y"]).square().mean()
+        return (loss, fz.Aux(weight=float(len(batch["y"])))) if weighted else loss
+
+    return loss_fn
+
+
+def summed(params: Any, batch: Any) -> Tensor:
+    return F.embedding(batch["ids"], params["emb"]).sum(1)
+
+
+def adamw() -> Any:
+    return optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
+
+
+def prove(
+    look_up: Callable[[Any, Any], Tensor] = summed,
+    *,
+    level: Any = TABLE,
+    rows: int = ROWS,
+    optimizer: Any = None,
+    batches: Sequence[Any] | None = None,
+    weighted: bool = False,
+    accumulate: int = 1,
+    of_step: Mapping[str, Any] | None = None,
+    of_model: Mapping[str, Any] | None = None,
+    trained: bool = True,
+    **options: Any,
+) -> None:
+    apply, params = made(rows, trained=trained, **of_model or {})
+    loss_fn = predicting(apply, look_up, weighted)
+    step = fz.train_step(loss_fn, optimizer or adamw(), accumulate=accumulate, **of_step or {})
+    options = {"ranks": (2, 3), "levels": (level,), **options}
+    batches = make_batches(rows=rows) if batches is None else batches
+    assert_sharded_equals_unsharded(step, params, {}, batches, **options)
+
+
+KINDS = ("lion", "schedule_free_adamw", "lars", "sm3", "lbfgs", "shampoo", "prodigy", "adagrad")
+FIRST = ("adafactor", "lamb", "muon")
+REST = [name for name in CONFORMANCE if name not in {*FIRST, *KINDS}]
+
+
+@pytest.mark.parametrize("name", tiers(FIRST, KINDS, REST))
+def test_every_optimizer(name: str) -> None:
+    """Of the conformance table; pointwise ones, sums, dims, whole matrices, the whole tree."""
+    row = CONFORMANCE[name]
+    grade = row.grade if row.grade and row.grade.grade == "approximate" else "reordered"
+    # Of matrices without full rank, and of values that cancel
+    allow_round_off = any(kind in name for kind in ("shampoo", "soap", "stddev"))
+    prove(optimizer=row.make(), ranks=(2,), grade=grade, allow_round_off=allow_round_off)
+
+
+def test_sums_of_squares_of_all_leaves() -> None:
+    """Clipping, with the norm among the metrics."""
+    prove(of_step={"metrics": ["grad_norm"]})
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+def test_beside_every_level(level: int) -> None:
+    prove(level={"": level, "emb": "table"})
+
+
+@pytest.mark.parametrize("rows", thinned([2, 5, 12, 64]))
+def test_uneven_tables(rows: int) -> None:
+    prove(rows=rows, unused=["emb"] if rows == 2 else [])
+
+
+def bag(**options: Any) -> Callable[[Any, Any], Tensor]:
+    return lambda params, batch: F.embedding_bag(batch["ids"], params["emb"], **options)
+
+
+def bags_by_offsets(params: Any, batch: Any, **options: Any) -> Tensor:
+    """Bags of 0 to 3 ids."""
+    chosen = batch["ids"] % 3 > 0
+    ends = chosen.sum(1).cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends])
+    if not options.get("include_last_offset"):
+        offsets = offsets[:-1]
+    return F.embedding_bag(batch["ids"][chosen], params["emb"], offsets, **options)
+
+
+def bags_of_small_numbers(params: Any, batch: Any) -> Tensor:
+    batch = {**batch, "ids": batch["ids"].int()}
+    return bags_by_offsets(params, batch, include_last_offset=True, mode="sum")
+
+
+def weighted_bags(params: Any, batch: Any) -> Tensor:
+    weights = (params["net"]["0.weight"].sum() * batch["ids"]).sin()
+    return F.embedding_bag(batch["ids"], params["emb"], mode="sum", per_sample_weights=weights)
+
+
+def twice(params: Any, batch: Any) -> Tensor:
+    ids, emb = batch["ids"], params["emb"]
+    return F.embedding(ids[:, :2], emb).sum(1) * F.embedding(ids[:, 2], emb)
+
+
+def by_itself(params: Any, batch: Any) -> Tensor:
+    """Ids that follow from rows."""
+    first = F.embedding(batch["ids"][:, 0], params["emb"])
+    with torch.no_grad():
+        again = (first.sum(1).abs() * 7).long() % ROWS
+    return first + F.embedding(again, params["emb"])
+
+
+def without_gradients(params: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        fixed = F.embedding(batch["ids"][:, 1], params["emb"])
+    return summed(params, batch) + fixed
+
+
+def hot(params: Any, batch: Any) -> Tensor:
+    return F.embedding(batch["ids"].clamp(max=0) + 7, params["emb"]).sum(1) + summed(params, batch)
+
+
+def in_checkpoint(params: Any, batch: Any) -> Tensor:
+    found: Tensor = recomputed(lambda: summed(params, batch).sin(), use_reentrant=False)
+    return found
+
+
+def slopes(params: Any, batch: Any) -> Tensor:
+    """The gradient by what was looked up, which stays on the rank."""
+    rows = summed(params, batch)
+    (slope,) = torch.autograd.grad(rows.sin().square().sum(), rows, create_graph=True)
+    return rows + slope
+
+
+def written_to(params: Any, batch: Any) -> Tensor:
+    rows = F.embedding(batch["ids"], params["emb"])
+    rows[:, 0] *= 2
+    return rows.sum(1)
+
+
+LOOKUPS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "padding": lambda p, b: F.embedding(b["ids"], p["emb"], padding_idx=0).sum(1),
+    "padding from the end": lambda p, b: F.embedding(b["ids"], p["emb"], -13).sum(1),
+    "padding that no id names": lambda p, b: F.embedding(b["ids"], p["emb"], 12).sum(1),
+    "sparse": lambda p, b: F.embedding(b["ids"], p["emb"], sparse=True).sum(1),
+    "no ids": lambda p, b: summed(p, b) + F.embedding(b["ids"][:, :0], p["emb"]).sum(1),
+    "sum of bags": bag(mode="sum", padding_idx=0),
+    "mean of bags": bag(mode="mean"),
+    "max of bags": bag(mode="max", padding_idx=2),
+    "bags by offsets": lambda p, b: bags_by_offsets(p, b, mode="mean", padding_idx=1),
+    "bags of int32": bags_of_small_numbers,
+    "weights in bags": weighted_bags,
+    "twice": twice,
+    "ids of rows": by_itself,
+    "without gradients": without_gradients,
+    "hot": hot,
+    "in a checkpoint": in_checkpoint,
+    "gradients by rows": slopes,
+    "written to": written_to,
+}
+
+
+@pytest.mark.parametrize("name", thinned(LOOKUPS, 2))
+def test_lookups(name: str) -> None:
+    prove(LOOKUPS[name], batches=make_batches(2))
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "both": {"state_axes": "both"},
+    "same data along shard": {"same_data": "shard"},
+    "same data along replicate": {"same_data": "replicate"},
+    "same data, both": {"same_data": "shard", "state_axes": "both"},
+}
+
+
+@pytest.mark.parametrize("name", thinned(MESHES, 2))
+def test_on_a_mesh(name: str) -> None:
+    prove(ranks=(4,), shard_size=2, **MESHES[name])
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulate": 2},
+    "reduced once": {"accumulate": 2, "reduce_gradients": "once"},
+    "kept flats": {"accumulate": 2, "reshard_after_forward": False},
+    "weights": {"weighted": True, "batches": make_batches(2, 13)},
+    "weights and accumulation": {"weighted": True, "accumulate": 2, "batches": make_batches(2, 13)},
+    "donated": {"donate": True},
+    "frozen": {"trained": False},
+    "skipped steps": {"of_step": {"nonfinite": "skip"}},
+    "recomputed": {"of_model": {"remat": True}},
+    "one rank": {"ranks": (1,)},
+    "a loss scale": {"of_step": {"loss_scale": fz.LossScale()}, "ranks": (2,)},
+    "gradients summed together": {"level": {"": 1, "emb": "table"}, "reduce_bucket": 1000},
+    # Which keeps what it has rounded: nothing
+    "a reduction, weights": {
+        "level": {"": 1, "emb": "table"},
+        "reduction": Rounded(D),
+        "weighted": True,
+        "accumulate": 2,
+        "batches": make_batches(2, 13),
+        "ranks": (2,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", thinned(SETTINGS, 2))
+def test_settings(name: str) -> None:
+    prove(**SETTINGS[name])
+
+
+@pytest.mark.parametrize("kind", tiers(["params"], ["state", "gradients", "saved"]))
+def test_in_a_place(kind: str, tmp_path: Path) -> None:
+    prove(place={kind: fz.places.File(tmp_path)}, accumulate=2, ranks=(2,))
+
+
+class Ranker(nn.Module):
+    """Two tables, of which the bags' has a padding row."""
+
+    def __init__(self, *, sparse: bool = True, **options: Any):
+        super().__init__()
+        self.items = nn.Embedding(ROWS, COLUMNS, sparse=sparse, **options)
+        self.tags = nn.EmbeddingBag(7, COLUMNS, mode="sum", sparse=sparse, padding_idx=0)
+        self.net = nn.Sequential(nn.Linear(COLUMNS, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.net(self.items(ids[:, 0]) + self.tags(ids[:, 1:] % 7))
+        return out[:, 0]
+
+
+def build(*, optimizer: Any = None, inside: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Ranker().to(D)
+    apply, params, buffers = fz.functionalize(nn.Sequential(model) if inside else model, **options)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        out, _ = apply(params, buffers, batch["ids"])
+        return (out - batch["y"]).square().mean()
+
+    return fz.train_step(loss_fn, optimizer or adamw()), params, buffers
+
+
+def levels_of(params: Any, level: Any, group: Any = None) -> dict[str, int | str]:
+    """The level of each leaf."""
+    step = fz.train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1))
+    state = fz.shard(step, level=level, group=group or SingleRank()).init(params, {})
+    return {leaf.path: leaf.cut.level_name for leaf in state.sharding.layout.leaves}
+
+
+def test_sparse_modules_are_tables_at_levels_1_to_3() -> None:
+    _, params, _ = build()
+    tables = {"items.weight", "tags.weight"}
+    for level in (1, 2, 3, {"": 2}, {"": 0, "tags": 1, "items": 3}):
+        found = levels_of(params, level)
+        assert {path for path, own in found.items() if own == "table"} == tables
+    assert {*levels_of(params, 0).values()} == {0}
+    # Whoever names the leaf itself, or gives a function, means it
+    assert levels_of(params, {"": 3, "items.weight": 3, "tags": 0})["items.weight"] == 3
+    assert {*levels_of(params, lambda path, leaf: 3).values()} == {3}
+    assert levels_of({"net": params}, 3)["net.items.weight"] == "table"
+    assert {*levels_of(dict(params), 3).values()} == {3}  # a plain dict has forgotten its model
+
+
+def test_nothing_but_a_table() -> None:
+    apply, params, _ = fz.functionalize(nn.EmbeddingBag(ROWS, COLUMNS, mode="sum", sparse=True))
+    params = optree.tree_map(lambda p: p.detach().double().requires_grad_(), params)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return (apply(params, {}, batch["ids"])[0].sum(1) - batch["y"]).square().mean()
+
+    step = fz.train_step(loss_fn, adamw())
+    sharded = fz.shard(step, level="table", group=SingleRank())
+    assert sharded.level is None and "all of them table" in repr(sharded.init(params, {}))
+    options: Any = {"levels": (1, 3, "table"), "ranks": (2,)}
+    assert_sharded_equals_unsharded(step, params, {}, make_batches(2), **options)
+
+
+class Tied(Ranker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(COLUMNS, ROWS, bias=False)
+        self.head.weight = self.items.weight
+
+
+def test_what_is_no_table_by_itself() -> None:
+    """Where it couldn't be one, `sparse=True` stays what it was."""
+    assert "table" not in levels_of(fz.functionalize(Ranker(sparse=False))[1], 3).values()
+    for model in (Tied(), Ranker(max_norm=1.0), Ranker(scale_grad_by_freq=True)):
+        assert levels_of(fz.functionalize(model)[1], 3)["items.weight"] == 3
+    params = fz.functionalize(Ranker(), compile=True)[1]
+    assert {*levels_of(params, 3).values()} == {3}
+    blocks = fz.Precision(gather=fz.compress.Blocks(torch.int8, 4))
+    params = fz.functionalize(Ranker(), precision={"items": blocks})[1]
+    assert levels_of(params, 3) | {"items.weight": 0} == levels_of(params, 3) | {"items.weight": 0}
+    assert levels_of(params, 3)["items.weight"] == 3
+
+
+@pytest.mark.parametrize("level", thinned([1, 2, 3, 0]))
+def test_modules(level: int) -> None:
+    step, params, buffers = build()
+    assert_sharded_equals_unsharded(
+        step, params, buffers, make_batches(), levels=(level,), ranks=(2, 3)
+    )
+
+
+@pytest.mark.parametrize("remat", tiers([True], [False]))
+def test_inside_of_a_unit(remat: bool) -> None:
+    """Tables are no part of the unit around them, which is gathered and computed again."""
+    step, params, buffers = build(inside=True, remat=remat)
+    assert_sharded_equals_unsharded(step, params, buffers, make_batches(2), levels=(3,), ranks=(2,))
+
+
+@pytest.mark.parametrize("level", tiers([3], [1]))
+def test_precision(level: int) -> None:
+    """Rows and their gradients travel in halves of the storage's bytes, rounded as ever."""
+    precision = fz.Precision(compute=torch.float32, reduce=torch.float32)
+    step, params, buffers = build(precision=precision, optimizer=optim.sgd(0.1))
+    grade = Equality("approximate", 3e-6, reason="float32's rounding")
+    batches = make_batches(2)
+    options: Any = {"levels": (level,), "ranks": (2,), "grade": grade}
+    assert_sharded_equals_unsharded(step, params, buffers, batches, **options)
+
+    def run(group: Any) -> set[torch.dtype]:
+        watched = counted(group)
+        sharded = fz.shard(step, level=level, group=watched)
+        sharded(sharded.init(params, buffers), halves(batches[0], group))
+        return {call.dtype for call in watched.calls if call.kind == "all_to_all"}
+
+    assert run_ranks(run, 2) == [{torch.int64, torch.float32}] * 2
+
+
+def test_deferred_values() -> None:
+    with torch.device("meta"):
+        model = Ranker()
+    _, params, buffers = fz.functionalize(model)
+    values = fz.deferred_init(model, seed=0)
+    step = fz.train_step(lambda p, b, batch: p["items.weight"].sum(), adamw())
+    alone = step.init(params, buffers, values=values).params
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        return sharded.unshard(sharded.init(params, buffers, values=values)).params
+
+    for whole in run_ranks(run, 2):
+        assert all(torch.equal(whole[path], leaf) for path, leaf in alone.items())
+
+
+@THOROUGH  # torch's compiler is imported
+def test_a_compiled_unit_is_refused() -> None:
+    apply, params, _ = fz.functionalize(Ranker(sparse=False).to(D), compile="items")
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return (apply(params, buffers, batch["ids"])[0] - batch["y"]).square().mean()
+
+    step = fz.train_step(loss_fn, adamw())
+    sharded = fz.shard(step, level={"": 3, "items.weight": "table"}, group=SingleRank())
+    with pytest.raises(StructureError, match=r"inside of a compiled unit: path items\.weight"):
+        sharded(sharded.init(params, {}), make_batches(1)[0])
+
+
+def of_program(apply: Any) -> Any:
+    optimizer = adamw()
+
+    def init(net: Any) -> Any:
+        return {"net": net, "opt": optimizer.init(net)}
+
+    def loss_fn(net: Any, batch: Any) -> Tensor:
+        return (apply(net, {}, batch["ids"])[0] - batch["y"]).square().mean()
+
+    def program(value: Any, batch: Any) -> Any:
+        loss, grads = fz.value_and_grad(loss_fn)(value["net"], batch)
+        net, opt = optimizer.apply(grads, value["opt"], value["net"])
+        return {"net": net, "opt": opt}, {"loss": loss}
+
+    return fz.program_step(program, init=init)
+
+
+@pytest.mark.parametrize("level", tiers([{"net": 1, "net.tags.weight": 3}], [3]))
+def test_programs(level: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, _ = fz.functionalize(Ranker().to(D))
+    assert_sharded_equals_unsharded(
+        of_program(apply), params, make_batches(), levels=(level,), ranks=(2,)
+    )
+
+
+def halves(batch: Any, group: Any, sizes: Sequence[int] | None = None) -> Any:
+    """This rank's part of a batch."""
+    cut = {name: x.tensor_split(group.size) for name, x in batch.items()}
+    if sizes is not None:
+        cut = {name: x.split(list(sizes)) for name, x in batch.items()}
+    return {name: parts[group.rank] for name, parts in cut.items()}
+
+
+@pytest.mark.parametrize("level", tiers([3], [0, 1]))
+def test_ranks_without_rows(level: int) -> None:
+    """A rank whose part is empty asks for nothing, and holds rows that others ask for."""
+    apply, params = made()
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        out, _ = apply(params["net"], {}, summed(params, batch))
+        return (out[:, 0] - batch["y"]).square().mean(), fz.Aux(weight=float(len(batch["y"])))
+
+    step, batches = fz.train_step(loss_fn, adamw()), make_batches(3, 8)
+    sizes = [0, 8, 0], [3, 0, 5], [8, 0, 0]
+    expected = train(step, params, {}, batches)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"": level, "emb": "table"}, group=group)
+        state = sharded.init(params, {})
+        for batch, own in zip(batches, sizes, strict=True):
+            state, _ = sharded(state, halves(batch, group, own))
+        return sharded.unshard(state).params
+
+    for got in run_ranks(run, 3):
+        assert_equal_leaves(expected.states[-1].params, got, start=params)
+
+
+@pytest.mark.parametrize("level", thinned([3, 0, 1, 2], 4))
+def test_beside_another_exchange(level: int) -> None:
+    """Weights of a loss that also sums what it has looked up over the ranks: the seed carries them,
+    and a rank without rows has gradients of the others' losses."""
+
+    def step_on(group: Any) -> tuple[Any, Any]:
+        apply, params = made()
+
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+            rows = summed(params, batch)
+            total = Summing(group, params)(rows.sum(0))
+            out, _ = apply(params["net"], {}, rows)
+            apart = (out[:, 0] - batch["y"]).square() * (1 + total.square().sum())
+            return apart.sum() / max(len(rows), 1), fz.Aux(weight=float(len(rows)))
+
+        return fz.train_step(loss_fn, adamw()), params
+
+    def run(group: Any) -> Run:
+        step, params = step_on(group)
+        rule = {"": level, "emb": "table"}
+        return train_sharded(group, step, params, {}, batches, [2, 0, 7], level=rule)
+
+    step, params = step_on(None)
+    batches = make_batches(3, 9)
+    runs = run_ranks(run, 3)
+    assert_same_on_all_ranks(runs)
+    assert_equal_updates(train(step, params, {}, batches), runs[0])
+
+
+def assert_equal_leaves(expected: Any, got: Any, *, start: Any, tolerance: float = 1e-12) -> None:
+    """Compare the updates of all leaves."""
+    before = fz.named_leaves(start)
+    for path, want in fz.named_leaves(expected).items():
+        update, have = (want - before[path]).detach(), fz.named_leaves(got)[path].detach()
+        assert update.any(), path
+        worst = float((have - want).detach().abs().max() / update.abs().max())
+        assert worst <= tolerance, (path, worst)
+
+
+@pytest.mark.parametrize("ranks", thinned([3, 1, 2], 3))
+def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
+    """Saved by two ranks with a table, loaded by any number at any level, and trained on."""
+    apply, params = made()
+    step, batches = fz.train_step(predicting(apply, summed), adamw()), make_batches(4)
+    expected = train(step, params, {}, batches)
+
+    def save(group: Any) -> None:
+        sharded = fz.shard(step, level=TABLE, group=group)
+        state = sharded.init(params, {})
+        for batch in batches[:2]:
+            state, _ = sharded(state, halves(batch, group))
+        checkpoint.save(tmp_path / "first", sharded, state)
+
+    def go_on(group: Any, level: Any, at: str, then: str) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state = checkpoint.load(tmp_path / at, sharded, like=sharded.init(params, {})).state
+        if then:
+            checkpoint.save(tmp_path / then, sharded, state)
+            return None
+        for batch in batches[2:]:
+            state, _ = sharded(state, halves(batch, group))
+        return sharded.unshard(state).params
+
+    run_ranks(save, 2)
+    for level in (TABLE, {"": 3, "emb": 1}, 0, 3):
+        (got, *_) = run_ranks(lambda group, level=level: go_on(group, level, "first", ""), ranks)
+        assert_equal_leaves(expected.states[-1].params, got, start=params)
+    run_ranks(lambda group: go_on(group, 3, "first", "second"), ranks)
+    (got, *_) = run_ranks(lambda group: go_on(group, TABLE, "second", ""), 2)
+    assert_equal_leaves(expected.states[-1].params, got, start=params)
+
+
+def test_states_and_evaluations() -> None:
+    """`shard_state` is the inverse of `unshard`; `refit` takes a table along; evaluations look up
+    the state's rows, and those of an average."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, _ = fz.functionalize(Ranker().to(D))
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return (apply(params, {}, batch["ids"])[0] - batch["y"]).square().mean()
+
+    step = fz.train_step(loss_fn, optim.params_ema(adamw(), 0.9))
+    evaluations = [
+        fz.eval_step(lambda p, b, batch: {"loss": loss_fn(p, b, batch)}, params=choice)
+        for choice in (None, optim.ema_params)
+    ]
+    batch = make_batches(1)[0]
+    whole, _ = step(step.init(params, {}), batch)
+    expected = [float(evaluate(whole, batch)["loss"]) for evaluate in evaluations]
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state, _ = sharded(sharded.init(params, {}), halves(batch, group))
+        again = sharded.shard_state(sharded.unshard(state))
+        same = zip(state.params.flats(), again.params.flats(), strict=True)
+        assert all(torch.equal(a, b) for a, b in same)
+        sharded_too = [fz.shard(evaluate, level=3, group=group) for evaluate in evaluations]
+        found = [float(each(state, halves(batch, group))["loss"]) for each in sharded_too]
+        assert found == pytest.approx(expected, rel=1e-12)
+        return sharded.unshard(sharded.refit(state, params, {})).params
+
+    for got in run_ranks(run, 2):
+        assert_equal_leaves(whole.params, got, start=params)
+
+
+def test_what_a_rank_holds_and_describes() -> None:
+    step, params, _ = build()
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(params, {})
+        items, tags, *_ = state.params.flats()
+        row = next(row for row in fz.describe(sharded, state).rows if row.unit == "items.weight")
+        assert row.where == row.state_where == "1/3"
+        assert [message for message, _ in row.wire] == ["rows", "reduce"]
+        return items.view(-1, COLUMNS), tags.view(-1, COLUMNS)
+
+    held = run_ranks(run, 3)
+    for k, name in enumerate(("items.weight", "tags.weight")):
+        rows = torch.cat([pieces[k] for pieces in held])
+        assert torch.equal(rows[: len(params[name])], params[name])
+        assert len({len(pieces[k]) for pieces in held}) == 1
+
+
+def large(rows: int, asked: int) -> tuple[Any, Any, Tensor]:
+    """A step, its params with a table, and ids of so many rows for each of two ranks."""
+    apply, net, _ = fz.functionalize(nn.Linear(16, 1))
+    params = {"emb": torch.zeros(rows, 16, requires_grad=True), "net": net}
+    step = fz.train_step(predicting(apply, summed), optim.adamw(0.1))
+    ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: 2 * asked]
+    return step, params, ids.view(2, -1, 5)
+
+
+LARGE = tiers([(50_000, 250)], [(1_000_000, 5_000)], rows=True)
+
+
+@pytest.mark.parametrize(("rows", "asked"), LARGE)
+def test_bytes(rows: int, asked: int) -> None:
+    """Of a table of 1 M x 16, of which each rank asks for 5,000 rows, at most 0.01 of level 0's
+    bytes are sent; and those that a plan says."""
+    step, params, ids = large(rows, asked)
+    batch = {"ids": ids, "y": torch.zeros(2, asked // 5)}
+
+    def run(group: Any, level: Any) -> int:
+        watched = counted(group)
+        sharded = fz.shard(step, level=level, group=watched)
+        state, _ = sharded(sharded.init(params, {}), {k: x[group.rank] for k, x in batch.items()})
+        watched.reset()
+        sharded(state, {name: x[group.rank] for name, x in batch.items()})
+        return sum(call.sent_bytes for call in watched.calls)
+
+    level = {"": 0, "emb": "table"}
+    whole, *_ = run_ranks(lambda group: run(group, 0), 2)
+    by_rows = run_ranks(lambda group: run(group, level), 2)
+    planned = fz.plan(params, step, level=level, ranks=2, rows={"emb": asked}).sent_bytes
+    assert max(by_rows) <= 0.01 * whole
+    # Halves of what a rank asks for lie on the other, up to chance
+    assert planned == pytest.approx(sum(by_rows) / 2, rel=0.1)
+
+
+def peak_of(rows: int, asked: int) -> int:
+    """The most bytes of tensors in a step on a real rank, by torch's own allocator."""
+    torch.set_num_threads(1)
+    step, params, ids = large(rows, asked)
+    sharded = fz.shard(step, level={"": 0, "emb": "table"})
+    state = sharded.init(params, {})
+    del params
+    batch = {"ids": ids[sharded.group.rank], "y": torch.zeros(asked // 5)}
+    for _ in range(2):
+        state, _ = sharded(state, batch)
+    held = sum(flat.nbytes for flat in state.params.flats())
+    held += sum(x.nbytes for x in optree.tree_leaves(state.opt_state))
+    peaks = []
+    for _ in range(2):  # gloo's threads may hold tensors longer: the least counts
+        gc.collect()
+        events: list[int] = []
+        with allocations(events):
+            state, _ = sharded(state, batch)
+        peaks.append(held + max(itertools.accumulate(events)))
+    return min(peaks)
+
+
+@pytest.mark.parametrize(("rows", "asked"), tiers(thorough=[(200_000, 1_000)], rows=True))
+def test_the_peak_is_the_plans(rows: int, asked: int) -> None:
+    most, _ = fz.launch(peak_of, 2, rows, asked, timeout=100, start_method="fork")
+    step, params, _ = large(rows, asked)
+    planned = fz.plan(params, step, level={"": 0, "emb": "table"}, ranks=2, rows={"emb": asked})
+    assert planned.peak.total == pytest.approx(most, rel=0.1)
+    whole = fz.plan(params, step, level=0, ranks=2)
+    assert planned.peak.total < 0.55 * whole.peak.total
+
+
+def on_gloo(group: Any) -> list[Run]:
+    step, params, buffers = build()
+    return [
+        train_sharded(group, step, params, buffers, make_batches(), [6, 6], level=level)
+        for level in (3, 1)
+    ]
+
+
+@THOROUGH
+def test_on_processes() -> None:
+    step, params, buffers = build()
+    expected = train(step, params, buffers, make_batches())
+    first, second = on_processes(on_gloo, 2)
+    for a, b in zip(first, second, strict=True):
+        assert_same_on_all_ranks([a, b])
+        assert_equal_updates(expected, a)
+
+
+def failing(look_up: Callable[[Any, Any], Tensor], ranks: int = 2, level: Any = TABLE) -> list[str]:
+    """What each rank raises."""
+    apply, params = made()
+    step = fz.train_step(predicting(apply, look_up), adamw())
+    batch = make_batches(1)[0]
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(params, {})
+        own = {**halves(batch, group), "rank": group.rank}
+        with pytest.raises((StructureError, GroupError, IndexError)) as raised:
+            sharded(state, own)
+        return str(raised.value)
+
+    return run_ranks(run, ranks)
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -1])
+@pytest.mark.parametrize("level", tiers([TABLE], [{"": 0, "emb": "table"}]))
+def test_ids_out_of_range(wrong: int, level: Any) -> None:
+    def look_up(params: Any, batch: Any) -> Tensor:
+        return summed(params, {"ids": batch["ids"].masked_fill(batch["ids"] == 0, wrong)})
+
+    def on_one_rank(params: Any, batch: Any) -> Tensor:
+        return look_up(params, batch) if batch["rank"] == 1 else summed(params, batch)
+
+    for said in (*failing(look_up, level=level), *failing(on_one_rank, ranks=3, level=level)):
+        assert f"path emb, expected ids from 0 to {ROWS - 1}, got {wrong}, on rank" in said
+    assert all("on rank 1" in said for said in failing(on_one_rank, ranks=3, level=level))
+
+
+def vmapped(params: Any, batch: Any) -> Tensor:
+    found: Tensor = torch.func.vmap(lambda ids: F.embedding(ids, params["emb"]).sum(0))(
+        batch["ids"]
+    )
+    return found
+
+
+def penalty_inside(params: Any, batch: Any) -> Tensor:
+    rows = F.embedding(batch["ids"], params["emb"])
+    (inner,) = torch.autograd.grad(rows.square().sum(), [params["emb"]], create_graph=True)
+    return rows.sum(1) + inner.sum()
+
+
+def in_two_checkpoints(params: Any, batch: Any) -> Tensor:
+    def inner() -> Tensor:
+        found: Tensor = recomputed(lambda: summed(params, batch).sin(), use_reentrant=False)
+        return found
+
+    outer: Tensor = recomputed(lambda: inner().cos(), use_reentrant=False)
+    return outer
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
+    "a tied head": (
+        lambda p, b: F.linear(summed(p, b), p["emb"])[:, :4],
+        "tied to it.*linear",
+    ),
+    "a penalty": (lambda p, b: summed(p, b) + p["emb"].square().sum(), "read as a whole"),
+    "rows by index": (lambda p, b: p["emb"][b["ids"]].sum(1), "read as a whole"),
+    "unshard": (lambda p, b: F.embedding(b["ids"], fz.unshard(p["emb"])).sum(1), "fz.unshard"),
+    "max_norm": (lambda p, b: F.embedding(b["ids"], p["emb"], max_norm=1.0).sum(1), "max_norm"),
+    "frequencies": (
+        lambda p, b: F.embedding(b["ids"], p["emb"], scale_grad_by_freq=True).sum(1),
+        "how often the whole batch",
+    ),
+    "max_norm of bags": (
+        lambda p, b: F.embedding_bag(b["ids"], p["emb"], max_norm=1.0),
+        "max_norm",
+    ),
+    "two checkpoints": (in_two_checkpoints, "ran again in backward"),
+    "vmap": (vmapped, "torch.func"),
+    "differentiated inside": (penalty_inside, "got grad"),
+}
+
+
+@pytest.mark.parametrize("name", thinned(REFUSED, 2))
+def test_refused(name: str) -> None:
+    look_up, reason = REFUSED[name]
+    for said in failing(look_up):
+        assert re.search(reason, said) and re.search(r"path (rows of )?emb", said), said
+        assert "level={" in said
+
+
+def test_second_derivatives_are_refused() -> None:
+    apply, params = made()
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return predicting(apply, summed)(params, {}, batch)
+
+    def program(value: Any, batch: Any) -> Any:
+        loss, grads = fz.value_and_grad(loss_fn)(value, batch)
+        return fz.hvp(loss_fn)(value, grads, batch)[1], {"loss": loss}
+
+    step = fz.program_step(program, init=lambda params: params)
+    batch = make_batches(1)[0]
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level={"params": 3, "params.emb": "table"}, group=group)
+        state = sharded.init(params)
+        with pytest.raises((StructureError, GroupError)) as raised:
+            sharded(state, halves(batch, group))
+        return str(raised.value)
+
+    for said in run_ranks(run, 2):
+        assert "got fz.unshard" in said and "level={" in said  # whole params have derivatives
+
+
+@pytest.mark.parametrize("level", tiers([0], [3]))
+def test_a_lookup_that_a_rank_leaves_out(level: int) -> None:
+    def look_up(params: Any, batch: Any) -> Tensor:
+        if batch["rank"] == 1:
+            return batch["y"][:, None].expand(-1, COLUMNS)
+        return summed(params, batch)
+
+    for said in failing(look_up, level={"": level, "emb": "table"}):
+        assert "rows of emb" in said and "look up a table" in said
+
+
+def test_what_can_not_be_a_table() -> None:
+    step = fz.train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1))
+    for w in (torch.ones(3), torch.ones(2, 3, 4), torch.ones(3, 0)):
+        with pytest.raises(StructureError, match="path w, expected the shape"):
+            fz.shard(step, level="table", group=SingleRank()).init({"w": w.requires_grad_()}, {})
+    blocks = fz.Precision(reduce=fz.compress.Blocks(torch.int8, 4))
+    params = fz.functionalize(Ranker(sparse=False), precision=blocks)[1]
+    with pytest.raises(NotImplementedError, match=r"path items.weight.*rows travel|rows travel"):
+        fz.shard(step, level={"": 3, "items": "table"}, group=SingleRank()).init(params, {})
+
+
+def test_the_plan_of_rows() -> None:
+    _, params = made()
+    plan = partial(fz.plan, params, optim.adamw(0.1), level=TABLE, ranks=2)
+    with pytest.raises(StructureError, match=r"path emb\. Remedy: plan\(..., rows=\{"):
+        plan()
+    with pytest.raises(StructureError, match=r"no table: path net, expected one of \['emb'\]"):
+        plan(rows={"emb": 3, "net": 3})
+    with pytest.raises(ValueError, match=r"a number of rows, got 2\.5"):
+        plan(rows={"emb": 2.5})
+    rows = [c for c in plan(rows={"e*": 6}).collectives if c.unit == "emb" and c.dtype == D]
+    assert [(c.phase, c.kind, c.num_elements) for c in rows] == [
+        ("forward", "all_to_all", 6 * COLUMNS),
+        ("backward", "all_to_all", 6 * COLUMNS),
+    ]
