@@ -82,6 +82,7 @@ STAGES = [
     Stage("C", "saves", 90),
     Stage("C", "faults", 90),
     Stage("C", "two-ranks", 180, SHARE_A_GPU),
+    Stage("C", "tables", 90, SHARE_A_GPU),
 ]
 
 

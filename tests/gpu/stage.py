@@ -23,6 +23,7 @@ STAGES = {
     "saves": ("saves", "saves"),
     "faults": ("ranks", "faults"),
     "two-ranks": ("ranks", "two_ranks"),
+    "tables": ("tables", "tables"),
 }
 
 
