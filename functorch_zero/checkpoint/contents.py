@@ -321,11 +321,14 @@ def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
         return _EVERYWHERE
     if planned.kind == "follows":
         return _piece_spot(layout, planned.leaf, piece_number)
-    # Owned, in a shape of its own, such as a statistic's
+    # Owned, or by rows, in a shape of its own, such as a statistic's
     shape = planned.shape
     # One piece: the bucket isn't cut, whoever owns the leaf
     if layout.leaves[planned.leaf].cut.num_pieces == 1:
         return _Spot(shape, everywhere=True)
+    if planned.kind == "rows":
+        extent = planned.extent(layout, piece_number)
+        return _Spot(shape, extent.start, extent.stop)
     # The owner has all of it, the others nothing
     return _Spot(shape, 0, prod(shape) if planned.owner == piece_number else 0)
 

@@ -178,6 +178,11 @@ class Bucket:
         first, last = self.offsets[k], self.offsets[k] + self.numels[k] - 1
         return range(first // self.piece, last // self.piece + 1)
 
+    def has_whole_rows(self, k: int) -> bool:
+        """Whether each piece has whole rows of the k-th leaf; not so of one without elements."""
+        row = prod(self.shapes[k][1:])  # elements
+        return row > 0 and all(self.extent(k, n).start % row == 0 for n in self.holders(k))
+
     def counts(self, rank: int) -> bool:
         """Whether a sum over ranks counts this rank's elements, which no rank before holds, too."""
         return True

@@ -64,6 +64,9 @@ class PlacedBucket(Bucket):
     def holders(self, k: int) -> Sequence[int]:
         return [rank for rank, extent in enumerate(self.extents) if extent.num_here]
 
+    def has_whole_rows(self, k: int) -> bool:
+        return False  # in torch's state dicts a state is a tensor like its param, or at an owner
+
     def counts(self, rank: int) -> bool:
         return self.extents[rank] not in self.extents[:rank]
 

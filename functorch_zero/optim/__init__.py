@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import contrib
+from . import contrib, rows
 from .base import (
     Needs,
     Schedule,
@@ -12,6 +12,7 @@ from .base import (
     step_count,
     with_statistics,
     with_whole_leaves,
+    with_whole_rows,
     with_whole_tree,
 )
 from .interop.frameworks import from_optax, from_torch, from_torchopt
@@ -105,9 +106,10 @@ __all__ = [
     "step_count",
     "with_statistics",
     "with_whole_leaves",
+    "with_whole_rows",
     "with_whole_tree",
 ]
-# Optimizers, a file each in optimizers/; the long tail is in contrib
+# Optimizers, a file each in optimizers/; the long tail is in contrib, those of rows in rows
 __all__ += [
     "adadelta",
     "adafactor",
@@ -126,6 +128,7 @@ __all__ += [
     "prodigy",
     "radam",
     "rmsprop",
+    "rows",
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_eval_params",

@@ -76,6 +76,9 @@ class WholeLeaf:
         wants_param: whether `update` reads the param; else it is given None.
         cost: of an update, by the leaf's full shape, for balancing owners.
         batched: whether `update` takes leaves of one shape together, in a leading dim.
+        by_rows: whether results of a row follow from that row: then a part of the leaf that is
+            whole rows is as good as all of it.
+        in_place: the same for an update and a state that were donated, over which it writes.
     """
 
     init: Callable[[Tensor], Any]
@@ -83,6 +86,8 @@ class WholeLeaf:
     wants_param: bool
     cost: Callable[[Shape], float]
     batched: bool
+    by_rows: bool = False
+    in_place: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]] | None = None
 
 
 class Owned:

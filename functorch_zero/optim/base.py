@@ -1,6 +1,6 @@
 """Transforms: a pure `init`/`update` pair, and the part of a tensor that it must see (`needs`).
 
-Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four
+Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The five
 constructors lift an author's functions to it, once; whatever runs differently on pieces goes
 through `across`, so nothing here knows that ranks exist. Masked-out and frozen leaves are None in
 every tree, which optree skips.
@@ -38,6 +38,7 @@ from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_i
 from .local import Local
 from .naming import Named
 from .state_checks import check_opt_state, outline_of
+from .touched_rows import init_by_rows, name_of, update_by_rows
 from .zero_dim import has_scalars, init_widened, update_widened
 
 # An author's functions; the constructors below say which arguments they take
@@ -55,9 +56,11 @@ class Needs(enum.IntEnum):
     """Each element's own values."""
     STATISTICS = 1
     """Sums over a leaf, over some dims of it, or over all leaves, asked of `across`."""
-    WHOLE_LEAF = 2
+    WHOLE_ROWS = 2
+    """A whole row of a tensor at a time, of those whose gradient isn't all zeros."""
+    WHOLE_LEAF = 3
     """A whole tensor at a time."""
-    WHOLE_TREE = 3
+    WHOLE_TREE = 4
     """Everything at once."""
 
 
@@ -96,8 +99,8 @@ class Transform(Named):
         if not isinstance(self.needs, Needs):
             raise TypeError(
                 f"a transform must say what it needs: expected a Needs, got {self.needs!r}. "
-                "Remedy: make it with optim.pointwise, with_statistics, with_whole_leaves or "
-                "with_whole_tree"
+                "Remedy: make it with optim.pointwise, with_statistics, with_whole_rows, "
+                "with_whole_leaves or with_whole_tree"
             )
 
     def init(self, params: PyTree[Tensor], across: Across | None = None) -> Any:
@@ -425,23 +428,62 @@ def with_whole_leaves(
     # Read off the signature: a param that the author doesn't take is not sent to the owner
     wants_param = _num_positional(update) > 2
     spec = WholeLeaf(_made_of_tensors(init), _given_params(update), wants_param, cost, batched)
-
-    def init_tree(params: PyTree[Tensor], across: Across) -> Any:
-        return across.init_whole(spec, params)
-
-    def update_tree(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> Any:
-        return across.run_whole(spec, updates, state, params)
-
     made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
+    return _of_whole(spec, Needs.WHOLE_LEAF, "with_whole_leaves", made_with)
+
+
+def with_whole_rows(
+    init: Callable[[Tensor], Any], update: Callable[..., tuple[Tensor, Any]]
+) -> Transform:
+    """A transform of rows, which sees those alone that were touched: whose update so far, such as
+    the gradient, isn't all zeros. The others' updates are zeros, and their state stays as it is.
+
+    Row i of a leaf (n, ...) is `leaf[i]`, flattened: all rows of a leaf are a tensor (n, columns).
+    A vector's rows have one column.
+
+    Args:
+        init: `(param) -> state` of all rows of one leaf (n, columns). Tensors of the state have n
+            rows, such as (n, columns), or (n,) for one number per row; or they are 0-d.
+        update: `(update, state) -> (update, state)`, or `(update, state, param)`, of the k rows of
+            a leaf that were touched, (k, columns), and the same rows of the state's tensors. A row
+            of the results depends on that row alone. 0-d tensors are given and returned as they
+            are, also where k is 0.
+
+    Sharded, each rank runs it on the rows that it holds, and nothing is sent, where pieces are of
+    whole rows. Other leaves have an owner, as in `with_whole_leaves`.
+
+    >>> def sign_of_sum(update, state):
+    ...     return update.sum(1, keepdim=True).sign().expand_as(update), state
+    >>> with_whole_rows(lambda param: (), sign_of_sum).needs
+    <Needs.WHOLE_ROWS: 2>
+    """
+    check_takes(init, ("param",), 1, by="with_whole_rows' init")
+    check_takes(update, ("update", "state", "param"), 2, by="with_whole_rows' update")
+    run, name = _given_params(update), name_of(update)
+    spec = WholeLeaf(
+        _made_of_tensors(init_by_rows(init)),
+        update_by_rows(run, name),
+        _num_positional(update) > 2,
+        _numel,
+        batched=False,
+        by_rows=True,
+        in_place=update_by_rows(run, name, in_place=True),
+    )
+    made_with = {"init": init, "update": update}
+    return _of_whole(spec, Needs.WHOLE_ROWS, "with_whole_rows", made_with)
+
+
+def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any]) -> Transform:
+    """The transform of a whole-leaf author's functions."""
+
+    def init(params: PyTree[Tensor], across: Across) -> Any:
+        return across.init_whole(part, params)
+
+    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+        return across.run_whole(part, updates, state, params)
+
     return Transform(
-        init_tree,
-        update_tree,
-        Needs.WHOLE_LEAF,
-        asks_for_state=True,
-        name="with_whole_leaves",
-        hyperparams=made_with,
+        init, update, needs, asks_for_state=True, name=name, hyperparams=made_with
     )
 
 

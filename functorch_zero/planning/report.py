@@ -16,7 +16,7 @@ from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
 from ..precision import short
 from ..sharded.placed import Stored
-from ..sharded_optim.state_plan import EVERYONE, make_planner
+from ..sharded_optim.state_plan import make_planner
 
 KINDS = {  # of memory: the field of a `Sample`, and its name for people
     "params": "params",
@@ -160,7 +160,7 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
 def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
     """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
     # Pointwise and statistics need no owners
-    if optimizer.needs < Needs.WHOLE_LEAF:
+    if optimizer.needs < Needs.WHOLE_ROWS:
         return None
     # The planner answers `init`'s questions, and notes the leaves that ask for an owner
     # By placeholders: nothing of the model's size is made
@@ -168,7 +168,7 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
     owned = []
     for n, owner, cost in planner.owned:  # cost: the transform's own, by default elements
-        if owner != EVERYONE:  # else every rank has it whole
+        if owner >= 0:  # else every rank has it whole, or its rows
             owned.append(Owned(layout.leaves[n].path, owner, cost))
     return Balance(tuple(owned), layout.num_ranks) if owned else None
 

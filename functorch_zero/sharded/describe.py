@@ -339,7 +339,7 @@ def _shares(leaves: Iterable[StateLeaf], num_pieces: int) -> str:
     # A chain may hold both kinds of state for one param
     kinds = {leaf.kind for leaf in leaves}
     shares = []
-    if "follows" in kinds:
+    if not kinds.isdisjoint({"follows", "rows"}):
         shares.append(_share(num_pieces))
     if "owned" in kinds:
         shares.append("at owners")

@@ -252,6 +252,10 @@ def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
             b, k = layout.places[plan.leaf]
             ranges = [_range_in(layout.buckets[b], k, rank) for rank in range(num_ranks)]
             yield Part(leaf, Form(layout.leaves[plan.leaf].shape, leaf.dtype), ranges)
+        elif plan.kind == "rows":
+            extents = [plan.extent(layout, rank) for rank in range(num_ranks)]
+            ranges = [(extent.start, extent.stop) for extent in extents]
+            yield Part(leaf, Form(plan.shape, plan.dtype), ranges)
         elif plan.kind == "owned":
             yield Part(leaf, Form(plan.shape, plan.dtype), _at_owner(plan, num_ranks))
         else:

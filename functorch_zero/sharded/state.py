@@ -112,6 +112,11 @@ def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
         return x
     if leaf.kind == "follows":
         return _gather_following(x, leaf.leaf, layout, group)
+    if leaf.kind == "rows":
+        if layout.leaves[leaf.leaf].cut.num_pieces == 1:
+            return x.clone()
+        counts = [leaf.extent(layout, rank).num_here for rank in range(group.size)]
+        return _gather_piece(x.reshape(-1), counts, group).view(leaf.shape)
     if leaf.kind == "owned":
         return _from_owner(x, leaf, group)
     return x.clone()
@@ -207,10 +212,9 @@ def part_of_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number:
 def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) -> Any:
     """This rank's part of a whole leaf of the optimizer's state: a view; empty where another rank
     owns the leaf."""
-    if leaf.kind == "follows":
-        b, k = layout.places[leaf.leaf]
-        extent = layout.buckets[b].extent(k, piece_number)
-        return x.reshape(-1)[extent.in_leaf]
+    if leaf.is_cut:
+        own = x.reshape(-1)[leaf.extent(layout, piece_number).in_leaf]
+        return own.view(leaf.shape_here(layout, piece_number))
     # As `init` makes it where another rank owns the leaf
     if leaf.kind == "owned" and leaf.owner != piece_number:
         return x.new_empty(0)

@@ -52,8 +52,8 @@ class PreparedUpdate:
         )
         self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, group.size)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
-        # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
-        self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
+        # Positions in flatten order of the leaves that are cut with a param, and their shapes
+        self._cut = [i for i, leaf in enumerate(self.plan.leaves) if leaf.is_cut]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
         self.optimizer = optimizer
         self._places = StatePlaces.of(places, self.plan, layout)
@@ -78,9 +78,9 @@ class PreparedUpdate:
         check_opt_state(self._like_state, state, rank, what=what)
 
     def _shapes_in(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of a state's leaves, the shapes of those that follow a param; None of what is no
+        """Of a state's leaves, the shapes of those that are cut with a param; None of what is no
         tensor."""
-        return [getattr(leaves[i], "shape", None) for i in self._following]
+        return [getattr(leaves[i], "shape", None) for i in self._cut]
 
     def update(
         self,

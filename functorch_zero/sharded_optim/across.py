@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from operator import not_
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
 from ..layout.extent import Extent
@@ -39,11 +42,11 @@ from ..optim.across import (
 )
 from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
-from ..tree import PyTree, copied_if_in, same_structure, select
+from ..tree import PyTree, copied_if_in, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
-from .ferry import Coming, Ferry, in_turn
+from .ferry import Brought, Coming, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, device_of
-from .state_plan import EVERYONE, owners_of
+from .state_plan import EVERYONE, HOLDERS, owner_without_choice, owners_of
 from .whole_leaf import Exchange, batches, run_batch
 
 
@@ -87,6 +90,9 @@ class Sharded(Across):
         )
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
+        # Of these, whether pieces are of whole rows
+        places = [layout.places[number] for number in self._numbers]
+        self._in_rows = [layout.buckets[b].has_whole_rows(k) for b, k in places]
         self._exchange = Exchange(layout, self._numbers, group)
         # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
         self._narrowed: dict[tuple[int, ...], Sharded] = {}
@@ -286,10 +292,12 @@ class Sharded(Across):
     # Whole leaves: one all-to-all in, one out
 
     def _owners(self, part: WholeLeaf) -> list[int]:
-        """The owner of each leaf of the tree: a rank or EVERYONE."""
-        # By whole shapes alone, so that all ranks find the same owners without a word
+        """The owner of each leaf of the tree: a rank, EVERYONE or HOLDERS."""
+        # By the layout alone, so that all ranks find the same owners without a word
         costs = [part.cost(extent.shape) for extent in optree.tree_leaves(self.extents)]
-        return owners_of(costs, optree.tree_leaves(self._is_cut), self._group.size)
+        rows = zip(optree.tree_leaves(self._is_cut), self._in_rows, strict=True)
+        known = [owner_without_choice(part, is_cut=cut, in_rows=rows) for cut, rows in rows]
+        return owners_of(costs, known, self._group.size)
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         leaves, treedef = optree.tree_flatten(params)
@@ -298,7 +306,7 @@ class Sharded(Across):
         (whole,) = self._exchange.to_owners([leaves], owners)  # by position, here only
         states = []
         for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, extents, strict=True)):
-            if owner in (self._group.rank, EVERYONE):
+            if owner in (self._group.rank, EVERYONE, HOLDERS):
                 state = part.init(whole[i])
             else:
                 # Another rank owns it: the state has the same structure, with empty tensors
@@ -309,8 +317,8 @@ class Sharded(Across):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        """Each rank updates the leaves that it owns or has whole. The others' `Owned` states, empty
-        here, are passed on."""
+        """Each rank updates the leaves that it owns or has whole, and the rows that it owns. The
+        others' `Owned` states, empty here, are passed on."""
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Owned] = treedef.flatten_up_to(state)
         owners = self._owners(part)
@@ -318,7 +326,8 @@ class Sharded(Across):
         trees = [leaves, optree.tree_leaves(params)] if part.wants_param else [leaves]
         whole_updates, *whole_params = self._exchange.to_owners(trees, owners)
         given_params = whole_params[0] if part.wants_param else None
-        # By position, the whole updates made here: of leaves owned, or not cut
+        writable = self._writable(part, updates, state, params)
+        # By position, the whole updates made here: of leaves owned, or not cut; or of rows
         results: dict[int, Tensor] = {}
         ferry, device = self._ferry, device_of(params)
 
@@ -326,13 +335,21 @@ class Sharded(Across):
             own = [optree.tree_leaves(states[i].state) for i in batch]
             return [[ferry.bring(x, device) for x in tensors] for tensors in own]
 
+        def may_write(i: int, own: Sequence[Brought]) -> bool:
+            tensors = [whole_updates[i], *(x.tensor for x in own if x.tensor.dim() and not x.is_copy)]
+            return storages(tensors) <= writable
+
         def run(batch: Sequence[int], coming: Sequence[Sequence[Coming]]) -> None:
             arrived = [[*map(ferry.wait, own)] for own in coming]
             olds = []
             for i, own in zip(batch, arrived, strict=True):
                 structure = optree.tree_structure(states[i].state)
                 olds.append(structure.unflatten([x.tensor for x in own]))
-            made = run_batch(part, batch, whole_updates, olds, given_params)
+            own_part = part
+            # One leaf, since no batches go by rows
+            if part.in_place and owners[batch[0]] == HOLDERS and may_write(batch[0], arrived[0]):
+                own_part = replace(part, update=part.in_place)
+            made = run_batch(own_part, batch, whole_updates, olds, given_params)
             for i, own, old, new in zip(batch, arrived, olds, made, strict=True):
                 check_whole(updates, i, (whole_updates[i], old), new)
                 # Receivers expect the dtype of the pieces that they have sent
@@ -345,6 +362,13 @@ class Sharded(Across):
         in_turn(batches(part, whole_updates), begin, run, ferry.ahead)
         pieces = self._exchange.from_owners(results, leaves, owners)
         return treedef.unflatten(pieces), treedef.unflatten(states)
+
+    def _writable(self, part: WholeLeaf, *trees: Tree) -> set[int]:
+        """The storages that `in_place` may write over: donated ones, of one tensor each."""
+        if part.in_place is None or self._donate is not True:
+            return set()
+        counts = Counter(storage_id(x) for x in optree.tree_leaves(trees) if isinstance(x, Tensor))
+        return {storage for storage, count in counts.items() if count == 1}
 
     # The whole tree: gathered on every rank
 

@@ -84,12 +84,11 @@ class StateHolding:
         layout, piece_number = self.sharding.layout, self.sharding.piece_number
         found: list[_Place | None] = []
         for leaf in self.plan.leaves:
-            if leaf.kind == "follows":
-                b, k = layout.places[leaf.leaf]
-                bucket = layout.buckets[b]
-                extent = bucket.extent(k, piece_number)
-                is_whole = not level_of(bucket).cuts_state
-                found.append(_Place(extent, is_whole, (extent.num_here,)))
+            if leaf.is_cut:
+                b, _ = layout.places[leaf.leaf]
+                is_whole = not level_of(layout.buckets[b]).cuts_state
+                shape = leaf.shape_here(layout, piece_number)
+                found.append(_Place(leaf.extent(layout, piece_number), is_whole, shape))
             elif leaf.kind == "owned":
                 is_here = leaf.owner in (piece_number, EVERYONE)
                 extent = Extent(leaf.shape, 0, prod(leaf.shape) if is_here else 0)

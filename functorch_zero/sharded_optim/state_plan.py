@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, NamedTuple, Self
 
 import optree
@@ -28,6 +29,7 @@ from ..optim.local import Local
 from ..tree import PyTree, paths, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
+HOLDERS = -2  # the owners of a leaf of whose rows each rank owns those that it holds
 
 _LONG = 2**40  # plus the number of its leaf, a placeholder's length; 4 TiB in float32
 
@@ -37,20 +39,44 @@ class StateLeaf:
     """One leaf of an optimizer's state. Attributes that its kind lacks have their defaults.
 
     Attributes:
-        kind: "follows": one value per element of a param, and cut as the param is. "owned": of a
-            whole-leaf transform, and held by one rank. "replicated": the same on all ranks.
+        kind: "follows": one value per element of a param, and cut as the param is. "rows": of a
+            transform of rows, and cut as the param's rows are. "owned": of a whole-leaf transform,
+            and held by one rank. "replicated": the same on all ranks.
         leaf: the number in the layout of the param that it follows or belongs to.
         slot: its number among the state's leaves that follow this param, from 0.
         owner: the rank that holds it.
-        shape, dtype: of an owned leaf, at its owner.
+        shape, dtype: of an owned leaf, at its owner; of one of rows, as a whole.
     """
 
-    kind: Literal["follows", "owned", "replicated"]
+    kind: Literal["follows", "rows", "owned", "replicated"]
     leaf: int = -1
     slot: int = -1
     owner: int = -1
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is cut along with its param: `extent` says how."""
+        return self.kind in ("follows", "rows")
+
+    def extent(self, layout: Layout, piece_number: int) -> Extent:
+        """The part of it, if it is cut, beside the param's piece of this number."""
+        b, k = layout.places[self.leaf]
+        of_param = layout.buckets[b].extent(k, piece_number)
+        if self.kind == "follows":
+            return of_param
+        row, own_row = prod(of_param.shape[1:]), prod(self.shape[1:])  # elements
+        return Extent(self.shape, of_param.start // row * own_row, of_param.stop // row * own_row)
+
+    def shape_here(self, layout: Layout, piece_number: int) -> tuple[int, ...]:
+        """The shape of that part: (n,), or rows."""
+        numel = self.extent(layout, piece_number).num_here
+        if self.kind == "follows":
+            return (numel,)
+        row = self.shape[1:]
+        b, k = layout.places[self.leaf]
+        return numel // max(prod(row), 1), *row
 
 
 @dataclass(frozen=True)
@@ -76,9 +102,9 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class _AtOwner:
-    """A leaf of the planned state that only its owner holds."""
+    """A leaf of the planned state that only its owner holds, or whose rows HOLDERS do."""
 
-    tensor: Tensor  # of the shape and dtype at its owner, on the meta device
+    tensor: Tensor  # of the shape and dtype of the whole, on the meta device
     leaf: int  # the param that it belongs to, by its number in the layout
     owner: int
 
@@ -99,6 +125,7 @@ class Planner(Local):
         extents: of the whole leaves, in the same structure.
         num_ranks: over which the owners of whole leaves are chosen.
         whole: the numbers of leaves that are not cut.
+        in_rows: the numbers of those whose pieces are whole rows.
 
     Attributes:
         owned: the params that `init_whole` was asked for.
@@ -110,8 +137,10 @@ class Planner(Local):
         extents: PyTree[Extent],
         num_ranks: int,
         whole: frozenset[int] = frozenset(),
+        in_rows: frozenset[int] = frozenset(),
     ):
-        self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
+        self._numbers, self._num_ranks = numbers, num_ranks
+        self._whole, self._in_rows = whole, in_rows
         self.extents = extents
         self.owned: list[OwnedParam] = []
 
@@ -145,8 +174,11 @@ class Planner(Local):
         numbers = optree.tree_leaves(self._numbers)
         # The same choice as `Sharded` makes, so the plan's owners are the step's
         costs = [part.cost(extent.shape) for extent in extents]
-        cuts = [number not in self._whole for number in numbers]
-        owners = owners_of(costs, cuts, self._num_ranks)
+        known = []
+        for n in numbers:
+            is_cut, in_rows = n not in self._whole, n in self._in_rows
+            known.append(owner_without_choice(part, is_cut=is_cut, in_rows=in_rows))
+        owners = owners_of(costs, known, self._num_ranks)
         self.owned += map(OwnedParam, numbers, owners, costs)
         states = []
         for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
@@ -164,7 +196,12 @@ def _at_owner(state: Any, number: int, owner: int) -> Any:
     """One param's state, whose leaves say which rank holds them."""
     if owner == EVERYONE:
         return state
-    return tree_map(lambda tensor: _AtOwner(tensor, number, owner), state)
+
+    def at_owner(tensor: Tensor) -> Any:
+        # A count of a transform of rows is the same on all ranks
+        return tensor if owner == HOLDERS and not tensor.dim() else _AtOwner(tensor, number, owner)
+
+    return tree_map(at_owner, state)
 
 
 def state_like(plan: StatePlan, layout: Layout, piece_number: int) -> Any:
@@ -173,10 +210,8 @@ def state_like(plan: StatePlan, layout: Layout, piece_number: int) -> Any:
     others may have any."""
     outline: list[Any] = []
     for leaf in plan.leaves:
-        if leaf.kind == "follows":
-            b, k = layout.places[leaf.leaf]
-            numel = layout.buckets[b].extent(k, piece_number).num_here
-            outline.append(torch.empty(numel, device="meta"))
+        if leaf.is_cut:
+            outline.append(torch.empty(leaf.shape_here(layout, piece_number), device="meta"))
         else:
             outline.append(leaf.kind)
     return plan.treedef.unflatten(outline)
@@ -214,7 +249,8 @@ def make_planner(layout: Layout, mask: PyTree[bool], num_ranks: int) -> Planner:
 
     extents = tree_map(whole_extent, numbers)
     whole = [n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1]
-    return Planner(numbers, extents, num_ranks, frozenset(whole))
+    in_rows = [n for n, (b, k) in enumerate(layout.places) if layout.buckets[b].has_whole_rows(k)]
+    return Planner(numbers, extents, num_ranks, frozenset(whole), frozenset(in_rows))
 
 
 def plan_of(state: Any) -> StatePlan:
@@ -226,7 +262,8 @@ def plan_of(state: Any) -> StatePlan:
         # Marked by `init_whole`: only its owner has it
         if isinstance(leaf, _AtOwner):
             shape, dtype = tuple(leaf.tensor.shape), leaf.tensor.dtype
-            plan.append(StateLeaf("owned", leaf.leaf, owner=leaf.owner, shape=shape, dtype=dtype))
+            kind: Any = "rows" if leaf.owner == HOLDERS else "owned"
+            plan.append(StateLeaf(kind, leaf.leaf, owner=leaf.owner, shape=shape, dtype=dtype))
         elif isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.numel() >= _LONG:
             # The length names the param
             number = leaf.numel() - _LONG
@@ -256,15 +293,19 @@ def placeholder(number: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(_LONG + number, dtype=dtype, device="meta")
 
 
-def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> list[int]:
-    """The owner of each leaf: a rank if the leaf is cut, else EVERYONE."""
-    owners = [EVERYONE] * len(costs)
-    # Positions of the leaves that one rank has to own; every rank runs the others
-    cut = [i for i, is_cut in enumerate(cuts) if is_cut]
-    assigned = assign_owners([costs[i] for i in cut], num_ranks)
-    for i, owner in zip(cut, assigned, strict=True):
-        owners[i] = owner
-    return owners
+def owner_without_choice(part: WholeLeaf, *, is_cut: bool, in_rows: bool) -> int | None:
+    """EVERYONE or HOLDERS; None for a leaf of which one rank has to be the owner."""
+    if part.by_rows and in_rows:
+        return HOLDERS
+    return None if is_cut else EVERYONE
+
+
+def owners_of(costs: Sequence[float], known: Sequence[int | None], num_ranks: int) -> list[int]:
+    """The owner of each leaf: the one that is known, else a rank."""
+    to_assign = [i for i, owner in enumerate(known) if owner is None]
+    assigned = assign_owners([costs[i] for i in to_assign], num_ranks)
+    chosen = dict(zip(to_assign, assigned, strict=True))
+    return [chosen[i] if owner is None else owner for i, owner in enumerate(known)]
 
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:

@@ -22,7 +22,7 @@ from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import WholeLeaf
 from .mail import Mail
-from .state_plan import EVERYONE
+from .state_plan import EVERYONE, HOLDERS
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,20 @@ class Exchange:
 
         Args:
             trees: of each, this rank's pieces (n,), by position.
-            owners: by position, a rank; or EVERYONE, to which a cut leaf goes whole.
+            owners: by position, a rank; EVERYONE, to which a cut leaf goes whole; or HOLDERS.
 
         Returns:
             Of each tree, by position, the leaves that are whole on this rank: those that it owns,
-            and those that are not cut.
+            and those that are not cut; of HOLDERS, the rows (m, ...) that are here.
         """
         whole: list[dict[int, Tensor]] = [{} for _ in trees]
         # In the order of the leaves, so that all ranks start the same all-to-all next
         by_dtype: defaultdict[torch.dtype, list[_Travelling]] = defaultdict(list)
         for t, pieces in enumerate(trees):
             for i, (piece, leaf) in enumerate(zip(pieces, self._leaves, strict=True)):
-                if self._group.size > 1 and leaf.is_cut:
+                if owners[i] == HOLDERS:
+                    whole[t][i] = piece.reshape(-1, *leaf.shape[1:])
+                elif self._group.size > 1 and leaf.is_cut:
                     by_dtype[piece.dtype].append(_Travelling(t, i))
                 else:
                     # Here whole on every rank: a view, and nothing travels
@@ -152,7 +154,8 @@ class Exchange:
         Args:
             results: by position, the leaves that are whole on this rank, in the pieces' dtypes.
             pieces: by position, this rank's pieces (n,) before the update.
-            owners: by position, a rank; EVERYONE of leaves that are not cut, and of no others.
+            owners: by position, a rank; EVERYONE of leaves that are not cut, and of no others; or
+                HOLDERS.
 
         Returns:
             By position, this rank's pieces (n,) of the results.
@@ -160,8 +163,9 @@ class Exchange:
         found: dict[int, Tensor] = {}  # by position, this rank's pieces (n,) of results
         by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for i, piece in enumerate(pieces):
-            if self._group.size == 1 or owners[i] == EVERYONE:
-                # Every rank has run it, on a leaf that is not cut: all of it is the piece
+            if self._group.size == 1 or owners[i] in (EVERYONE, HOLDERS):
+                # Every rank has run it, on a leaf that is not cut: all of it is the piece. Or each
+                # on its own rows
                 found[i] = results[i].reshape(-1)
             else:
                 by_dtype[piece.dtype].append(i)

@@ -128,7 +128,7 @@ def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
         return storages([leaf for leaf in optree.tree_leaves(node.as_it_lies) if is_moved(leaf)])
     # An update makes a new count and a new rate. States of one optimizer may share the old ones.
     rows = zip(optree.tree_leaves(node.as_it_lies), node.holding.plan.leaves, strict=True)
-    return storages([leaf for leaf, planned in rows if planned.kind == "follows"])
+    return storages([leaf for leaf, planned in rows if planned.is_cut])
 
 
 def _storages_of(node: Any) -> set[int]:

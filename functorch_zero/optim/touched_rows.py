@@ -1,0 +1,112 @@
+"""A transform's functions of rows, as functions of a leaf: they see the rows that were touched.
+
+A row is touched if its gradient isn't all zeros. The others have an update of zeros, and their part
+of the state stays as it is. So the same holds for a dense gradient, for one that came of ids, and
+however a batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from math import prod
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import TransformError, explain
+from ..tree import has_values
+
+
+def as_rows(leaf: Tensor) -> Tensor:
+    """The leaf's rows, (n, columns); a view where the leaf is contiguous. A leaf of one dim has
+    rows of one number, and a 0-d one has one row."""
+    num_rows = leaf.shape[0] if leaf.dim() else 1
+    return leaf.reshape(num_rows, prod(leaf.shape[1:]))
+
+
+def init_by_rows(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """An author's `init` of rows, as one of a leaf."""
+
+    @wraps(init)  # whose name errors have
+    def run(param: Tensor) -> Any:
+        rows = as_rows(param)
+        state = init(rows)
+        for leaf in optree.tree_leaves(state):
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != len(rows):
+                raise TransformError(
+                    explain(
+                        f"{name_of(init)} makes a state that doesn't go by rows",
+                        expected=f"tensors with {len(rows)} rows, or 0-d ones",
+                        got=f"shape {tuple(leaf.shape)}",
+                        remedy="param.new_zeros(len(param)) for one number per row",
+                    )
+                )
+        return state
+
+    return run
+
+
+def update_by_rows(
+    update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]],
+    name: str,
+    *,
+    in_place: bool = False,
+) -> Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]:
+    """An author's `update` of touched rows, as one of a leaf.
+
+    Args:
+        update: `(update, state, param) -> (update, state)`.
+        name: the author's, for errors.
+        in_place: whether results are written over the leaf's update and state.
+    """
+
+    def run(leaf: Tensor, state: Any, param: Tensor | None) -> tuple[Tensor, Any]:
+        rows = as_rows(leaf)
+        ids = _touched(rows)
+        given = rows[ids]
+        # 0-d: a count, say, which goes on whether or not a row is touched
+        own = tree_map(lambda x: x[ids] if x.dim() else x, state)
+        new, new_own = update(given, own, None if param is None else as_rows(param)[ids])
+        _check(name, (given, own), (new, new_own))
+
+        def put(whole: Tensor, here: Tensor) -> Tensor:
+            if not whole.dim():
+                return here
+            target = whole if in_place else whole.clone()
+            return target.index_copy_(0, ids, here.to(whole.dtype))
+
+        # The rows that weren't touched are zeros, as their updates are
+        return put(rows, new).reshape(leaf.shape), tree_map(put, state, new_own)
+
+    return run
+
+
+def _touched(rows: Tensor) -> Tensor:
+    """The numbers (k,) of the rows that aren't all zeros."""
+    # A plan has no values: any row may be touched
+    if not has_values(rows):
+        return torch.arange(len(rows), device=rows.device)
+    return (rows != 0).any(1).nonzero().squeeze(1)
+
+
+def _check(name: str, before: Any, after: Any) -> None:
+    """Raise unless an author's function made rows and a state like those that it was given."""
+    expected, got = ([(*x.shape,) for x in optree.tree_leaves(tree)] for tree in (before, after))
+    if expected != got:
+        raise TransformError(
+            explain(
+                f"{name} must make rows and a state of the shapes that it was given",
+                expected=expected,
+                got=got,
+                remedy="one result per row: a mean over its columns is x.mean(1)",
+            )
+        )
+
+
+def name_of(author: Any) -> str:
+    """The name of an author's function."""
+    return getattr(author, "__qualname__", repr(author))
