@@ -62,21 +62,27 @@ class StateLeaf:
 
     def extent(self, layout: Layout, piece_number: int) -> Extent:
         """The part of it, if it is cut, beside the param's piece of this number."""
-        b, k = layout.places[self.leaf]
-        of_param = layout.buckets[b].extent(k, piece_number)
         if self.kind == "follows":
-            return of_param
-        row, own_row = prod(of_param.shape[1:]), prod(self.shape[1:])  # elements
-        return Extent(self.shape, of_param.start // row * own_row, of_param.stop // row * own_row)
+            return self._extent_of_param(layout, piece_number)
+        first, last = self._rows(layout, piece_number)
+        row = prod(self.shape[1:])  # elements
+        return Extent(self.shape, first * row, last * row)
 
     def shape_here(self, layout: Layout, piece_number: int) -> tuple[int, ...]:
-        """The shape of that part: (n,), or rows."""
-        numel = self.extent(layout, piece_number).num_here
+        """The shape of that part: (n,), or some rows."""
         if self.kind == "follows":
-            return (numel,)
-        row = self.shape[1:]
+            return (self._extent_of_param(layout, piece_number).num_here,)
+        first, last = self._rows(layout, piece_number)
+        return last - first, *self.shape[1:]
+
+    def _rows(self, layout: Layout, piece_number: int) -> tuple[int, int]:
+        extent = self._extent_of_param(layout, piece_number)
+        row = prod(extent.shape[1:])
+        return extent.start // row, extent.stop // row
+
+    def _extent_of_param(self, layout: Layout, piece_number: int) -> Extent:
         b, k = layout.places[self.leaf]
-        return numel // max(prod(row), 1), *row
+        return layout.buckets[b].extent(k, piece_number)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,17 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .cuts import FIRST_PIECES, CutTest, TrialCut, alone, is_refusal
+from ..local import Local
+from .cuts import (
+    FIRST_PIECES,
+    OTHER_ROWS,
+    ROWS_REMEDY,
+    SOME_ROWS,
+    CutTest,
+    TrialCut,
+    alone,
+    is_refusal,
+)
 from .operators import OperatorWatch
 from .pretended import MOST, PretendedRank, Silent, block_of
 
@@ -97,7 +107,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
     sums, matrix products), random ones, values read on the host, and changes of inputs in place;
     results that depend on how leaves are cut, by their shape, strides, position, path, order or
-    number, in the first two steps or in two late ones; whole-leaf functions that make another
+    number, in the first two steps or in two late ones; results of a row that depend on the other
+    rows, where a transform claims to go by rows; whole-leaf functions that make another
     update when they are repeated; and an `in_place` that is not `update` to the bit.
     Nothing is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
@@ -119,6 +130,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
                 _check_in_place(part.plain, dtype, name_of(part))
             # Once on as many elements as are tried of a leaf
             _check_in_place(part.plain, torch.float32, name_of(part), size=MOST)
+        if part.needs == Needs.WHOLE_ROWS:
+            _check_rows(part)
         # Given params, these run below, on leaves that they are meant for
         elif params is None and part.needs > Needs.POINTWISE:
             _check_across(part, hostile_leaves() | {"scalar": torch.empty((), device="meta")})
@@ -223,6 +236,30 @@ def _check_pointwise(
     part = alone(transform.plain)
     test = CutTest(
         part, params, updates, watch, difference_of, operators=ours, regroup=True, strides=ours
+    )
+    test.check()
+
+
+def _check_rows(transform: Transform) -> None:
+    """A row-wise author's functions on all rows of some leaves, and on a part of them."""
+    shapes = {"one column": (9, 1), "rows": (11, 4), "wide": (5, 40)}
+    params, updates = _draw({name: torch.empty(shape) for name, shape in shapes.items()})
+    # In each step two rows of three are touched
+    for step, tree in enumerate(updates):
+        for x in tree.values():
+            x[step::3] = 0
+    # In float64, where round-off hides least
+    params, updates = tree_map(torch.Tensor.double, (params, updates))
+    watch = OperatorWatch(name_of(transform))
+    test = CutTest(
+        transform,
+        params,
+        updates,
+        watch,
+        difference_of,
+        across_of=lambda cut: Local(cut.of(params)),
+        parts=(SOME_ROWS, OTHER_ROWS),
+        remedy=ROWS_REMEDY,
     )
     test.check()
 

@@ -34,7 +34,10 @@ from .operators import OperatorWatch
 # A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
 LATER = 720_720
 
-
+ROWS_REMEDY = (
+    "let each row of the results depend on that row alone: a mean over its columns is x.mean(1). "
+    "Make the transform with optim.with_whole_leaves, if it needs several rows at once"
+)
 CUT_REMEDY = (
     "let each result depend on the values at its own position only, and keep in other state what "
     "all ranks have. For some of the leaves, by path or by whole shape, use optim.masked or "
@@ -87,6 +90,8 @@ def _laid_out(x: Tensor) -> Tensor:
 WHOLE = TrialCut("whole leaves", lambda tree: tree)
 FIRST_PIECES = TrialCut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
 SECOND_PIECES = TrialCut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
+SOME_ROWS = TrialCut("some rows", lambda tree: tree_map(lambda x: x[: middle(len(x))], tree))
+OTHER_ROWS = TrialCut("some rows", lambda tree: tree_map(lambda x: x[middle(len(x)) :], tree))
 LAID_OUT = TrialCut("whole leaves with other strides", lambda tree: tree_map(_laid_out, tree))
 JOINED = TrialCut("all leaves joined to one", lambda tree: {"": _join(tree)})
 
@@ -111,7 +116,9 @@ class CutTest:
         operators: whether the watch sees each operator, too, on some pieces.
         regroup: whether to run on all leaves joined, too, as pointwise transforms may be.
         strides: whether to run on whole leaves with other strides, too.
-        across_of: the `across` of a run, which begins anew with `FIRST_PIECES`.
+        across_of: the `across` of a run, which begins anew with the first of `parts`.
+        parts: the two cuts whose results, one behind the other, are to be those of whole leaves.
+        remedy: where they aren't.
     """
 
     transform: Transform
@@ -124,6 +131,8 @@ class CutTest:
     strides: bool = False
     # By default for pointwise functions, which are given no `across`
     across_of: Callable[[TrialCut], Any] = lambda cut: None
+    parts: tuple[TrialCut, TrialCut] = (FIRST_PIECES, SECOND_PIECES)
+    remedy: str = CUT_REMEDY
 
     def check(self) -> None:
         """Raise `TransformError` unless the results are the same for all cuts."""
@@ -145,15 +154,16 @@ class CutTest:
 
     def _check(self, *, late: bool) -> None:
         """`late`: whether counters are moved on; see Note [later counters]."""
+        first_part, second_part = self.parts
         # First pieces come first: the other runs are given their answers of `across`. Operators are
         # watched there, since they tell the author's line
-        first = self._run(FIRST_PIECES, late=late, operators=self.operators)
+        first = self._run(first_part, late=late, operators=self.operators)
         whole = self._run(WHOLE, late=late)
-        second = self._run(SECOND_PIECES, late=late)
+        second = self._run(second_part, late=late)
         # Step by step: one piece behind the other is the leaf, flattened
         for made, a, b in zip(whole, first, second, strict=True):
             together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
-            self._compare_updates(made.updates, together, FIRST_PIECES)
+            self._compare_updates(made.updates, together, first_part)
             self._compare_states(made.state, a.state, b.state)
         if self.strides:
             self._check_strides(whole, late=late)
@@ -252,7 +262,7 @@ class CutTest:
                 got = f"{tuple(a.shape)} {tuple(b.shape)}"
                 difference = f"expected shape {tuple(x.shape)}, got {got}"
             if difference:
-                self._refuse(f"state {paths(whole)[i]}", FIRST_PIECES, difference)
+                self._refuse(f"state {paths(whole)[i]}", self.parts[0], difference)
 
     def _refuse(self, result: str, cut: TrialCut, difference: str) -> NoReturn:
         if self._changes_with_calls():
@@ -264,7 +274,7 @@ class CutTest:
         self.watch.refuse(
             f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
             f"leaves: {difference}",
-            CUT_REMEDY,
+            self.remedy,
         )
 
     def _changes_with_calls(self) -> bool:
