@@ -200,6 +200,7 @@ def _optimizer(name: str) -> optim.Transform:
     known: dict[str, Callable[[float], optim.Transform]]
     # Modules and constants are in there, too
     public = vars(optim) | vars(optim.contrib)
+    public |= {f"rows.{name}": getattr(optim.rows, name) for name in optim.rows.__all__}
     known = {made: make for made, make in public.items() if _takes_a_learning_rate(make)}
     if name not in known:
         raise ValueError(f"--optimizer must be one of {', '.join(sorted(known))}; got {name!r}")

@@ -271,10 +271,12 @@ def known_optimizers() -> dict[str, NamedOptimizer]:
 
 
 def public_functions() -> dict[str, Any]:
-    """The public names of `functorch_zero.optim` and of `optim.contrib`, in one dict."""
+    """The public names of `functorch_zero.optim` and of `optim.contrib`, in one dict, and those of
+    `optim.rows` as `rows.sgd`."""
     core = {name: getattr(optim, name) for name in optim.__all__}
     contrib = {name: getattr(optim.contrib, name) for name in optim.contrib.__all__}
-    return core | contrib
+    by_rows = {f"rows.{name}": getattr(optim.rows, name) for name in optim.rows.__all__}
+    return core | contrib | by_rows
 
 
 def _needs_only_a_rate(function: Any) -> bool:

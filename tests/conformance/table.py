@@ -86,7 +86,7 @@ def muon() -> Transform:
     return optim.muon(rate, weight_decay=decay, adam_weight_decay=decay)
 
 
-# What a user may write with the four constructors, and bring along.
+# What a user may write with the five constructors, and bring along.
 
 
 def own_pointwise() -> Transform:
@@ -160,6 +160,20 @@ def own_whole_leaves() -> Transform:
         ), count + 1
 
     return optim.with_whole_leaves(lambda param: torch.zeros((), dtype=torch.int64), update)
+
+
+def own_whole_rows() -> Transform:
+    """Its own count of a row's touches, the param, and two numbers in a row of the state."""
+
+    def init(param: Tensor) -> dict[str, Tensor]:
+        return {"touched": param.new_zeros(len(param)), "two": param.new_ones(len(param), 2)}
+
+    def update(u: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+        touched = state["touched"] + 1
+        two = 0.5 * state["two"] + torch.stack([u.abs().amax(1), param.square().mean(1)], 1)
+        return u / (two.sum(1) + touched)[:, None], {"touched": touched, "two": two}
+
+    return optim.with_whole_rows(init, update)
 
 
 def own_whole_tree() -> Transform:
@@ -487,5 +501,13 @@ WRAPPERS: dict[str, Row] = {
     ),
 }
 
-TABLE = POINTWISE | STATISTICS | WHOLE | WRAPPERS
-assert len(TABLE) == sum(map(len, (POINTWISE, STATISTICS, WHOLE, WRAPPERS)))
+ROWS: dict[str, Row] = {
+    "rows.sgd": Row(lambda: optim.rows.sgd(rate)),
+    "rows.adagrad": Row(lambda: decayed(optim.rows.adagrad(rate))),
+    "rows.adagrad_by_row": Row(lambda: decayed(optim.rows.adagrad_by_row(rate, 0.1))),
+    "rows.lazy_adam": Row(lambda: taking_turns(optim.rows.lazy_adam(rate))),
+    "with_whole_rows": Row(lambda: finished(own_whole_rows())),
+}
+
+TABLE = POINTWISE | STATISTICS | WHOLE | WRAPPERS | ROWS
+assert len(TABLE) == sum(map(len, (POINTWISE, STATISTICS, WHOLE, WRAPPERS, ROWS)))

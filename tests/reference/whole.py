@@ -231,3 +231,23 @@ class FullMatrixAdagrad:
             updates[k] = -self.lr(t) * direction[start : start + g.size].reshape(g.shape)
             start += g.size
         return updates
+
+
+class AdagradByRow:
+    """Mudigere et al., 2022, as in FBGEMM's EXACT_ROWWISE_ADAGRAD: one sum per row, row by row."""
+
+    def __init__(self, lr: Schedule, initial: float):
+        self.lr, self.initial = lr, initial
+        self.sums: dict[tuple[str, int], float] = {}
+
+    def __call__(self, t: int, gradients: Arrays, params: Arrays) -> Arrays:
+        updates = {}
+        for k, g in gradients.items():
+            update = np.zeros_like(g)
+            rows, out = g.reshape(g.shape[:1] or 1, -1), update.reshape(g.shape[:1] or 1, -1)
+            for i, row in enumerate(rows):
+                if row.any():
+                    self.sums[k, i] = self.sums.get((k, i), self.initial) + (row**2).mean()
+                    out[i] = -self.lr(t) * row / (np.sqrt(self.sums[k, i]) + 1e-10)
+            updates[k] = update
+        return updates
