@@ -325,7 +325,7 @@ def test_a_state_that_is_one_tensor_twice() -> None:
 
 def test_a_program() -> None:
     """Donated, with a state of rows among its trees."""
-    apply, params, buffers = both()
+    apply, params, _ = both()
     loss_fn, optimizer = loss_of(apply), usual(rows.lazy_adam)
 
     def init(params: Any) -> Any:
