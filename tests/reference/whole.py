@@ -244,8 +244,8 @@ class AdagradByRow:
         updates = {}
         for k, g in gradients.items():
             update = np.zeros_like(g)
-            rows, out = g.reshape(g.shape[:1] or 1, -1), update.reshape(g.shape[:1] or 1, -1)
-            for i, row in enumerate(rows):
+            out = np.atleast_1d(update)  # a view
+            for i, row in enumerate(np.atleast_1d(g)):
                 if row.any():
                     self.sums[k, i] = self.sums.get((k, i), self.initial) + (row**2).mean()
                     out[i] = -self.lr(t) * row / (np.sqrt(self.sums[k, i]) + 1e-10)

@@ -20,6 +20,7 @@ from ..base import (
     step_count,
     tree_zeros_like,
     with_whole_leaves,
+    with_whole_rows,
     with_whole_tree,
 )
 from ..naming import named
@@ -72,6 +73,7 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
     # A pair in this form sees trees: whole, of one leaf each, or of pieces
     constructors: dict[Needs, Callable[..., Transform]] = {
         Needs.POINTWISE: pointwise,
+        Needs.WHOLE_ROWS: with_whole_rows,
         Needs.WHOLE_LEAF: with_whole_leaves,
         Needs.WHOLE_TREE: with_whole_tree,
     }
