@@ -33,7 +33,7 @@ from tests.reference import (
     trajectory,
 )
 from tests.reference import whole as oracles
-from tests.tiers import crossed, thinned, tiers
+from tests.tiers import crossed, tiers
 
 D = torch.float64
 SHAPES = HOSTILE | {"empty": (0, 3), "without columns": (4, 0)}
@@ -233,7 +233,7 @@ def test_state_lies_with_its_rows_and_nothing_is_sent() -> None:
         watched.calls.clear()
         sharded(state, {name: x[:4] for name, x in batches_of(1)[0].items()})
         sent = [call for call in watched.calls if call.kind == "all_to_all"]
-        return shapes, sum(call.numel for call in sent), str(sharded.describe(state))
+        return shapes, sum(call.num_elements for call in sent), str(sharded.describe(state))
 
     for rank, (shapes, numel, text) in enumerate(run_ranks(on_rank, 2)):
         of_path = dict(zip(["even", "net.bias", "net", "odd"], shapes, strict=True))
@@ -269,17 +269,15 @@ def test_checkpoints(before: tuple[int, int], after: tuple[int, int], tmp_path: 
     assert_equal_values(expected.params, found.params, grade="reordered")
 
 
-@pytest.mark.parametrize("levels", thinned([(3, 1), (0, 3), (2, 0)]))
-def test_refit_and_back(levels: tuple[int, int]) -> None:
+@pytest.mark.parametrize("levels", tiers([(3, 1)], [(0, 3), (2, 0)]))
+def test_whole_and_cut_again(levels: tuple[int, int]) -> None:
     batches = batches_of(4, 12, 48)
 
     def on_rank(group: Any) -> Any:
-        _, state = trained(levels[0], group, batches[:2])
-        step, state = trained(levels[1], group, batches[2:], lambda s, p, b: s.refit(state))
-        whole = step.unshard(state)
-        again = step.shard_state(whole)
-        assert_equal_values(whole, step.unshard(again), grade="bitwise")
-        return whole
+        before, state = trained(levels[0], group, batches[:2])
+        whole = before.unshard(state)
+        step, state = trained(levels[1], group, batches[2:], lambda s, p, b: s.shard_state(whole))
+        return step.unshard(state)
 
     found = run_ranks(on_rank, 3)[0]
     _, expected = trained(-1, None, batches)
@@ -292,11 +290,11 @@ def test_donated_state_is_written_over() -> None:
     def on_rank(group: Any) -> None:
         for donate in (True, False):
             step, state = trained(3, group, batches_of(1, 12, 48), donate=donate)
-            sums = state.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares.here
+            sums = state.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares
             before, at = sums.clone(), sums.data_ptr()
             own = {k: x.chunk(2)[group.rank] for k, x in batches_of(2, 12, 48)[1].items()}
             new, _ = step(state, own)
-            after = new.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares.here
+            after = new.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares
             assert (after.data_ptr() == at) == donate
             assert not torch.equal(after, before)
             assert donate or torch.equal(sums, before)
@@ -332,7 +330,7 @@ def test_a_program() -> None:
         return {"params": params, "opt": optimizer.init(params)}
 
     def program(value: Any, batch: Any) -> Any:
-        grads = fz.grad(loss_fn)(value["params"], {}, batch)
+        _, grads = fz.value_and_grad(loss_fn)(value["params"], {}, batch)
         new, state = optimizer.apply(grads, value["opt"], value["params"])
         return {"params": new, "opt": state}, {}
 

@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "adamw": lambda: optim.adamw(0.01),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9)),
     "muon": lambda: optim.muon(0.02),
+    "by rows": lambda: optim.rows.adagrad_by_row(0.1),
     "adafactor": lambda: optim.adafactor(0.01),
     "lookahead": lambda: optim.lookahead(optim.adam(0.01), 2, 0.5),
 }
