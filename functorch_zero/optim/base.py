@@ -482,9 +482,7 @@ def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any
     def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
         return across.run_whole(part, updates, state, params)
 
-    return Transform(
-        init, update, needs, asks_for_state=True, name=name, hyperparams=made_with
-    )
+    return Transform(init, update, needs, asks_for_state=True, name=name, hyperparams=made_with)
 
 
 def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:

@@ -336,7 +336,10 @@ class Sharded(Across):
             return [[ferry.bring(x, device) for x in tensors] for tensors in own]
 
         def may_write(i: int, own: Sequence[Brought]) -> bool:
-            tensors = [whole_updates[i], *(x.tensor for x in own if x.tensor.dim() and not x.is_copy)]
+            tensors = [
+                whole_updates[i],
+                *(x.tensor for x in own if x.tensor.dim() and not x.is_copy),
+            ]
             return storages(tensors) <= writable
 
         def run(batch: Sequence[int], coming: Sequence[Sequence[Coming]]) -> None:

@@ -166,10 +166,11 @@ def test_pieces_give_the_same(name: str, ranks: tuple[int, ...]) -> None:
 class Both(nn.Module):
     """Two embeddings, of which one is cut between rows at all levels, and a net."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool) -> None:
         super().__init__()
         # Rows of 256 bytes, at whose multiples pieces begin
-        self.even, self.odd = nn.Embedding(48, 32), nn.Embedding(13, 5)
+        self.even = nn.Embedding(48, 32, sparse=sparse)
+        self.odd = nn.Embedding(13, 5, sparse=sparse)
         self.net = nn.Linear(37, 4)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -177,10 +178,11 @@ class Both(nn.Module):
         return out
 
 
-def both() -> tuple[Any, Any, Any]:
+def both(*, sparse: bool = False) -> tuple[Any, Any, Any]:
+    """`sparse`: at levels 1 to 3 both embeddings are tables."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return fz.functionalize(Both().to(D), units=nn.Embedding)
+        return fz.functionalize(Both(sparse).to(D), units=nn.Embedding)
 
 
 def of_tables(path: str, leaf: Tensor) -> str:
@@ -206,9 +208,15 @@ def test_beside_other_optimizers(name: str, level: int) -> None:
 
 
 def trained(
-    level: int, group: Any, batches: list[Any], state: Any = None, **options: Any
+    level: int,
+    group: Any,
+    batches: list[Any],
+    state: Any = None,
+    *,
+    sparse: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    apply, params, buffers = both()
+    apply, params, buffers = both(sparse=sparse)
     step = fz.train_step(loss_of(apply), usual(rows.adagrad_by_row))
     sharded: Any = step if level < 0 else fz.shard(step, level=level, group=group, **options)
     state = sharded.init(params, buffers) if state is None else state(sharded, params, buffers)
@@ -220,38 +228,64 @@ def trained(
 
 
 def test_state_lies_with_its_rows_and_nothing_is_sent() -> None:
-    """A number per row, of the rows that a rank holds. Of the other table one rank has all."""
+    """A number per row, of the rows that a rank holds. Of the other embedding one rank has all."""
 
-    def on_rank(group: Any) -> tuple[list[tuple[int, ...]], int, str]:
+    def on_rank(group: Any) -> tuple[dict[str, Any], int, str]:
         watched = counted(group)
         apply, params, buffers = both()
         step = fz.train_step(loss_of(apply), rows.adagrad_by_row(0.1))
         sharded = fz.shard(step, level=3, group=watched)
         state = sharded.init(params, buffers)
-        sums = state.opt_state[0]
-        shapes = [(*sums[path].state.sum_of_squares.shape,) for path in sums]
+        first, _ = state.opt_state
+        shapes = {path: (*first[path].state.sum_of_squares.shape,) for path in params}
         watched.calls.clear()
-        sharded(state, {name: x[:4] for name, x in batches_of(1)[0].items()})
-        sent = [call for call in watched.calls if call.kind == "all_to_all"]
-        return shapes, sum(call.num_elements for call in sent), str(sharded.describe(state))
+        state, _ = sharded(state, {name: x[:4] for name, x in batches_of(1)[0].items()})
+        sent = [call.num_elements for call in watched.calls if call.kind == "all_to_all"]
+        return shapes, sum(sent), str(fz.describe(sharded, state))
 
-    for rank, (shapes, numel, text) in enumerate(run_ranks(on_rank, 2)):
-        of_path = dict(zip(["even", "net.bias", "net", "odd"], shapes, strict=True))
-        assert of_path["even"] == (24,)
-        assert of_path["odd"] in ((13,), (0,))
-        assert numel < 48 * 32, rank  # the other leaves' alone
-        assert "1/2" in text
+    for shapes, sent, text in run_ranks(on_rank, 2):
+        assert shapes["even.weight"] == (24,)
+        assert shapes["odd.weight"] in ((13,), (0,))
+        assert sent < 48 * 32  # the other leaves' alone
+        assert "at owners" in text
+
+
+@pytest.mark.parametrize("name", tiers(["adagrad_by_row"], ["lazy_adam"]))
+@pytest.mark.parametrize("level", tiers([3], [1, 2]))
+def test_tables(name: str, level: int) -> None:
+    """`sparse=True`: of any number of rows, and nothing at owners."""
+    apply, params, buffers = both(sparse=True)
+    step = fz.train_step(loss_of(apply), usual(EVERY[name]), accumulate=2)
+    batches = batches_of(3, 12, 48)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches, levels=(level,), ranks=(1, 2, 3)
+    )
+
+    def on_rank(group: Any) -> tuple[list[int], str]:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        of_odd = state.opt_state[1]["tables"][0]["odd.weight"].state
+        return [len(x) for x in of_odd if x.dim()], str(fz.describe(sharded, state))
+
+    found = run_ranks(on_rank, 3)
+    assert [{*lengths} for lengths, _ in found] == [{5}, {5}, {3}]
+    assert not any("at owners" in text for _, text in found)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), tiers([((3, 2), (1, 3)), ((-1, 1), (3, 3)), ((3, 3), (-1, 1))], rows=True)
+    ("before", "after"),
+    tiers([((3, 2), (1, 3))], [((-1, 1), (3, 3)), ((3, 3), (-1, 1))], rows=True),
 )
-def test_checkpoints(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
-    """From levels and numbers of ranks to others; -1 is the unsharded step."""
+@pytest.mark.parametrize("sparse", tiers([True], [False]))
+def test_checkpoints(
+    before: tuple[int, int], after: tuple[int, int], sparse: bool, tmp_path: Path
+) -> None:
+    """From levels and numbers of ranks to others, and from tables to other leaves; -1 is the
+    unsharded step."""
     batches = batches_of(4, 12, 48)
 
     def save(group: Any) -> Any:
-        step, state = trained(before[0], group, batches[:2])
+        step, state = trained(before[0], group, batches[:2], sparse=sparse)
         checkpoint.save(tmp_path / "at 2", step, state)
 
     def resume(group: Any) -> Any:
