@@ -27,6 +27,7 @@ PACKAGES = ["functorch_zero"] + [
         "errors",
         "optim",
         "optim.contrib",
+        "optim.rows",
         "places",
         "planning",
         "testing",
