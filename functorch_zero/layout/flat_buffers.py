@@ -219,10 +219,13 @@ class Recall:
 
     A step is given the leaves that the last one returned, where storage is donated. They are
     remembered weakly, and asked whether they still lie where they lay.
+
+    Args:
+        may_move: whether somebody else has the leaves, who may set their data.
     """
 
-    def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]]):
-        self._find = find
+    def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]], *, may_move: bool = True):
+        self._find, self._may_move = find, may_move
         self._leaves: list[Callable[[], Tensor | None]] = []  # weak references: dead ones give None
         self._as_they_were: list[list[Any]] = []
         self._firsts: list[
@@ -232,7 +235,7 @@ class Recall:
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         # With `map`, since this runs for every leaf at every step
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
-        if same and where_they_lie(leaves) == self._as_they_were:
+        if same and (not self._may_move or where_they_lie(leaves) == self._as_they_were):
             return [*map(_base_or_itself, map(leaves.__getitem__, self._firsts))]
         flats = self._find(leaves)
         # Id -> the last leaf that is a view of that base
@@ -253,13 +256,15 @@ def _base_or_itself(leaf: Tensor) -> Tensor:
 def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
     """The places of leaves, fact by fact; equal while the leaves lie where they lay. `leaf.data =
     other` moves a leaf, which stays the same object."""
+    # With `map`, as above
     return [
-        [storage_id(leaf) for leaf in leaves],
-        [leaf.storage_offset() for leaf in leaves],
+        [*map(storage_id, leaves)],
+        [*map(Tensor.storage_offset, leaves)],
         [leaf.shape for leaf in leaves],
         [leaf.dtype for leaf in leaves],
-        [leaf.is_contiguous() for leaf in leaves],
-        [is_flagged(leaf) for leaf in leaves],
+        [*map(Tensor.is_contiguous, leaves)],
+        [*map(Tensor.is_conj, leaves)],
+        [*map(Tensor.is_neg, leaves)],
     ]
 
 

@@ -56,14 +56,16 @@ class Fused:
     donated.
 
     Attributes:
-        update: `(params, updates, states) -> states` for some flats; each state is that of a tree
-            of one leaf, `{"": flat}`. Its leaves that follow no param (a count of steps) are the
-            same in all states.
+        update: `(params, updates, state) -> state` for some flats; the state is that of the tree of
+            the flats, in this order: `{0: flat, 1: flat, ...}`. Of the new one, leaves that follow
+            no param (a count of steps) are read.
         takes: whether the kernel takes params of this dtype, on this device.
+        one_by_one: whether it is given one flat at a time.
     """
 
-    update: Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]
+    update: Callable[[list[Tensor], list[Tensor], Any], Any]
     takes: Callable[[Tensor], bool]
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True)

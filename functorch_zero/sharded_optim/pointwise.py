@@ -16,10 +16,11 @@ overwritten:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import optree
@@ -34,11 +35,13 @@ from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
-from .ferry import Brought, Coming, Ferry, in_turn
+from .ferry import Coming, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
-# What may be overwritten: updates and state, neither, or the state alone. A kernel, of which it is
-# asked, adds to the params as well, unless it is neither
+T = TypeVar("T")
+
+# What may be overwritten: updates and state, neither, or the state alone, whose leaves nobody else
+# has. A kernel, of which it is asked, adds to the params as well, unless it is neither
 Donate = bool | Literal["state"]
 
 
@@ -65,8 +68,9 @@ class FlatGroup:
         # memory of its own for each element, to which results could be written
         if self.bucket is None:
             (piece,) = pieces
-            is_plain = piece.is_contiguous() and not is_flagged(piece)
-            return piece if is_plain else piece.resolve_conj().resolve_neg().contiguous()
+            if _lie_plainly(pieces):
+                return piece
+            return piece.resolve_conj().resolve_neg().contiguous()
         return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -101,8 +105,12 @@ class PointwiseOnFlats:
         self._ferry = Ferry() if ferry is None else ferry
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
-        self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
+        self.numbers: list[int]
+        self.numbers, self._treedef = optree.tree_flatten(select(everything, mask))
         self._groups = _group_leaves(layout, self.numbers, piece_number)
+        # Whether the flats are the trees' leaves, one by one
+        singles = [group.positions for group in self._groups if group.bucket is None]
+        self._are_leaves = singles == [(n,) for n in range(len(self.numbers))]
         # None: the transform doesn't treat all leaves alike. Weak: it goes with the transform.
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
@@ -127,11 +135,11 @@ class PointwiseOnFlats:
         old_state = self._copy_repeated(optree.tree_leaves(state), device)
         new_state = list(old_state)
         writable = self._writable_storages(new_updates, param_leaves)
-        # Per group, the operands beside its updates: flats (piece,), and counts that groups share
-        states = regrouping.group_states(self._flats_of(regrouping, old_state, device), old_state)
+        # The operands beside the updates: flats (piece,), and counts that groups share
+        tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
         def begin(batch: _Batch) -> list[Coming]:
-            return [ferry.bring(states[n][i], device) for n, i in batch.state]
+            return [ferry.bring(tensors[i], device) for i in batch.state]
 
         def run(batch: _Batch, coming: Sequence[Coming]) -> None:
             # The updates of each group, then the leaves of their state; only params are just read
@@ -144,8 +152,8 @@ class PointwiseOnFlats:
                 operands.append(_Operand(flat, is_flat=True, donated=donated))
                 params_here.append(group.find(_at(group.positions, param_leaves)))
             arrived = [ferry.wait(one) for one in coming]
-            for (n, i), here in zip(batch.state, arrived, strict=True):
-                place = regrouping.places[n][i]
+            for i, here in zip(batch.state, arrived, strict=True):
+                place = regrouping.places[i]
                 lies_in = _share(old_state[place.positions[0]], here.stored)
                 # A count is never written over: each batch reads the same old one
                 donated = place.follows and (here.is_copy or (bool(self._donate) and lies_in))
@@ -157,14 +165,14 @@ class PointwiseOnFlats:
                 # The flat itself: the updates' leaves hold these values already
                 if new_flat is not operand.tensor:
                     _put(group.cut(new_flat), group.positions, new_updates)
-            for (n, i), here, new in zip(batch.state, arrived, results, strict=True):
-                place = regrouping.places[n][i]
+            for i, here, new in zip(batch.state, arrived, results, strict=True):
+                place = regrouping.places[i]
                 # All batches make the same of a count, so any one's is the answer
                 if not place.follows:
                     new_state[place.positions[0]] = new
                     continue
                 flat = ferry.take_back(here, new)
-                if flat is not states[n][i]:
+                if flat is not tensors[i]:
                     _put(place.group.cut(flat), place.positions, new_state)
 
         # One group at a time, where its state has a place
@@ -217,12 +225,15 @@ class PointwiseOnFlats:
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
-        leaves = optree.tree_leaves(tree)
+        leaves: list[Tensor] = self._treedef.flatten_up_to(tree)
+        if self._are_leaves and _lie_plainly(leaves):
+            return leaves
         return [group.find(_at(group.positions, leaves)) for group in self._groups]
 
     def fuses(self, fused: Fused, plain: Pointwise, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this kernel on these flats."""
-        if not params or not all(map(fused.takes, params)):
+        kinds = {(param.dtype, param.device): param for param in params}
+        if not kinds or not all(map(fused.takes, kinds.values())):
             return False
         # The pointwise update tells how its state is cut flat by flat
         return self._regrouping(plain) is not None
@@ -249,43 +260,59 @@ class PointwiseOnFlats:
         regrouping = self._regrouping(plain)
         assert regrouping is not None
         # A plan's: a kernel works in place and takes no room
-        if not all(map(has_values, params)):
+        if not has_values(params[0]):
             return state if donate else tree_map(torch.clone, state)
 
         ferry, device = self._ferry, params[0].device
-        leaves = self._copy_repeated(optree.tree_leaves(state), device)
-        states = regrouping.group_states(self._flats_of(regrouping, leaves, device), leaves)
+        leaves = self._copy_repeated(regrouping.full.flatten_up_to(state), device)
+        flats = self._flats_of(regrouping, leaves, device)
+        tensors = regrouping.tensors(flats, leaves)
 
-        def begin(groups: range) -> list[list[Coming]]:
-            return [[ferry.bring(x, device) for x in states[n]] for n in groups]
+        def call(batch: _Batch, given: Sequence[Tensor]) -> None:
+            here = slice(batch.first, batch.first + len(batch.groups))
+            new = fused.update(params[here], updates[here], batch.treedef.unflatten(given))
+            made = batch.treedef.flatten_up_to(new)
+            # Leaves that follow no param are the same for all groups, which read the old
+            for k, position in batch.shared.items():
+                leaves[position] = made[k]
 
-        def to_write(here: Brought, place: _Place) -> Brought:
-            return here.to_write() if place.follows and not donate else here
+        def begin(batch: _Batch) -> list[Coming]:
+            return [ferry.bring(tensors[i], device) for i in batch.state]
 
-        def run(groups: range, coming: Sequence[Sequence[Coming]]) -> None:
-            arrived: list[list[Brought]] = []
-            for n, tensors in zip(groups, coming, strict=True):
-                arrived.append([*map(to_write, map(ferry.wait, tensors), regrouping.places[n])])
-            trees = [regrouping.one.unflatten([here.tensor for here in own]) for own in arrived]
-            made = fused.update(_at(groups, params), _at(groups, updates), trees)
-            for n, own, tree in zip(groups, arrived, made, strict=True):
-                results = optree.tree_leaves(tree)
-                for here, new, place in zip(own, results, regrouping.places[n], strict=True):
-                    # Leaves that follow no param are the same for all groups, which read the old
-                    if not place.follows:
-                        leaves[place.positions[0]] = new
-                        continue
-                    # The kernel has written to the tensor itself
+        def run(batch: _Batch, coming: Sequence[Coming]) -> None:
+            arrived = [ferry.wait(one) for one in coming]
+            places = _at(batch.state, regrouping.places)
+            if not donate:
+                rows = zip(arrived, places, strict=True)
+                arrived = [here.to_write() if place.follows else here for here, place in rows]
+            call(batch, [here.tensor for here in arrived])
+            for here, place in zip(arrived, places, strict=True):
+                # The kernel has written to the tensor itself
+                if place.follows:
                     flat = ferry.take_back(here, here.tensor)
                     is_old = flat is here.stored and _share(leaves[place.positions[0]], flat)
                     if not is_old:
                         _put(place.group.cut(flat), place.positions, leaves)
 
-        every = range(len(params))
-        # One call for all groups: a kernel may launch once for many tensors. Or one at a time,
-        # where their state has a place
-        calls = [every[n : n + 1] for n in every] if ferry.places else [every]
-        in_turn(calls, begin, run, ferry.ahead)
+        # One group at a time, where its state has a place
+        if ferry.places:
+            in_turn(self._batches(plain, regrouping, -1), begin, run, ferry.ahead)
+            return regrouping.full.unflatten(leaves)
+        if not donate:
+            flats = [flat.clone() for flat in flats]
+            tensors = regrouping.tensors(flats, leaves)
+        # Copies, where the leaves lay in no flat, or aren't donated. The kernel writes to these. It
+        # leaves the cache without the leaves, so they are looked at before
+        copied = [
+            (flat, place)
+            for flat, place in zip(flats, regrouping.following, strict=True)
+            if not _lies_in(leaves[place.positions[0]], flat)
+        ]
+        # One call for all groups, where a kernel may launch once for many tensors
+        for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
+            call(batch, _at(batch.state, tensors))
+        for flat, place in copied:
+            _put(place.group.cut(flat), place.positions, leaves)
         return regrouping.full.unflatten(leaves)
 
     def _flats_of(
@@ -314,7 +341,7 @@ class PointwiseOnFlats:
             seen.add(id(leaf))
         return distinct
 
-    def _batches(self, part: Pointwise, regrouping: _Regrouping, room: int) -> list[_Batch]:
+    def _batches(self, part: Pointwise, regrouping: _Regrouping, room: float) -> list[_Batch]:
         """The groups, in order, as many at a time as have this number of elements; at least one."""
         if room not in regrouping.batches:
             batches, first, numel = [], 0, 0
@@ -349,7 +376,7 @@ class PointwiseOnFlats:
         one = plan_of(of_one)
         if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
-        return _Regrouping(full, one, self._groups, remember=bool(self._donate))
+        return _Regrouping(full, one, self._groups, donate=self._donate)
 
 
 def device_of(params: Tree) -> torch.device | None:
@@ -417,8 +444,10 @@ class _Batch(NamedTuple):
     """Groups that an update sees at once, as the tree {0: flat, 1: flat, ...}."""
 
     groups: list[FlatGroup]
+    first: int  # the number of the first group
     treedef: optree.PyTreeSpec  # of the state that `init` makes of that tree
-    state: list[tuple[int, int]]  # per leaf of it, the group's number, and the leaf's of `one`
+    state: list[int]  # per leaf of it, the number of its place
+    shared: dict[int, int]  # of those that follow no param: which leaf is which of the full state
 
 
 class _Regrouping:
@@ -426,39 +455,43 @@ class _Regrouping:
 
     Attributes:
         full: structure of the full state.
-        one: structure of the state of one flat, as `init` makes it of `{"": flat}`.
-        places: by group and leaf of `one`, where it lies in the full state.
+        places: group by group, and leaf by leaf of `one`, where it lies in the full state.
         following: of all places, those of flats, in order.
         batches: see `PointwiseOnFlats._batches`.
     """
 
     def __init__(
-        self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, remember: bool
+        self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, donate: Donate
     ):
-        self.full, self.one = full.treedef, one.treedef
+        self.full = full.treedef
         self._slots = [i for i, leaf in enumerate(one.leaves) if leaf.kind == "follows"]
         self._shared = [i for i, leaf in enumerate(one.leaves) if leaf.kind != "follows"]
-        self.batches: dict[int, list[_Batch]] = {}  # by the elements that one has room for
-        self.places = [_places_of(group, full, one) for group in groups]
-        self.following = [place for own in self.places for place in own if place.follows]
+        self._num_places = len(one.leaves)  # of each group
+        self.batches: dict[float, list[_Batch]] = {}  # by the elements that one has room for
+        self.places = [place for group in groups for place in _places_of(group, full, one)]
+        self.following = [place for place in self.places if place.follows]
         # Positions of all leaves that follow a param, flat by flat
         self._ordered = [position for place in self.following for position in place.positions]
         # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
         # A state that was not donated doesn't come back, so there is nothing to remember
-        self._find = Recall(self._find_apart) if remember else self._find_ordered
+        recall = Recall(self._find_apart, may_move=donate != "state")
+        self._find = recall if donate else self._find_ordered
 
     def batch(self, part: Pointwise, groups: Sequence[FlatGroup], numbers: range) -> _Batch:
         """The groups with these numbers, as one batch."""
         params = {k: placeholder(k, torch.float32) for k in range(len(numbers))}
         plan = plan_of(part.init(params))
         shared = iter(self._shared)  # they have the same order in every state
-        state = []
-        for leaf in plan.leaves:
-            if leaf.kind == "follows":
-                state.append((numbers[leaf.leaf], self._slots[leaf.slot]))
-            else:
-                state.append((numbers[0], next(shared)))
-        return _Batch([groups[n] for n in numbers], plan.treedef, state)
+        state, of_full = [], {}
+        for k, leaf in enumerate(plan.leaves):
+            follows = leaf.kind == "follows"
+            group = numbers[leaf.leaf if follows else 0]
+            in_group = self._slots[leaf.slot] if follows else next(shared)
+            state.append(group * self._num_places + in_group)
+            if not follows:
+                of_full[k] = self.places[state[-1]].positions[0]
+        chosen = [groups[n] for n in numbers]
+        return _Batch(chosen, numbers.start, plan.treedef, state, of_full)
 
     def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
@@ -476,21 +509,23 @@ class _Regrouping:
     def _find_apart(self, ordered: Sequence[Tensor]) -> list[Tensor]:
         return _apart(self._find_ordered(ordered))
 
-    def group_states(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per group, the leaves of its state, in the order of `one`: of the flats its own, and of
-        the full state's leaves those that follow no param."""
-        # Flats come in the order of `following`, which is that of groups and their places
+    def tensors(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The tensor at each of `places`: a flat, or that of the full state's leaves which follows
+        no param."""
+        # Flats come in the order of `following`, which is that of their places
         remaining = iter(flats)
-        states = []
-        for places in self.places:
-            own = []
-            for place in places:
-                own.append(next(remaining) if place.follows else leaves[place.positions[0]])
-            states.append(own)
-        return states
+        return [
+            next(remaining) if place.follows else leaves[place.positions[0]]
+            for place in self.places
+        ]
 
 
-def _at(positions: Sequence[int], leaves: Sequence[Tensor]) -> list[Tensor]:
+def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
+    """Whether each leaf has a place in memory for each of its elements, with its value."""
+    return all(map(Tensor.is_contiguous, leaves)) and not any(map(is_flagged, leaves))
+
+
+def _at(positions: Sequence[int], leaves: Sequence[T]) -> list[T]:
     """The leaves at these positions."""
     return [leaves[i] for i in positions]
 
@@ -662,6 +697,10 @@ def _is_at(value: Tensor, target: Tensor) -> bool:
         and value.stride() == target.stride()
         and not is_flagged(value)
     )
+
+
+def _lies_in(leaf: Tensor, flat: Tensor) -> bool:
+    return leaf is flat or _share(leaf, flat)
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

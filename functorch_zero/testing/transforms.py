@@ -412,7 +412,7 @@ def _check_fused(
         made, state = plain.update(drawn, state, _tree(expected))
         (update,) = optree.tree_leaves(made)
         expected = expected + update
-        (fused_state,) = fused.update([got], [drawn[""].clone()], [fused_state])  # in place
+        fused_state = fused.update([got], [drawn[""].clone()], fused_state)  # in place
         with _as_transform_error(story):
             assert_equal_updates(
                 _tree(old),

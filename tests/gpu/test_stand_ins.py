@@ -160,7 +160,7 @@ def test_its_step_number_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     with FakeTensorMode(shape_env=ShapeEnv()):  # an unknown number may be read, as the count is
         param = torch.empty(4, device=CUDA, requires_grad=True)
         state = optimizer.init({"": param})
-        (after,) = optimizer.fused.update([param], [torch.empty_like(param)], [state])
+        after = optimizer.fused.update([param], [torch.empty_like(param)], state)
     assert [(step.device, step.dtype) for step in steps] == [(CUDA, torch.float32)]
     assert after[0].count.is_cpu, "the count that is kept, which the host reads"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -58,25 +58,22 @@ def compiled(transform: Transform) -> Transform:
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
     # `plain` stays: it runs where nothing is donated, and the kernel is held to it
-    fused = Fused(_kernel(transform.plain), _takes)
+    fused = Fused(_kernel(transform.plain), _takes, one_by_one=True)
     return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 
 
-def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]:
-    """The `update` of a `Fused`, from `(params, updates, states)` to new states, flat by flat.
+def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], Any], Any]:
+    """The `update` of a `Fused`, of one flat: it adds the updates to the params, and writes new
+    state over the old."""
 
-    It adds the updates to the params, and writes new state over the old. Params and updates are
-    flats (piece,); each state is that of the tree `{"": flat}`.
-    """
-
-    # All of one flat: params and updates (piece,), the state of the tree {"": flat}
+    # Params and updates (piece,)
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
-        made, new = part.update({"": updates}, state, {"": params})
+        made, new = part.update({0: updates}, state, {0: params})
         # See Note [handed on]
         kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]
         # The kernel adds the updates, so none are written out
-        params.add_(made[""].to(params.dtype))
+        params.add_(made[0].to(params.dtype))
         # Counts are returned as new tensors; state that follows the params is written where it lies
         pairs = zip(optree.tree_leaves(state), kept, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
@@ -92,20 +89,15 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
         )
         return torch.compile(own, backend=_backend)
 
-    def update_one(params: Tensor, updates: Tensor, state: Any) -> Any:
+    def update(params: list[Tensor], updates: list[Tensor], state: Any) -> Any:
         # The kernel returns a list, in the order of these leaves, and the structure goes around it
         leaves, structure = optree.tree_flatten(state)
-        for flat in (params, updates, *leaves):
+        for flat in (*params, *updates, *leaves):
             if flat.dim():
                 mark_dynamic(flat, 0)  # one kernel for all sizes
         with _one_at_a_time:
-            new = kernel()(params, updates, state)
+            new = kernel()(*params, *updates, state)
         return structure.unflatten(new)
-
-    def update(params: Sequence[Tensor], updates: Sequence[Tensor], states: Sequence[Any]) -> Any:
-        # Flat by flat: one call writes to one bucket's piece
-        rows = zip(params, updates, states, strict=True)
-        return [update_one(*row) for row in rows]
 
     return update
 

@@ -7,7 +7,7 @@ to it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -21,15 +21,6 @@ from ..transforms.moments import ScaleByAdamState
 
 # The state of chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
-
-
-class _Flats(NamedTuple):
-    """The tensors of one call of torch's kernel, which changes all but the updates in place."""
-
-    params: list[Tensor]  # each (piece,), all of one dtype, on one device
-    updates: list[Tensor]  # like params, in their order, as are mu and nu
-    mu: list[Tensor]
-    nu: list[Tensor]
 
 
 def _takes(param: Tensor) -> bool:
@@ -49,29 +40,29 @@ def fused_adamw(
     Arguments: see `adamw`; the kernel takes `b1`, `b2` and `eps` as numbers only.
     """
 
-    def update(
-        params: list[Tensor], updates: list[Tensor], states: list[AdamWState]
-    ) -> list[AdamWState]:
-        kinds: dict[tuple[torch.dtype, torch.device], _Flats] = {}  # a call takes one kind
-        for param, update, (moments, _, _) in zip(params, updates, states, strict=True):
-            flats = kinds.setdefault((param.dtype, param.device), _Flats([], [], [], []))
-            flats.params.append(param)
-            flats.updates.append(update)
-            # Trees of one leaf, which is the flat
-            flats.mu.append(moments.mu[""])
-            flats.nu.append(moments.nu[""])
-        moments, decayed, scaled = states[0]  # counts are the same in all of them
+    def update(params: list[Tensor], updates: list[Tensor], state: AdamWState) -> AdamWState:
+        moments, decayed, scaled = state
+        flats = params, updates, moments.mu.values(), moments.nu.values()
+        kinds = [(param.dtype, param.device) for param in params]
         # Numbers for the kernel. Counts are on the CPU, so no device is waited for
         rate = float(value_of(learning_rate, scaled.count))
         decay = float(value_of(weight_decay, decayed.count))
         # The kernel divides by 1 - b**step: it wants the number of this step, from 1
         step = moments.count + 1
-        for (_, device), flats in kinds.items():
+        # mu and nu are moved on where they lie
+        new = (
+            moments._replace(count=step),
+            CountState(decayed.count + 1),
+            ScaleByLearningRateState(scaled.count + 1, number(rate)),
+        )
+        for kind in dict.fromkeys(kinds):  # a call takes one
+            here = [kind == other for other in kinds]
+            of_kind, grads, mu, nu = (list(compress(own, here)) for own in flats)
             largest_nu: list[Tensor] = []  # amsgrad's, which is off
             # One tensor for all flats of the kind, in float32 as torch's own AdamW has it
-            steps = [number_on(device, step, torch.float32)] * len(flats.params)
+            steps = [number_on(kind[1], step, torch.float32)] * sum(here)
             torch._fused_adamw_(
-                *flats,
+                *(of_kind, grads, mu, nu),
                 largest_nu,
                 steps,
                 amsgrad=False,
@@ -82,9 +73,6 @@ def fused_adamw(
                 eps=eps,
                 maximize=False,
             )
-        # mu and nu were moved on where they lie; counts are new, and the same tensors for all flats
-        decayed = CountState(decayed.count + 1)
-        scaled = ScaleByLearningRateState(scaled.count + 1, number(rate))
-        return [(state[0]._replace(count=step), decayed, scaled) for state in states]
+        return new
 
     return Fused(update, _takes)
