@@ -400,6 +400,17 @@ def is_compiled(module: nn.Module) -> bool:
     return dynamo_imported() and isinstance(module, torch._dynamo.OptimizedModule)
 
 
+def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """What an optimizer is to call before it loads a state dict, and behind.
+
+    In public they are only registered; torch's `load_state_dict`, which calls them, casts the state
+    to the params' dtypes.
+    """
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    return [*before.values()], [*after.values()]
+
+
 def run_untraced(function: Callable[..., Any]) -> None:
     """Have torch.compile run a function of Python, and all that it calls, instead of tracing them.
 

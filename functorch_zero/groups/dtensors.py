@@ -6,6 +6,7 @@ those that the plan doesn't name lie along one axis. They are the same along the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -199,3 +200,12 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Group]:
             model = inside
         else:
             return model, group
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the modules of `fully_shard` inside free the whole params that they have gathered."""
+    # As in `is_dtensor`: whoever has one has imported it
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()

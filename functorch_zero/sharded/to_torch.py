@@ -8,32 +8,38 @@ the state into torch's state dicts, and back.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import run_untraced
+from .._torch_private import load_hooks, run_untraced
 from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
-from ..groups.dtensors import local_of, placed, unwrapped
+from ..groups.dtensors import local_of, placed, reshard, unwrapped
 from ..groups.protocol import Group
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
 from ..model.wrappers import is_of_first_fsdp, without_wrappers
 from ..optim.apply_updates import check_no_complex_for_real
-from ..optim.base import Transform, split_fused
+from ..optim.base import Needs, Transform, split_fused
 from ..optim.claims.check import check_claims
+from ..optim.claims.operators import OperatorWatch
 from ..optim.naming import NamedFunction, described
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import StatePlan, plan_state
+from ..step.evaluate import check_fits
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
-from .torch_state import ByParam, TorchState, unfit
+from .torch_state import ByParam, StatePart, TorchState, unfit
 from .update import KernelRun
 from .words import exchange_data
 
@@ -45,6 +51,8 @@ _OWN_RATE = 1.0  # in the param group of a transform that has a learning rate of
 # What torch's optimizers and schedulers keep in param groups, and a transform has inside
 _UNREAD = {"betas", "momentum", "weight_decay", "eps", "maximize"}
 
+_MOST_PARTS = 16  # whose plans are kept
+
 # From a learning rate, which is a schedule, to a transform
 OfRate = Callable[[Any], Transform]
 
@@ -54,7 +62,7 @@ def to_torch(
     model_or_params: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     *,
     lr: float | None = None,
-) -> torch.optim.Optimizer:
+) -> TorchOptimizer:
     """A transform as a torch.optim.Optimizer, the mirror of `from_torch`: for loops and engines
     that hold the params themselves.
 
@@ -79,7 +87,8 @@ def to_torch(
     transforms, leaves, and the values that several of them hold, in three exchanges; and the
     transform's claims are checked. `state_dict` is torch's, with DTensors placed as the params are.
     State at one owner (Shampoo's) is spread by rows there, by an all-to-all. Gradients that are
-    None count as in torch, but for a param that had none in a step and has one later.
+    None come and go as in torch, if the transform is pointwise: each param has counts of its own.
+    Else a param that had none in a step may have none later.
 
     Raises:
         StructureError: a placement is none of those above, or params lie on different meshes.
@@ -155,6 +164,23 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     return [(without_wrappers(path), param) for path, param in pairs]
 
 
+class _Views(NamedTuple):
+    """Views of the params' memory."""
+
+    begins: list[int]  # addresses, which stay the params' own as long as the views
+    pieces: dict[str, Tensor | None]  # (n,), those of other params None
+    run: KernelRun | None  # the transform, or its end, if it is a kernel
+
+
+@dataclass
+class _Part:
+    """Params that are updated together."""
+
+    across: Sharded
+    state: StatePart
+    views: _Views | None = None  # of the last step
+
+
 class TorchOptimizer(torch.optim.Optimizer):
     """Made by `to_torch`.
 
@@ -171,7 +197,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         ranks_of_module: Group | None = None,
     ):
         self._module, self._ranks_of_module = module, ranks_of_module
-        self._is_ready = False
+        self._is_ready = self._is_evaluating = False
+        self._saved: ByParam | None = None  # what `state` shows while a state dict is made
         self._has_own_rate = lr is None
         options = {"lr": _OWN_RATE if lr is None else lr, _HAS_OWN_RATE: self._has_own_rate}
         super().__init__([*named], options)
@@ -215,18 +242,43 @@ class TorchOptimizer(torch.optim.Optimizer):
                 x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves
             }
             check_claims(self.transform, metas)
-            # Not the gradients, which somebody may read after a step
-            group = labelled(where.group, "optimizer/update")
-            self._across = Sharded(layout, group, donate="state")
+            across = self._across(self._params)
             pieces = {path: local_of(p).reshape(-1) for path, p in self._params.items()}
-            tree = self._across.keep(self.transform.init(pieces, self._across), pieces)
-            plan = self._plan(layout.trainable)
-            self._state = TorchState(tree, plan, layout, self._params, where)
+            tree = across.keep(self.transform.init(pieces, across), pieces)
+            self._state = TorchState(
+                *(tree, self._plan(self._params), self._shared(), layout, self._params, where),
+                apart=self._is_apart,
+            )
         self._num_steps = dict.fromkeys(self._params, 0)
-        self._plans: dict[frozenset[str], StatePlan] = {}  # by the params that rest
+        self._calls = itertools.count()  # of `step`, on each rank alike
+        self._parts: dict[tuple[str, ...], _Part] = {}
 
-    def _plan(self, mask: Any) -> StatePlan:
-        return plan_state(self.transform.init_fn, self._layout, mask, self._placed.group.size)
+    @property
+    def _is_apart(self) -> bool:
+        """Whether each param is updated as by an optimizer of its own."""
+        return self.transform.needs == Needs.POINTWISE
+
+    def _across(self, paths: Collection[str]) -> Sharded:
+        """The answers about these params."""
+        # Not the gradients are donated, which somebody may read after a step
+        group = labelled(self._placed.group, "optimizer/update")
+        return Sharded(self._layout, group, donate="state", mask=self._mask(paths))
+
+    def _plan(self, paths: Collection[str]) -> StatePlan:
+        """The plan of the state of these params."""
+        init, num_ranks = self.transform.init_fn, self._placed.group.size
+        return plan_state(init, self._layout, self._mask(paths), num_ranks)
+
+    def _mask(self, paths: Collection[str]) -> dict[str, bool]:
+        chosen = set(paths)
+        return {path: path in chosen for path in self._params}
+
+    def _shared(self) -> set[str]:
+        """The paths of the leaves of the state that belong to no param: which any two have."""
+        first, *_, last = [*self._params] * 2
+        if first == last:
+            return set()
+        return {*self._plan([first]).paths} & {*self._plan([last]).paths}
 
     def _check_locals(self) -> None:
         """Raise unless each leaf's local part is what its placements say."""
@@ -299,44 +351,44 @@ class TorchOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._follow_params()
         with sharing_failures(*self._groups, call="optimizer step"):
+            self._check_not_evaluating("step")
             self._check_options()
             grads = self._gradients()
-            num_missing = sum(grad is None for grad in grads.values())
-            look = is_looked_at(max(self._num_steps.values()))
-            if num_missing or look:
+            look = is_looked_at(next(self._calls))
+            if look or len(grads) < len(self._params):
                 self._check_model()
             if look and self._groups:
-                rate = {"lr in param_groups": float(self._options["lr"])}
-                agree(labelled(self._groups[0], "optimizer/rate"), rate)
+                facts = {"lr in param_groups": float(self._options["lr"])}
+                counts = {_NUM_STEPS: self._num_steps}
+                agree(labelled(self._groups[0], "optimizer/rate"), facts | counts)
                 self._compare_gradients(grads)
-            # Without any gradient, torch takes no step
-            if num_missing < len(grads):
-                self._update(grads)
+            for paths in self._state.together(grads):
+                self._update(paths, grads)
         return loss
 
-    def _gradients(self) -> dict[str, Tensor | None]:
-        """This rank's pieces (n,) of gradients; None where a param has none."""
+    def _gradients(self) -> dict[str, Tensor]:
+        """This rank's pieces (n,) of the gradients that there are."""
         num_steps = max(self._num_steps.values())
-        grads: dict[str, Tensor | None] = {}
+        grads = {}
         for path, param in self._params.items():
             grad = param.grad
-            if grad is not None:
-                wanted = getattr(param, "placements", "a plain tensor")
-                got = getattr(grad, "placements", "a plain tensor")
-                if got != wanted:
-                    raise _wrong_gradient(path, wanted, got)
-                if self._num_steps[path] != num_steps:
-                    raise _late_gradient(path, num_steps - self._num_steps[path])
-                grad = local_of(grad)
-                grad = (grad if grad.layout == torch.strided else grad.to_dense()).reshape(-1)
-            grads[path] = grad
+            if grad is None:
+                continue
+            wanted = getattr(param, "placements", "a plain tensor")
+            got = getattr(grad, "placements", "a plain tensor")
+            if got != wanted:
+                raise _wrong_gradient(path, wanted, got)
+            if self._num_steps[path] != num_steps and not self._is_apart:
+                raise _late_gradient(path, num_steps - self._num_steps[path])
+            grad = local_of(grad)
+            grads[path] = (grad if grad.layout == torch.strided else grad.to_dense()).flatten()
         return grads
 
-    def _compare_gradients(self, grads: Mapping[str, Tensor | None]) -> None:
+    def _compare_gradients(self, grads: Mapping[str, Tensor]) -> None:
         """Raise on every rank unless ranks that hold the same part of a param have the same
         gradient of it, up to rounding. Waits for the device."""
         told = []
-        for grad in grads.values():
+        for grad in map(grads.get, self._params):
             # Of partial sums, one per rank, both differ
             told.append(None if grad is None else [float(grad.sum()), float(grad.norm())])
         remedy = (
@@ -346,17 +398,15 @@ class TorchOptimizer(torch.optim.Optimizer):
         )
         self._compare("optimizer/gradients", told, _is_close, "gradient", remedy)
 
-    def _update(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Update the params that have a gradient; the others rest."""
-        across, state, plan = self._across, self._state.tree, None
-        params = {p: local_of(x) for p, x in self._params.items() if grads[p] is not None}
-        if len(params) < len(grads):
-            plan = self._plan_without(frozenset(grads.keys() - params.keys()))
-            across = across.select({path: path in params for path in grads})
-            state = self._state.narrowed(plan)
-        updates, state = self._run(across, grads, state, params)
-        self._state.tree = state if plan is None else self._state.widened(state, plan)
-        for path in params:
+    def _update(self, paths: Sequence[str], grads: Mapping[str, Tensor]) -> None:
+        """Update these params, and their state."""
+        part = self._part(paths)
+        params = {path: local_of(self._params[path]) for path in paths}
+        own = {path: grads[path] if path in params else None for path in self._params}
+        state = self._state.tree(part.state, paths)
+        updates, state = self._run(part, own, state, params)
+        self._state.take(part.state, paths, state)
+        for path in paths:
             self._num_steps[path] += 1
         if updates is not None:
             leaves, moves = [*params.values()], [updates[path] for path in params]
@@ -365,32 +415,49 @@ class TorchOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(leaves, [move.to(p.dtype).view(p.shape) for p, move in rows])
 
     def _run(
-        self, across: Sharded, grads: Any, state: Any, locals_: Mapping[str, Tensor]
+        self, part: _Part, grads: Any, state: Any, locals_: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """The updates to add, None where a kernel has added them, and the next state.
 
         Args:
             locals_: the params' tensors on this rank.
         """
-        params: Any = {p: None if g is None else locals_[p].reshape(-1) for p, g in grads.items()}
-        # A kernel writes to the params themselves, and not to copies
-        may_write = all(x.is_contiguous() for x in locals_.values())
-        if may_write and self._split is not None:
-            flats = across.flats(params)
-            if across.fuses(self._split[1], flats):
-                run = KernelRun(across, *self._split, flats)
-                return None, run(grads, state, params, grad_flats=across.flats(grads))
+        across, views = part.across, self._views(part, locals_)
+        if views is not None and views.run is not None:
+            flats = across.flats(grads)
+            return None, views.run(grads, state, views.pieces, grad_flats=flats)
+        params = self._pieces(locals_) if views is None else views.pieces
+        # Only to the params themselves, and not to copies, may kernels add their updates
         transform = self.transform
-        update = transform.update_and_add if may_write else transform.update
+        update = transform.update if views is None else transform.update_and_add
         updates, state = update(grads, state, params, across)
         same_structure(params, updates, what="the optimizer's updates")
         # A state in which gradients or params lie would change with them
         return updates, across.keep(state, grads, params)
 
-    def _plan_without(self, resting: frozenset[str]) -> StatePlan:
-        """The plan of the state of the other params."""
-        if resting not in self._plans:
-            if self._state.has_owners:
+    def _views(self, part: _Part, locals_: Mapping[str, Tensor]) -> _Views | None:
+        """Pieces to which a kernel may write; None if some would be copies."""
+        if not all(map(Tensor.is_contiguous, locals_.values())):
+            return None
+        begins = [*map(Tensor.data_ptr, locals_.values())]
+        if part.views is None or part.views.begins != begins:
+            pieces, run = self._pieces(locals_), None
+            if self._split is not None:
+                flats = part.across.flats(pieces)
+                if part.across.fuses(self._split[1], flats):
+                    run = KernelRun(part.across, *self._split, flats)
+            part.views = _Views(begins, pieces, run)
+        return part.views
+
+    def _pieces(self, locals_: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Pieces (n,) of tensors on this rank; None of other params."""
+        return {p: locals_[p].reshape(-1) if p in locals_ else None for p in self._params}
+
+    def _part(self, paths: Sequence[str]) -> _Part:
+        key = (*paths,)
+        if key not in self._parts:
+            resting = self._params.keys() - key
+            if resting and self._state.has_owners:
                 raise StructureError(
                     explain(
                         "a param has no gradient, and the optimizer has state at owners, which "
@@ -402,9 +469,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                         "of zeros",
                     )
                 )
-            mask = {path: path not in resting for path in self._params}
-            self._plans[resting] = self._plan(mask)
-        return self._plans[resting]
+            # Experts may rest in ever new combinations
+            if len(self._parts) == _MOST_PARTS:
+                self._parts.clear()
+            across = self._across(paths)
+            self._parts[key] = _Part(across, self._state.part(self._plan(paths)))
+        return self._parts[key]
 
     def _check_model(self) -> None:
         """Raise if the model has a gradient for a param that this optimizer doesn't have."""
@@ -466,6 +536,94 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         self._prepare()
 
+    # Other params to evaluate on
+
+    @contextmanager
+    def evaluating(self, params: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """Inside, the model has the params that the state holds to evaluate on; then its own again.
+
+            with optimizer.evaluating(optim.ema_params):
+                loss_fn(model(x), y)
+
+        They are written where the params lie: of `fully_shard` each rank's rows. So
+        `model.state_dict()` is theirs as well, and the optimizer's stays as it is. What else is
+        written to the params inside is lost. Every rank calls it. Nothing is sent, but for the
+        gathers of `fully_shard`'s next forward. Takes the memory of one more copy of the params.
+
+        Args:
+            params: as in `eval_step(params=...)`, such as `optim.ema_params` or
+                `optim.schedule_free_eval_params`: `(state, params) -> params`. Its leaves are this
+                rank's pieces, 1-D.
+
+        Raises:
+            TransformError: the function is not elementwise.
+            StructureError: it gives other leaves; or the model, whose whole params `fully_shard`
+                may keep, is not known, since `to_torch` was given names and params.
+        """
+        self._follow_params()
+        with sharing_failures(*self._groups, call="optimizer evaluating"), torch.no_grad():
+            self._check_not_evaluating("evaluating")
+            self._reshard()
+            locals_ = {path: local_of(param) for path, param in self._params.items()}
+            chosen = self._chosen(params, locals_)
+            own = [x.clone() for x in locals_.values()]
+            torch._foreach_copy_([*locals_.values()], chosen)
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+            with torch.no_grad():
+                self._reshard()
+                torch._foreach_copy_([*map(local_of, self._params.values())], own)
+
+    def _chosen(
+        self, read: Callable[[Any, Any], Any], locals_: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        """The params to evaluate on, as they lie on this rank."""
+        found: dict[str, Tensor] = {}
+        for paths in self._state.together(self._params):
+            part = self._part(paths)
+            state = self._state.tree(part.state, paths)
+            pieces = self._pieces({path: locals_[path] for path in paths})
+            values = [x for x in optree.tree_leaves(state) if x.dim()], pieces
+            # A function of a piece that is not elementwise has another value on each rank
+            with OperatorWatch("optimizer.evaluating(params)").running("pieces", params=values):
+                chosen = read(state, pieces)
+            what = "optimizer.evaluating(params)"
+            same_structure(pieces, chosen, what=f"the tree of {what}")
+            check_fits(pieces, chosen, by=what)
+            found |= {path: chosen[path] for path in paths}
+        return [found[path].view(x.shape) for path, x in locals_.items()]
+
+    def _reshard(self) -> None:
+        """Let `fully_shard` forget the whole params that it keeps, which are gathered before the
+        pieces were written to."""
+        if self._placed.mesh is None:
+            return
+        module = self._module or nn.Module()
+        reshard(module)
+        known = set(map(id, module.parameters()))
+        for path, param in self._params.items():
+            if id(param) not in known:
+                raise StructureError(
+                    explain(
+                        "optimizer.evaluating changes params of fully_shard, and doesn't know the "
+                        "module that may keep whole copies of them",
+                        path=path,
+                        expected="a param of the module that optim.to_torch was given",
+                        got="another one",
+                        remedy="optim.to_torch(transform, model), behind fully_shard",
+                    )
+                )
+
+    def _check_not_evaluating(self, call: str) -> None:
+        if self._is_evaluating:
+            raise RuntimeError(
+                f"optimizer.{call} was called inside optimizer.evaluating, where the params are "
+                "not those that the optimizer moves. Remedy: call it outside of the `with`"
+            )
+
     # State dicts, as torch has them
 
     @property
@@ -474,7 +632,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if not self._is_ready:
             return {}
         self._follow_params()
-        return self._by_torch(self._state.shown())
+        return self._by_torch(self._saved or self._state.shown())
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -499,13 +657,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         They are the optimizer's own, but for those at owners, of which an all-to-all per dtype
         makes rows.
         """
-        packed = super().state_dict()  # reads `state`
         if self._state.has_owners:
             with sharing_failures(*self._groups, call="optimizer state_dict"):
-                saved = self._by_torch(self._state.saved())
-            for n, param in enumerate(self._options["params"]):
-                packed["state"][n] = saved[param]
-        return packed
+                self._saved = self._state.saved()
+        try:
+            return super().state_dict()  # reads `state`, between hooks
+        finally:
+            self._saved = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -516,7 +674,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             StructureError: it is of another optimizer, or of other params; nothing has changed.
         """
         self._follow_params()
+        before, after = load_hooks(self)
         with sharing_failures(*self._groups, call="optimizer load_state_dict"):
+            state_dict = dict(state_dict)
+            for hook in before:
+                state_dict = hook(self, state_dict) or state_dict
             options = state_dict["param_groups"][0]
             given: ByParam = {}
             for key, path in zip(options["params"], self._names_in(options), strict=True):
@@ -531,6 +693,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._num_steps = {path: int(counts[path]) for path in self._params}
         kept = ("params", "param_names")
         self._options.update({key: x for key, x in options.items() if key not in kept})
+        for hook in after:
+            hook(self)
 
     def _names_in(self, options: Mapping[str, Any]) -> list[str]:
         """The paths of the params of a state dict's group."""
@@ -619,7 +783,7 @@ def _late_gradient(path: str, num_steps: int) -> StructureError:
     return StructureError(
         explain(
             "a param has a gradient again after steps without one: torch would count its steps "
-            "apart, and here the counts are those of all params",
+            "apart, and this transform, which is not pointwise, has one state for all params",
             path=path,
             expected="a gradient in every step, or in none",
             got=f"none in {num_steps} of them",

@@ -1,15 +1,16 @@
 """A transform's state as torch's state dicts have it: for each param a dict of tensors by name.
 
 A leaf of the state that follows a param lies under that param, as a DTensor like it; so does one
-whose path ends in a param's, such as Adafactor's rows. Others, such as counts, lie under the first
-param. A leaf at one owner is spread by rows over the ranks, as a DTensor that torch can gather and
-cut anew. The names are the state's paths without the param's.
+whose path ends in a param's, such as Adafactor's rows. Others, such as counts, are shared by the
+params that were updated together: where params may be updated apart, each has them in its dict,
+else the first one. A leaf at one owner is spread by rows over the ranks, as a DTensor that torch
+can gather and cut anew. The names are the state's paths without the param's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -34,6 +35,8 @@ class _Entry(NamedTuple):
     param: str
     name: str
     leaf: StateLeaf
+    number: int  # of the leaf in the state; of a shared one, among the shared ones
+    is_shared: bool = False
     in_rows: bool = False  # is cut by rows, where there are several ranks: so a number is one row
 
     def shape_of(self, leaf: Tensor) -> tuple[int, ...]:
@@ -46,47 +49,115 @@ class _Entry(NamedTuple):
         return self.leaf.kind == "owned" and self.leaf.owner != EVERYONE
 
 
+class StatePart(NamedTuple):
+    """Of the state of some params: its structure, and where its leaves lie in the whole one."""
+
+    treedef: Any
+    numbers: list[int]
+    shared: list[int]  # positions of the shared leaves among its own
+
+
 class TorchState:
     """The state of a transform on this rank.
 
     Args:
         tree: as `init` made it.
         plan: which of its leaves follow a param, and which have an owner.
+        shared: the paths of leaves that belong to no param.
+        apart: whether params may be updated apart, and so have other shared leaves.
         layout: of the params.
         params: by path, in the layout's order.
         placed: how torch has put them on ranks.
-
-    Attributes:
-        tree: the present state.
     """
 
     def __init__(
         self,
         tree: Any,
         plan: StatePlan,
+        shared: Collection[str],
         layout: Layout,
         params: Mapping[str, Tensor],
         placed: Placed,
+        *,
+        apart: bool,
     ):
-        self.tree, self._plan, self._layout = tree, plan, layout
+        self._plan, self._layout, self._apart = plan, layout, apart
         self._params, self._placed = params, placed
-        rows = zip(plan.paths, plan.leaves, strict=True)
-        paths = dict.fromkeys(layout.paths)
-        self._entries = [_entry(*row, layout.paths, paths) for row in rows]
+        self._leaves = optree.tree_leaves(tree)
+        self._shared_numbers = [n for n, path in enumerate(plan.paths) if path in shared]
+        # By param; one tuple for those that have been updated together so far
+        first = tuple(self._leaves[n] for n in self._shared_numbers)
+        self._shared = dict.fromkeys(layout.paths, first)
+        self._entries = []
+        for n, (path, leaf) in enumerate(zip(plan.paths, plan.leaves, strict=True)):
+            if path in shared:
+                k = self._shared_numbers.index(n)
+                holders = layout.paths if apart else layout.paths[:1]
+                self._entries += [_Entry(p, path, leaf, k, is_shared=True) for p in holders]
+            else:
+                self._entries.append(_entry(n, path, leaf, layout.paths, self._shared))
+
+    # The state as a transform has it
+
+    def together(self, paths: Iterable[str]) -> list[list[str]]:
+        """These params, by the values of their shared leaves: those of a group can be updated
+        together."""
+        groups: defaultdict[int, list[str]] = defaultdict(list)
+        for path in paths:
+            groups[id(self._shared[path])].append(path)
+        if len(groups) < 2:
+            return [*groups.values()]
+        by_value: defaultdict[str, list[str]] = defaultdict(list)
+        for group in groups.values():
+            by_value[repr([x.tolist() for x in self._shared[group[0]]])] += group
+        return [*by_value.values()]
+
+    def part(self, plan: StatePlan) -> StatePart:
+        """Where the state of some params lies, as `plan` has it."""
+        numbers = {path: n for n, path in enumerate(self._plan.paths)}
+        own = [numbers[path] for path in plan.paths]
+        shared = [k for k, n in enumerate(own) if n in self._shared_numbers]
+        return StatePart(plan.treedef, own, shared)
+
+    def tree(self, part: StatePart, paths: Sequence[str]) -> Any:
+        """The state of these params, which can be updated together."""
+        leaves = [self._leaves[n] for n in part.numbers]
+        for k, x in zip(part.shared, self._shared[paths[0]], strict=True):
+            leaves[k] = x
+        return part.treedef.unflatten(leaves)
+
+    def take(self, part: StatePart, paths: Sequence[str], tree: Any) -> None:
+        """Take their next state."""
+        leaves = part.treedef.flatten_up_to(tree)
+        for n, x in zip(part.numbers, leaves, strict=True):
+            self._leaves[n] = x
+        updated = paths if self._apart else self._params
+        self._shared |= dict.fromkeys(updated, tuple(leaves[k] for k in part.shared))
+
+    # And as state dicts have it
 
     @property
     def has_owners(self) -> bool:
         """Whether a leaf is at one owner alone."""
         return any(entry.has_owner for entry in self._entries)
 
+    def _values(self) -> list[Tensor]:
+        """By entry. Copies of those that are shared: a load writes to each in place."""
+        return [
+            self._shared[entry.param][entry.number].clone()
+            if entry.is_shared
+            else self._leaves[entry.number]
+            for entry in self._entries
+        ]
+
     def shown(self) -> ByParam:
         """Tensors by param and name, without communication: of one at another owner, none of its
         elements."""
-        return self._by_param(optree.tree_leaves(self.tree))
+        return self._by_param(self._values())
 
     def saved(self) -> ByParam:
         """The same with all elements. One all-to-all per dtype where leaves have owners."""
-        leaves = optree.tree_leaves(self.tree)
+        leaves = self._values()
         for spread in self._spreads(
             leaves, [i for i, e in enumerate(self._entries) if e.has_owner]
         ):
@@ -102,7 +173,7 @@ class TorchState:
             StructureError: tensors are missing, not expected, or of other shapes, dtypes or
                 placements; nothing has been changed.
         """
-        leaves, treedef = optree.tree_flatten(self.tree)
+        leaves = self._values()
         known = {(entry.param, entry.name) for entry in self._entries}
         for param, tensors in given.items():
             for name in tensors:
@@ -118,10 +189,18 @@ class TorchState:
             for i, whole in spread.from_rows(new).items():
                 new[i] = whole
         # All of it fits: only now is something written. Leaves that lie in flats stay there
-        for i, entry in enumerate(self._entries):
-            if entry.leaf.kind == "follows":
-                new[i] = leaves[i].copy_(new[i])
-        self.tree = treedef.unflatten(new)
+        shared: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for entry, x in zip(self._entries, new, strict=True):
+            if entry.is_shared:
+                shared[entry.param].append(x)
+            elif entry.leaf.kind == "follows":
+                self._leaves[entry.number].copy_(x)
+            else:
+                self._leaves[entry.number] = x
+        first = self._layout.paths[0]
+        self._shared = {
+            path: tuple(shared[path if self._apart else first]) for path in self._shared
+        }
 
     def _fitting(self, entry: _Entry, leaf: Tensor, value: Any) -> Tensor:
         """This rank's part of a value that is to take a leaf's place; of one at an owner, which
@@ -175,19 +254,6 @@ class TorchState:
         for own in by_device.values():
             yield _ByRows({i: self._entries[i].leaf for i in own}, self._placed)
 
-    # For a step in which some params rest
-
-    def narrowed(self, plan: StatePlan) -> Any:
-        """The state of some params alone, as `plan` has it."""
-        by_path = dict(zip(self._plan.paths, optree.tree_leaves(self.tree), strict=True))
-        return plan.treedef.unflatten([by_path[path] for path in plan.paths])
-
-    def widened(self, tree: Any, plan: StatePlan) -> Any:
-        """The inverse: the whole state, of whose other leaves nothing changes."""
-        by_path = dict(zip(self._plan.paths, optree.tree_leaves(self.tree), strict=True))
-        by_path |= dict(zip(plan.paths, optree.tree_leaves(tree), strict=True))
-        return self._plan.treedef.unflatten(by_path.values())
-
 
 class _ByRows:
     """The way of whole leaves from their owners to rows on all ranks, and back.
@@ -238,8 +304,10 @@ class _ByRows:
         return found
 
 
-def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Mapping[str, Any]) -> _Entry:
-    """The place of the leaf of the state with this path.
+def _entry(
+    number: int, path: str, leaf: StateLeaf, params: Sequence[str], known: Collection[str]
+) -> _Entry:
+    """The place of the leaf of the state with this number and path.
 
     Args:
         params: the params' paths, by number; `known`: the same, to look them up.
@@ -252,11 +320,11 @@ def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Mapping[str
         ends = [head] + [head[i + 1 :] for i, c in enumerate(head) if c == "."]
         param = next((end for end in ends if end in known), None)
         if param is None:
-            return _Entry(params[0], path, leaf)
+            return _Entry(params[0], path, leaf, number)
     else:
         param = params[leaf.leaf]
     start, _, end = f".{path}.".partition(f".{param}.")
-    return _Entry(param, f"{start}.{end}".strip("."), leaf, in_rows=bool(owned))
+    return _Entry(param, f"{start}.{end}".strip("."), leaf, number, in_rows=bool(owned))
 
 
 def unfit(param: str, name: str, expected: object, got: object) -> StructureError:

@@ -117,13 +117,13 @@ class EvalStep:
         assert self.params is not None
         found = self.params(opt_state, params)
         same_structure(params, found, what="the tree that eval_step(params=...) gave")
-        _check_fits(params, found)
+        check_fits(params, found, by="eval_step(params=...)")
         found = as_held(found)
         check_tensors(found, "the tree that eval_step(params=...) gave")
         return found
 
 
-def _check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor]) -> None:
+def check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor], *, by: str) -> None:
     """Raise if a chosen leaf has another shape or dtype than the param whose place it takes.
 
     Ranks hold it in the param's place, and would round it to the param's dtype.
@@ -137,7 +137,7 @@ def _check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor]) -> None:
         if got != expected:
             raise StructureError(
                 explain(
-                    "eval_step(params=...) gave a leaf that can't take its param's place",
+                    f"{by} gave a leaf that can't take its param's place",
                     path=path,
                     expected=expected,
                     got=got,

@@ -1,5 +1,5 @@
 """`optim.to_torch` in the engines of others: a tiny Llama of Hugging Face under `fully_shard`,
-accelerate, and the Trainer."""
+accelerate, the Trainer, and Lightning."""
 
 from __future__ import annotations
 
@@ -204,3 +204,62 @@ def test_the_trainer(tmp_path: Path) -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     again = trained(ours, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-2"))
     assert all(map(torch.equal, params, again))
+
+
+def by_lightning(folder: str, strategy: str, epoch: int, rows: slice) -> list[Tensor]:
+    """Up to this epoch, which has these rows of the inputs; from a checkpoint of the one before."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = small()
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.model(batch).square().mean()
+            return loss
+
+        def train_dataloader(self) -> Any:
+            ranks, rank = self.trainer.world_size, self.trainer.global_rank
+            own: Any = [x.chunk(ranks)[rank] for x in inputs()[rows]]
+            return torch.utils.data.DataLoader(own, batch_size=None, num_workers=0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = optim.to_torch(clipped, self.model, lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    if strategy == "ddp":  # Lightning is to take these ranks, and to start none
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ |= {name: str(n) for name, n in names.items()}
+        os.environ["TORCHELASTIC_RUN_ID"] = "launched"
+    trainer = lightning.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=2 if strategy == "ddp" else 1,
+        strategy=strategy,
+        max_epochs=epoch,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = Module()
+    trainer.fit(module, ckpt_path=f"{folder}/{epoch - 1}" if epoch > 1 else None)
+    trainer.save_checkpoint(f"{folder}/{epoch}")
+    return [param.detach() for param in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_lightning(tmp_path: Path) -> None:
+    """With a scheduler; a run that goes on from a checkpoint; and DDP."""
+    pytest.importorskip("lightning")
+    by_lightning(str(tmp_path), "auto", 1, slice(3))
+    found = [by_lightning(str(tmp_path), "auto", 2, slice(3, None))]
+    given = (by_lightning, 2, str(tmp_path), "ddp", 1, slice(None))
+    found += launch(*given, start_method="fork", timeout=100)
+    for params in found:
+        for p, q in zip(params, plainly(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)

@@ -177,15 +177,21 @@ def placed_on(kind: str) -> tuple[nn.Module, int, int]:
         return nn.parallel.DistributedDataParallel(build()), rank, ranks
     if kind == "fully_shard":
         return shard(build(), init_device_mesh("cpu", (ranks,))), rank, ranks
+    if kind == "tp alone":  # the embedding and the head stay plain
+        return split(build(), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))), 0, 1
     names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp")}[kind]
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
     if kind == "hsdp":
         return shard(build(), mesh), rank, ranks
-    model = build()
+    return shard(split(build(), mesh["tp"]), mesh["dp"]), mesh.get_local_rank("dp"), 2
+
+
+def split(model: Tiny, mesh: Any) -> Tiny:
+    """By torch's tensor parallelism."""
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], plan)
-    return shard(model, mesh["dp"]), mesh.get_local_rank("dp"), 2
+        parallelize_module(block, mesh, plan)
+    return model
 
 
 def errors(kinds: list[str], names: list[str], wanted: dict[str, Tensors]) -> dict[Any, Any]:
@@ -206,7 +212,7 @@ FEW = ("clip+adamw", "lamb", "adafactor", "muon", "soap", "schedule-free")
 @pytest.mark.parametrize(
     ("ranks", "kinds", "names"),
     [
-        (2, ["ddp", "fully_shard"], [*TRANSFORMS]),
+        (2, ["ddp", "fully_shard", "tp alone"], [*TRANSFORMS]),
         (4, ["fully_shard", "hsdp"], FEW),
         (4, ["tp"], FEW),
     ],
@@ -260,7 +266,7 @@ def entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def test_two_ranks_and_one_load_what_four_save(tmp_path: Path) -> None:
     """State at owners included; and the four along two axes."""
     launch(save, 4, str(tmp_path), "fully_shard", start_method="fork", timeout=100)
-    for ranks, kind in ((2, "fully_shard"), (1, "plain"), (4, "tp")):
+    for ranks, kind in ((2, "tp alone"), (1, "plain"), (4, "tp")):
         found = launch(load, ranks, str(tmp_path), kind, start_method="fork", timeout=100)[0]
         for name, params in found.items():
             for path, first in build().named_parameters():
@@ -421,6 +427,19 @@ def gradient_on_one_rank(rank: int) -> None:
     optimizer.step()
 
 
+def other_counts(rank: int) -> None:
+    """In a step in which ranks compare nothing."""
+    model, _, ranks = placed_on("fully_shard")
+    optimizer = optim.to_torch(optim.adamw(0.1), model)
+    for n, batch in enumerate(batches(8)):
+        optimizer.zero_grad()
+        own: Any = tuple(x.chunk(ranks)[rank] for x in batch)
+        loss_of(model, own).backward()
+        if n == 5 and rank == 1:
+            model.head.bias.grad = None  # type: ignore[union-attr]
+        optimizer.step()
+
+
 def other_rates(rank: int) -> None:
     """As a scheduler sets them that sees each rank's own loss."""
     model, _, ranks = placed_on("fully_shard")
@@ -444,6 +463,7 @@ FAULTS: dict[Callable[[int], None], tuple[str, str]] = {
     partial_gradient: ("StructureError", r"path w, .*Partial"),
     ignored_params: ("MismatchError", r"gradient: path blocks\.0\.norm\.weight.*sum the gradients"),
     other_rates: ("MismatchError", r"lr in param_groups is 0\.1 on rank 0 and 0\.05 on rank 1"),
+    other_counts: ("MismatchError", r"num_steps\.head\.bias is 7 on rank 0 and 6 on rank 1"),
     first_fsdp: ("StructureError", "FSDP's first version .*fully_shard"),
     gradient_on_one_rank: ("MismatchError", r"path head\.bias, .*got None and \["),
 }
@@ -574,9 +594,9 @@ def test_resting_params_are_as_if_frozen(name: str) -> None:
         assert torch.equal(p, q)
 
 
-def test_a_param_that_comes_back_is_refused() -> None:
+def test_a_param_that_comes_back_is_refused_where_all_share_a_norm() -> None:
     model = build()
-    optimizer = optim.to_torch(adamw, model, lr=0.1)
+    optimizer = optim.to_torch(TRANSFORMS["clip+adamw"][0](), model)
     for n, batch in enumerate(batches(3)):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
@@ -620,6 +640,46 @@ def test_params_that_lie_otherwise_in_memory() -> None:
     assert_like_torch(*models)
 
 
+# Hooks
+
+
+def test_hooks_of_state_dicts_are_called_as_torchs() -> None:
+    """In torch's order; a hook may give another state dict."""
+    seen: list[str] = []
+
+    def note(word: str, result: Any = None) -> Callable[..., Any]:
+        def hook(optimizer: Any, *saved: Any) -> Any:
+            seen.append(f"{word} {len(saved)}")
+            return result
+
+        return hook
+
+    def with_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+        train(model, optimizer, 0, 1, range(1))
+        seen.clear()
+        optimizer.register_state_dict_pre_hook(note("before"))
+        optimizer.register_state_dict_post_hook(note("second"))
+        optimizer.register_state_dict_post_hook(note("first"), prepend=True)
+        handle = optimizer.register_state_dict_post_hook(note("other", {"of": "a hook"}))
+        assert optimizer.state_dict() == {"of": "a hook"}
+        handle.remove()
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.5
+        optimizer.register_load_state_dict_pre_hook(note("load"))
+        optimizer.register_load_state_dict_pre_hook(note("load it", saved))
+        optimizer.register_load_state_dict_post_hook(note("loaded"))
+        given = {"of": "a hook"}
+        optimizer.load_state_dict(given)
+        assert optimizer.param_groups[0]["lr"] == 0.5 and given == {"of": "a hook"}
+        return [*seen]
+
+    model = build()
+    expected = with_hooks(torch_adamw(model))
+    for name in ("clip+adamw", "soap"):
+        rate = optim.to_torch(lambda lr, name=name: TRANSFORMS[name][0](), model, lr=0.1)
+        assert with_hooks(rate) == expected
+
+
 @pytest.mark.parametrize("name", thinned(TRANSFORMS))
 def test_a_state_dict_goes_on(name: str) -> None:
     make, bound = TRANSFORMS[name]
@@ -646,8 +706,13 @@ def test_a_state_dict_has_torchs_form() -> None:
     for n, param in enumerate(model.parameters()):
         assert saved["state"][n]["0.mu"].shape == param.shape
         assert int(saved["state"][n]["num_steps"]) == 2
-    # Counts lie under the first param in the order of paths
-    assert int(saved["state"][names.index("blocks.0.down.weight")]["0.count"]) == 2
+        # Each param may have counts of its own
+        assert int(saved["state"][n]["0.count"]) == 2
+    model = build()
+    saved = optim.to_torch(TRANSFORMS["clip+adamw"][0](), model).state_dict()
+    # Here they are of all params, and lie under the first one in the order of paths
+    (first,) = [n for n, tensors in saved["state"].items() if "1.0.count" in tensors]
+    assert first == names.index("blocks.0.down.weight")
 
 
 def without(saved: dict[str, Any], key: str) -> dict[str, Any]:
