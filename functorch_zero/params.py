@@ -195,6 +195,8 @@ class UnitSpec:
     leaves: tuple[str, ...]  # dotted paths of the leaves
     precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
     sparse: tuple[str, ...] = ()  # paths of leaves that are used by lookups of `sparse=True` alone
+    # What `units=None` found it by, for `describe`; "" where it was chosen
+    why: str = field(default="", compare=False)
 
     @property
     def policies(self) -> dict[str, Precision]:

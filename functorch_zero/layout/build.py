@@ -102,7 +102,9 @@ def make_layout(
             new = _buckets_of(unit_name, specs, part, aligned=aligned)
             # The numbers in the layout of this unit's buckets
             numbers = tuple(range(len(buckets), len(buckets) + len(new)))
-            made.append(Unit(unit_name, modules, numbers, f"{name}.{unit_name}".strip(".")))
+            path = f"{name}.{unit_name}".strip(".")
+            why = unit.why if unit_name == unit.name else ""
+            made.append(Unit(unit_name, modules, numbers, path, why))
             buckets += new
     # A leaf in no unit would never be gathered, one in two would be trained twice
     covered = sorted(n for bucket in buckets for n in bucket.leaves)

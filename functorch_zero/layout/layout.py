@@ -233,6 +233,7 @@ class Unit:
     # By which options of `shard` name it, also in a layout of several trees: its own name, inside
     # of its tree's among the arguments of a program's `init`
     path: str = field(default="", compare=False)
+    why: str = field(default="", compare=False)  # as in UnitSpec
 
 
 class UnitContent(NamedTuple):

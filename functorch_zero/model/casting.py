@@ -117,9 +117,7 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
                 f"precision takes Precision, or a mapping to it; got {type(policy).__name__} for "
                 f"{rule!r}"
             )
-        named = [
-            path for path, module in model.named_modules() if _names(rule, model, path, module)
-        ]
+        named = [path for path, module in model.named_modules() if _names(rule, path, module)]
         if not named:
             raise ValueError(
                 f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}. "
@@ -129,12 +127,12 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
     return Policies(given)
 
 
-def _names(rule: UnitRule, model: nn.Module, path: str, module: nn.Module) -> bool:
+def _names(rule: UnitRule, path: str, module: nn.Module) -> bool:
     """Whether a rule names a module, as rules for units do. But the model itself, whose path is "",
     goes by the pattern "" only: "*" is for its children."""
     if isinstance(rule, str) and "" in (rule, path):
         return rule == path
-    return matches(rule, model, path, module)
+    return matches(rule, path, module)
 
 
 def _calling_module(root: nn.Module, path: str) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..params import UnitSpec
 from ..tree import PATTERNS, ancestors, path_matches
+from .repeated import opened, parent_of, repeated_modules, runs
 from .slots import Slot
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None
 
-# Containers that have no call of their own, or only call their children: each child is a unit
-_OPENED = nn.ModuleList | nn.ModuleDict | nn.Sequential
+# Why there is a unit, where none were chosen
+_CHILD, _REST = "child of the model", "the rest of a child around repeated modules"
 SMALL = 8  # a unit of less than 1/SMALL of its neighbour's elements joins it
 
 
@@ -27,6 +28,7 @@ class _Draft:
     leaves: list[str]  # paths
     num_elements: int  # in all leaves together
     joinable: bool  # nobody chose it, and it isn't the model itself
+    why: str  # as in UnitSpec
 
 
 def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[UnitSpec, ...]:
@@ -35,8 +37,9 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     Args:
         model: whose leaves they are.
         units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*";
-            "**" is any number of names), or several of them. None: each child of the model is a
-            unit, and containers (ModuleList, Sequential, ModuleDict) are opened.
+            "**" is any number of names), or several of them. None: each child of the model, with
+            containers (ModuleList, Sequential, ModuleDict) opened; of a child around repeated
+            modules, these.
         slots: every place where a parameter is used; a tied one has several.
 
     A leaf belongs to the innermost unit around all its places. Leaves in none of the chosen units
@@ -44,10 +47,14 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     neighbour.
     """
     # The model itself is "", and never chosen: its own leaves are the root's unit
-    chosen = set()
-    for path, module in model.named_modules():
-        if path and matches(units, model, path, module):
-            chosen.add(path)
+    reasons: dict[str, str] = {}  # of the chosen modules, by path
+    if units is None:
+        reasons = _found(model)
+    else:
+        for path, module in model.named_modules():
+            if path and matches(units, path, module):
+                reasons[path] = ""
+    chosen = reasons.keys()
     if units is not None and not chosen:
         raise ValueError(
             f"units={units!r} matches no module of {type(model).__name__}. Remedy: see its "
@@ -58,26 +65,30 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     for slot in slots:
         home = homes.setdefault(slot.leaf, slot.module)
         homes[slot.leaf] = _common_parent(home, slot.module)
+    idle = {path for path, module in model.named_modules() if not runs(module)}
 
     drafts: dict[str, _Draft] = {}  # by the path of their module, in the order of their leaves
-    taken: set[str] = set()  # the chosen modules, and all around them
+    # The chosen modules and all around them, and those that no call would enter
+    taken = set(idle)
     for path in chosen:
         taken.update(ancestors(path))
     for leaf, param in model.named_parameters():
         # In a chosen unit, or else in a group that this module shares with no chosen one
         unit = _innermost(homes[leaf], chosen)
-        home = _largest_free(homes[leaf], taken) if unit is None else unit
+        home = _largest_free(homes[leaf], taken, idle) if unit is None else unit
         if home not in drafts:
             # The root's own leaves are no child's, so no neighbour takes them
             joinable = unit is None and home != ""
-            drafts[home] = _Draft([home], [], 0, joinable)
+            rest = _REST if units is None else ""
+            drafts[home] = _Draft([home], [], 0, joinable, reasons.get(home, rest))
         drafts[home].leaves.append(leaf)
         drafts[home].num_elements += param.numel()
 
     found = []
     for draft in _join(list(drafts.values())):
         name = "+".join(draft.modules)  # "norm+head"
-        found.append(UnitSpec(name, tuple(draft.modules), tuple(draft.leaves)))
+        leaves = tuple(draft.leaves)
+        found.append(UnitSpec(name, tuple(draft.modules), leaves, why=draft.why))
     return tuple(found)
 
 
@@ -112,7 +123,7 @@ def choose_modules(
         return frozenset(without_units)
 
     # Any unit's module may be recomputed; what must be innermost is checked below
-    chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
+    chosen = {path for path in entered if matches(rule, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among "
@@ -127,32 +138,31 @@ def choose_modules(
     return frozenset(chosen)
 
 
-def matches(rules: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
-    """Whether a rule, or any of several, names the model's module of this path. None names each
-    child of the model, with containers opened."""
-    if rules is None:
-        return _is_opened_child(model, path)
+def matches(rules: UnitRule | Sequence[UnitRule], path: str, module: nn.Module) -> bool:
+    """Whether a rule, or any of several, names the module of this path."""
     if isinstance(rules, type):
         return isinstance(module, rules)
     if isinstance(rules, str):
         return path_matches(path, rules)
     if callable(rules):
         return bool(rules(path, module))
-    return any(matches(rule, model, path, module) for rule in rules)
+    return any(matches(rule, path, module) for rule in rules)
 
 
-def _is_opened_child(model: nn.Module, path: str) -> bool:
-    """Whether only containers lie between the model and this module, which is not one itself.
+def _found(model: nn.Module) -> dict[str, str]:
+    """The modules that are units where none are chosen: path -> why."""
+    reasons = repeated_modules(model)
+    around: set[str] = set()  # the modules that have such a one inside
+    for path in reasons:
+        around.update(ancestors(path)[1:])
+    containers = opened(model)
+    for path, _ in model.named_modules():
+        if path not in containers and parent_of(path) in containers and path not in around:
+            reasons.setdefault(path, _CHILD)
+    return reasons
 
-    `path` is not "": callers leave out the model itself.
-    """
-    if isinstance(model.get_submodule(path), _OPENED):
-        return False
-    parents = ancestors(path)[1:-1]  # without the module itself, and without the model
-    return all(isinstance(model.get_submodule(parent), _OPENED) for parent in parents)
 
-
-def _innermost(path: str, chosen: set[str]) -> str | None:
+def _innermost(path: str, chosen: Container[str]) -> str | None:
     """The innermost chosen module that this one is, or lies in; None if there is none."""
     for candidate in ancestors(path):
         if candidate in chosen:
@@ -160,30 +170,27 @@ def _innermost(path: str, chosen: set[str]) -> str | None:
     return None
 
 
-def _largest_free(path: str, taken: set[str]) -> str:
-    """The outermost module around `path`, short of the root, that has no chosen unit in it; else
-    `path` itself.
+def _largest_free(path: str, taken: Container[str], idle: Container[str]) -> str:
+    """The outermost module around `path`, short of the root, that is not taken; else the innermost
+    that runs.
 
     Args:
         path: of the module that holds a leaf.
-        taken: the chosen modules, and all around them.
+        taken: the modules that can't be its unit, or have chosen ones inside.
+        idle: the modules that no call would enter.
     """
     # From the root inwards, so that the largest comes first
     for candidate in reversed(ancestors(path)):
         if candidate and candidate not in taken:
             return candidate
     # Every module around it has a chosen unit inside, so it stands alone
-    return path
+    return next((candidate for candidate in ancestors(path) if candidate not in idle), "")
 
 
 def _common_parent(a: str, b: str) -> str:
     """The innermost module around both; the model at the latest."""
     around_b = ancestors(b)
     return next(path for path in ancestors(a) if path in around_b)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _join(drafts: list[_Draft]) -> list[_Draft]:
@@ -202,7 +209,7 @@ def _join(drafts: list[_Draft]) -> list[_Draft]:
 
 def _are_neighbours(a: _Draft, b: _Draft) -> bool:
     """Whether two units in a row may be one: nobody chose either, and they have one parent."""
-    return a.joinable and b.joinable and _parent(a.modules[-1]) == _parent(b.modules[0])
+    return a.joinable and b.joinable and parent_of(a.modules[-1]) == parent_of(b.modules[0])
 
 
 def _one_is_small(a: _Draft, b: _Draft) -> bool:
