@@ -16,7 +16,7 @@ UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None
 
 # Why there is a unit, where none were chosen
-_CHILD, _REST = "child of the model", "the rest of a child around repeated modules"
+_CHILD, _REST = "children of the model", "the rest"
 SMALL = 8  # a unit of less than 1/SMALL of its neighbour's elements joins it
 
 

@@ -27,7 +27,7 @@ from ..optim.base import Transform
 from ..places import PlaceRule
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
-from ..sharded.notes import codecs_of, elements_by_unit, notes_of, tables_of
+from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
 from ..sharded.options import (
     Options,
     OverlapChoice,
@@ -216,7 +216,8 @@ def plan(
         traced=batch is not None,
         assumed=imagined.live.assumed,
         mesh=axes.mesh,
-        notes=codecs_of(layout, ranks)
+        notes=found_units(layout.units)
+        + codecs_of(layout, ranks)
         + notes_of(elements_by_unit(layout), ranks, tables_of(layout)),
         bandwidth=bandwidth,
     )

@@ -15,7 +15,7 @@ from .._torch_private import storage_id
 from ..compress import Form
 from ..errors import StructureError
 from ..layout.build import make_layout
-from ..layout.layout import Bucket, Cut, Layout
+from ..layout.layout import Bucket, Cut, Layout, Unit
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..precision import short
@@ -26,7 +26,7 @@ from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
-from .notes import notes_of, wire_of
+from .notes import found_units, notes_of, wire_of
 from .options import Options
 from .placed import StatePlaces, Stored, stored_flats, stored_tensors
 from .program.step import ShardedProgramStep
@@ -63,6 +63,8 @@ class Description(NamedTuple):
     # State and params that lie in places. Gradients and saved tensors follow from the loss, which
     # a plan runs.
     stored: tuple[Stored, ...] = ()
+    # The units that `functionalize` found where none were chosen, and why: a line per kind
+    found: tuple[str, ...] = ()
 
     @property
     def params_nbytes(self) -> int:
@@ -110,7 +112,7 @@ class Description(NamedTuple):
             lines.append(
                 f"elsewhere: {held:,} bytes of {kind}; a step reads {read:,} and writes {written:,}"
             )
-        lines += self.notes
+        lines += self.found + self.notes
         return "\n".join(lines)
 
 
@@ -207,7 +209,7 @@ def describe(step: AnyStep, state: State) -> Description:
     stored = _Elsewhere(step.options)
     stored.see_params(state.params)
     stored.see_state(ShardedOptState(state.value.opt_state, holding))
-    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored)
+    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, sharding.layout.units)
 
 
 def _on_this_rank(
@@ -215,6 +217,7 @@ def _on_this_rank(
     rows: Sequence[Row],
     optimizer: str,
     stored: _Elsewhere,
+    units: Iterable[Unit],
 ) -> Description:
     options = step.options
     seams = [f"{name}={seam}" for name, seam in options.printed_seams.items()]
@@ -228,6 +231,7 @@ def _on_this_rank(
         seams=", ".join(seams),
         mesh=options.axes.mesh,
         stored=stored.by_kind,
+        found=found_units(units),
     )
 
 
@@ -278,7 +282,13 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
     )
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
     rows = _rows(state, layout, plan, sends=False)
-    return Description(rows=tuple(rows), rank=0, num_ranks=1, optimizer=repr(step.optimizer))
+    return Description(
+        rows=tuple(rows),
+        rank=0,
+        num_ranks=1,
+        optimizer=repr(step.optimizer),
+        found=found_units(layout.units),
+    )
 
 
 def _describe_program(step: ShardedProgramStep, state: State) -> Description:
@@ -287,12 +297,14 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     step.check_state(state)
     sends = step.group.size > 1
     rows, stored = list[Row](), _Elsewhere(step.options)
+    units: list[Unit] = []  # of the trees that losses use
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
             rows += _rows_of_tree(name or node.holding.name, node, sends=sends)
             if node.holding.form == "held":
                 stored.see_params(node)
+                units += node.sharding.layout.units
         elif isinstance(node, ShardedOptState):
             stored.see_state(node)
             tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
@@ -304,7 +316,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
     rows += _rows_of_parts(step, state)
-    return _on_this_rank(step, rows, repr(step.unsharded), stored)
+    return _on_this_rank(step, rows, repr(step.unsharded), stored, units)
 
 
 def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:

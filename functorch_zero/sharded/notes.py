@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from ..compress import Form
-from ..layout.layout import Bucket, Layout
+from ..layout.layout import Bucket, Layout, Unit
 from ..precision import short
 
 _DENSE = "gradients are reduced dense: sparse ones, of an embedding, are made dense before"
@@ -50,6 +51,13 @@ def notes_of(
                 "at once: smaller units, functionalize(units=...), take less memory"
             )
     return tuple(notes)
+
+
+def found_units(units: Iterable[Unit]) -> tuple[str, ...]:
+    """What `functionalize` without `units` has found, a line per kind; none where they were
+    chosen."""
+    numbers = Counter(unit.why for unit in units if unit.why)
+    return tuple(f"units found: {number} ({why})" for why, number in numbers.items())
 
 
 def wire_of(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:
