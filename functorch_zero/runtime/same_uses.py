@@ -63,9 +63,9 @@ class SameUses:
     )
     remedy = (
         "let the data of every rank go through the same units: with rows of weight 0, say; or let "
-        "the module around the layer be the unit, by functionalize(units=...); or use level 0 or "
-        "1, where ranks may use different units. Call the functions of fz.batch, and "
-        "look up a table, on every rank, also on one without rows"
+        "the module around the layer be the unit, by functionalize(units=...), or each child of "
+        'the model, by units="*"; or use level 0 or 1, where ranks may use different units. Call '
+        "the functions of fz.batch, and look up a table, on every rank, also on one without rows"
     )
 
     def __init__(
