@@ -187,7 +187,8 @@ def functionalize(
         units: the modules whose leaves are gathered and freed together when sharded: a module
             class, a predicate `(path, module) -> bool`, a pattern of module paths such as
             "layers.*" (`*` is one name, `**` any number), or several of these. None: each child of
-            the model.
+            the model, with containers opened; and of a child that holds repeated modules, such as a
+            transformer's layers, each of them and the rest. docs/level2.md has the rule.
         remat: the units whose activations are computed again in backward instead of being kept,
             chosen as `units` are among the units' modules. True: all that have no other unit
             inside. The numbers stay the same, dropout's too. At level 3 the second run's gather
