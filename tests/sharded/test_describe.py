@@ -144,3 +144,18 @@ def test_a_state_of_another_step_is_refused() -> None:
         fz.describe(sharded, step.init(params, buffers))
     with pytest.raises(TypeError, match="got a Params"):
         fz.describe(step, params)
+
+
+def test_it_says_which_units_were_found_and_why() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(90, 90), nn.Linear(90, 90)) for _ in range(3))
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    model[0].blocks = blocks
+    step = train_step(lambda params, buffers, batch: params["1.bias"].sum(), optim.sgd(0.1))
+    _, params, buffers = fz.functionalize(model)
+    lines = str(fz.describe(step, step.init(params, buffers))).splitlines()
+    assert lines[-2:] == [
+        "units found: 3 (Sequential, repeated in ModuleLists or Sequentials)",
+        "units found: 1 (children of the model)",
+    ]
+    _, params, buffers = fz.functionalize(model, units=nn.Linear)
+    assert "units found" not in str(fz.describe(step, step.init(params, buffers)))
