@@ -75,7 +75,6 @@ STAGES = [
     Stage("A", "collectives", 90),
     Stage("A", "races", 60),
     Stage("A", "suite", 150, REPEATABLE),
-    Stage("A", "places", 60, REPEATABLE),
     Stage("B", "overlap", 240),
     Stage("B", "bench", 230),
     Stage("B", "optimizers", 110),
@@ -83,6 +82,7 @@ STAGES = [
     Stage("C", "faults", 90),
     Stage("C", "two-ranks", 180, SHARE_A_GPU),
     Stage("C", "tables", 90, SHARE_A_GPU),
+    Stage("C", "places", 60, REPEATABLE),
 ]
 
 

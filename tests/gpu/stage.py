@@ -16,7 +16,6 @@ STAGES = {
     "collectives": ("collectives", "collectives"),
     "races": ("right", "races"),
     "suite": ("suite", "suite"),
-    "places": ("offload", "places"),
     "overlap": ("speed", "overlap"),
     "bench": ("speed", "bench"),
     "optimizers": ("speed", "optimizers"),
@@ -24,6 +23,7 @@ STAGES = {
     "faults": ("ranks", "faults"),
     "two-ranks": ("ranks", "two_ranks"),
     "tables": ("tables", "tables"),
+    "places": ("offload", "places"),
 }
 
 

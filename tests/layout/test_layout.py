@@ -290,7 +290,7 @@ def test_pieces_of_tables_are_whole_rows(
         {"net": {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}},
         ranks,
         trainable=lambda path, leaf: path == "net.emb",
-        cut=lambda path, leaf: table if path in ("net.emb", "net.items") else other,
+        cut=lambda path, leaf, dtypes: table if path in ("net.emb", "net.items") else other,
         aligned=aligned,
     )
     units = {unit.name: [layout.buckets[b] for b in unit.buckets] for unit in layout.units}

@@ -39,6 +39,7 @@ DEEP = [
     "lbfgs",
     "shampoo, blocks",
     "muon, match_rms_adamw",
+    "rows.lazy_adam",
     "scale_by_full_matrix_adagrad_tree",
 ]
 NUM_STEPS = 2  # some optimizers rest in one of them

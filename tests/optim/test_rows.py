@@ -16,7 +16,6 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.layout.levels import LEVELS
 from functorch_zero.optim import rows
 from functorch_zero.testing import (
     assert_equal_values,
@@ -251,7 +250,6 @@ def test_state_lies_with_its_rows_and_nothing_is_sent() -> None:
         assert "at owners" in text
 
 
-@pytest.mark.skipif(LEVELS[-1].name != "table", reason="there are no tables yet")
 @pytest.mark.parametrize("name", tiers(["adagrad_by_row"], ["lazy_adam"]))
 @pytest.mark.parametrize("level", tiers([3], [1, 2]))
 def test_tables(name: str, level: int) -> None:

@@ -243,7 +243,9 @@ def _check_pointwise(
 def _check_rows(transform: Transform) -> None:
     """A row-wise author's functions on all rows of some leaves, and on a part of them."""
     shapes = {"one column": (9, 1), "rows": (11, 4), "wide": (5, 40)}
-    params, updates = _draw({name: torch.empty(shape) for name, shape in shapes.items()})
+    params, updates = _draw(
+        {name: torch.empty(shape, device="cpu") for name, shape in shapes.items()}
+    )
     # In each step two rows of three are touched
     for step, tree in enumerate(updates):
         for x in tree.values():
