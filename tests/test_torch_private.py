@@ -591,6 +591,24 @@ def test_run_untraced() -> None:
     assert len(graphs) == 1
 
 
+def test_load_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)])
+    assert private.load_hooks(optimizer) == ([], [])
+
+    def hook(*args: Any) -> None:
+        pass
+
+    def first(*args: Any) -> None:
+        pass
+
+    optimizer.register_load_state_dict_pre_hook(hook)
+    optimizer.register_load_state_dict_pre_hook(first, prepend=True)
+    handle = optimizer.register_load_state_dict_post_hook(hook)
+    assert private.load_hooks(optimizer) == ([first, hook], [hook])
+    handle.remove()
+    assert private.load_hooks(optimizer) == ([first, hook], [])
+
+
 @pytest.mark.parametrize(("marked", "num_graphs"), [(True, 1), (False, 2)])
 def test_mark_dynamic(marked: bool, num_graphs: int) -> None:
     torch.compiler.reset()  # what dynamo has learned of the lambda's sizes
