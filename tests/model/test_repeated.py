@@ -58,7 +58,7 @@ def test_they_are_the_modules_that_one_would_choose(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(["swin", "unet", "vit"], [*TREES.keys() - {"swin", "unet", "vit"}])
+    "name", tiers(["swin", "unet", "vit"], sorted(TREES.keys() - {"swin", "unet", "vit"}))
 )
 def test_the_peak_is_that_of_the_best_choice(name: str) -> None:
     model, units = in_a_wrapper(name)
@@ -101,7 +101,7 @@ def hugging_face() -> dict[str, tuple[str, str, dict[str, Any], Units]]:
     }
 
 
-@pytest.mark.parametrize("name", tiers(["llama"], full=hugging_face().keys() - {"llama"}))
+@pytest.mark.parametrize("name", tiers(["llama"], full=sorted(hugging_face().keys() - {"llama"})))
 def test_the_peak_of_a_model_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model_class, config_class, options, units = hugging_face()[name]
