@@ -355,9 +355,10 @@ class Sharded(Across):
             made = run_batch(own_part, batch, whole_updates, olds, given_params)
             for i, own, old, new in zip(batch, arrived, olds, made, strict=True):
                 check_whole(updates, i, (whole_updates[i], old), new)
-                # Receivers expect the dtype of the pieces that they have sent
-                results[i] = new.update.to(leaves[i].dtype)
                 tensors, structure = optree.tree_flatten(new.state)
+                update, *tensors = _apart_from_others(own, new.update, tensors)
+                # Receivers expect the dtype of the pieces that they have sent
+                results[i] = update.to(leaves[i].dtype)
                 rows = zip(own, tensors, strict=True)
                 state = structure.unflatten([ferry.take_back(x, y) for x, y in rows])
                 states[i] = Owned(state, states[i].leaf)
@@ -394,3 +395,16 @@ class Sharded(Across):
             return leaf.reshape(-1)[extent.in_leaf].clone()
 
         return tree_map(own_piece, tree, self.extents)
+
+
+def _apart_from_others(
+    brought: Sequence[Brought], update: Tensor, state: Sequence[Tensor]
+) -> list[Tensor]:
+    """An update, and the tensors of a next state: copies where they lie in brought tensors of other
+    slots. These are about to be written over, one after the other."""
+    taken = storages([x.tensor for x in brought if x.place is not None])
+    own = [None, *(x.tensor for x in brought)]
+    return [
+        y.clone() if y is not x and storage_id(y) in taken else y
+        for x, y in zip(own, [update, *state], strict=True)
+    ]

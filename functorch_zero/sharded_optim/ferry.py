@@ -107,32 +107,39 @@ class Ferry:
         arrived = checked(place, arrived, home)
         return Brought(stored, place, home, arrived, within({id(home): arrived}, stored))
 
+    def writes_to(self, brought: Brought) -> bool:
+        """Whether what an update makes of a tensor may be written over it, and will be."""
+        return brought.place is not None and (brought.is_copy or self._over)
+
     def take_back(self, brought: Brought, new: Tensor) -> Tensor:
         """Start to take what an update has made of a tensor, `new`, to its place; returns it there.
         It may be the tensor that was brought."""
         place, home = brought.place, brought.home
         if place is None:
             return new
-        is_last = self._let_go(home)
-        if not (self._over and are_alike(new, brought.stored)):
-            made = checked(place, place.empty(new), new)
-            self.made[id(made)] = made
-            self._leave(place, new.detach(), made)
-            return made
-        if new is not brought.tensor:
+        is_over = self._over and are_alike(new, brought.stored)
+        if is_over and new is not brought.tensor:
             brought.tensor.copy_(new)
-        if brought.is_copy and is_last:
-            # With what else lies in it
-            self._leave(place, brought.arrived, home)
-        return brought.stored
+        self._let_go(place, home, changed=is_over)
+        if is_over:
+            return brought.stored
+        made = checked(place, place.empty(new), new)
+        self.made[id(made)] = made
+        self._leave(place, new.detach(), made)
+        return made
 
-    def _let_go(self, home: Tensor) -> bool:
-        """One leaf of a home needs it no more. Returns whether it was the last one under way."""
+    def _let_go(self, place: Place, home: Tensor, *, changed: bool) -> None:
+        """One leaf of a home needs it no more. The last one under way takes it back, if any has
+        changed it."""
         shared = self._here[id(home)]
         shared.users -= 1
-        if not shared.users:
-            del self._here[id(home)]
-        return not shared.users
+        shared.is_changed |= changed
+        if shared.users:
+            return
+        del self._here[id(home)]
+        arrived = shared.wait()
+        if shared.is_changed and arrived is not home:
+            self._leave(place, arrived, home)
 
     def _leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
         if self.look and has_values(tensor):
@@ -150,7 +157,7 @@ class Ferry:
         here = {key: self.wait(one).tensor for key, one in coming.items()}
         for one in coming.values():
             if one.place is not None:
-                self._let_go(one.home)  # only read: nothing goes back
+                self._let_go(one.place, one.home, changed=False)
         return treedef.unflatten([within(here, leaf) for leaf in leaves])
 
     def check(self, state: Any) -> None:
@@ -175,6 +182,7 @@ class _Shared:
     def __init__(self, arriving: Arriving):
         self._arriving: Arriving | None = arriving
         self.users = 0  # tensors that were asked for, and not yet taken back
+        self.is_changed = False
 
     def wait(self) -> Tensor:
         if self._arriving is not None:

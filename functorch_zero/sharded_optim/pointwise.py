@@ -156,7 +156,8 @@ class PointwiseOnFlats:
                 place = regrouping.places[i]
                 lies_in = _share(old_state[place.positions[0]], here.stored)
                 # A count is never written over: each batch reads the same old one
-                donated = place.follows and (here.is_copy or (bool(self._donate) and lies_in))
+                may_write = ferry.writes_to(here) or (bool(self._donate) and lies_in)
+                donated = place.follows and may_write
                 operands.append(_Operand(here.tensor, place.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))

@@ -104,6 +104,56 @@ def test_states_of_every_kind(name: str, donate: bool, tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
+def passing_on(kind: str) -> Any:
+    """An optimizer whose update is an old tensor of its state, and whose tensors change slots."""
+
+    def of_leaf(u: Tensor, one: Tensor, two: Tensor, three: Tensor) -> Any:
+        return one, (0.1 * two - 0.01 * u, three, two)
+
+    if kind == "whole leaf":
+        return optim.with_whole_leaves(
+            lambda param: tuple(param * n for n in (0.1, 0.2, 0.3)),
+            lambda update, state: of_leaf(update, *state),
+        )
+
+    def init(params: Any) -> Any:
+        return tuple(tree_map(lambda p, n=n: p * n, params) for n in (0.1, 0.2, 0.3))
+
+    def update(updates: Any, state: Any, params: Any, across: Any = None) -> Any:
+        one, two, three = state
+        return one, (tree_map(lambda u, t: 0.1 * t - 0.01 * u, updates, two), three, two)
+
+    if kind == "statistics":
+        return optim.with_statistics(init, update)
+    return optim.pointwise(init, lambda updates, state, params: update(updates, state, params))
+
+
+@pytest.mark.parametrize("kind", ["pointwise", "statistics", "whole leaf"])
+@pytest.mark.parametrize("program", [False, True])
+def test_an_update_that_passes_its_state_on(kind: str, program: bool, tmp_path: Path) -> None:
+    """Nothing is written over before it was read: by another slot, or as the update itself."""
+    optimizer = passing_on(kind)
+
+    def of_value(value: Any, x: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(value[0], x)
+        return optimizer.apply(grads, value[1], value[0]), {"loss": mean}
+
+    step: Any = fz.train_step(linear_loss, optimizer)
+    if program:
+        step = fz.program_step(of_value, init=lambda params: (params, optimizer.init(params)))
+
+    def run(group: Any) -> None:
+        wholes = []
+        for place in (None, {"state": File(tmp_path)}, {"state": Away()}):
+            sharded = fz.shard(step, level=3, group=group, donate=True, place=place)
+            state = train(sharded, sharded.init(make_params()), make_batches(4), group)
+            wholes.append(sharded.unshard(state))
+        for whole in wholes[1:]:
+            assert_equal_values(wholes[0], whole, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
 class Copied:
     """Places that are right, and mistakes that lose numbers, by name."""
 

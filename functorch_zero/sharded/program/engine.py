@@ -287,18 +287,14 @@ class ShardedEngine:
         has a place."""
         flats, read_only = params.flats(to_write=True), params.is_read_only
         pieces = pieces_of(flats, params.holding)
-        if prepared.fuses(pieces):
+        fuses = prepared.fuses(pieces)
+        over = fuses or is_placed(state)
+        if fuses:
             look, given = is_looked_at(next(self._storings)), self._given(state)
             updates, tree = prepared.update(grads, given, pieces, donate=True, look=look)
-            after = self._placed_over(state, tree, prepared)
         else:
-            over = is_placed(state)
             found, tree = self._updated(prepared, grads, state, params, over=over)
             updates = found.local_tree
-            if over:
-                after = self._placed_over(state, tree, prepared)
-            else:
-                after = self.placed(tree, state.holding, by=prepared)
         new = publish(
             params.handed_on(flats, params.published(trained=False)),
             flats,
@@ -307,6 +303,11 @@ class ShardedEngine:
             donate=True,
             empty=emptied(self.options.places.params, params.sharding.layout),
         )
+        # Last: an update may lie in the old state, which is written over
+        if over:
+            after = self._placed_over(state, tree, prepared)
+        else:
+            after = self.placed(tree, state.holding, by=prepared)
         return new.as_read_only(read_only), after
 
     def description_of(self, transform: Transform) -> Any:
