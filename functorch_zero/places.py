@@ -72,8 +72,9 @@ class Place(Protocol):
         ...
 
     def leave(self, tensor: Tensor, into: Tensor) -> Leaving:
-        """Start to copy a tensor beside the params to one that lies here. `tensor` is only read,
-        and kept by the caller until it has waited."""
+        """Start to copy a tensor beside the params to one that lies here, in no other form: copies
+        of a state are made of that. `tensor` is only read, and kept by the caller until it has
+        waited."""
         ...
 
 
