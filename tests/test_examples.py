@@ -110,6 +110,18 @@ def test_clip_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExam
     assert one == three and one.startswith("loss ")
 
 
+def test_recommender_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExample) -> None:
+    """At level 0 the embeddings are whole on each rank, and at level 3 they are tables."""
+    one, three = (
+        run_example("recommender.py", "--size", "tiny", *options).splitlines()
+        for options in (("--ranks", "1", "--level", "0"), ("--ranks", "3", "--level", "3"))
+    )
+    assert one[:2] == three[:2] and one[1].startswith("recall@10 ")
+    before, after = map(float, one[0].removeprefix("loss").split("->"))
+    assert after < before - 0.1
+    assert "rank 2 holds 0.33 of the tables" in three
+
+
 def test_pinn(run_example: RunExample) -> None:
     run_example("pinn.py", "--steps", "20")
 
