@@ -18,10 +18,11 @@ from .levels import level_in_words, levels_of
 
 
 class Donations:
-    """The states that have given their storage away. A state is known by its counters, 0-d tensors
+    """The states that have given their storage away. A state is known by its counters, 0-d integers
     which each step makes anew: its step number, and those of its optimizer. They are known by their
     places in their storages, which detached ones have in common with them; a counter may be one
-    entry of a table."""
+    entry of a table. Other numbers say nothing: a fixed learning rate is one tensor in the states
+    of all steps."""
 
     def __init__(self) -> None:
         # A counter's storage -> by offset there, in bytes, the number of its state; weak, so that
@@ -83,7 +84,8 @@ def _offset(counter: Tensor) -> int:
 
 def _counters(opt_state: Any) -> list[Tensor]:
     leaves = optree.tree_leaves(opt_state)
-    return [x for x in leaves if isinstance(x, Tensor) and x.ndim == 0]
+    zero_dim = [x for x in leaves if isinstance(x, Tensor) and x.ndim == 0]
+    return [x for x in zero_dim if not (x.is_floating_point() or x.is_complex())]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
+from functorch_zero.testing import assert_equal_updates
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.local import local_leaves
@@ -273,6 +274,49 @@ def test_loading_does_not_write_to_like_unless_the_step_donates(tmp_path: Path) 
 
     on_ranks(2, 3, pure, donate=False)
     on_ranks(2, 3, donating, donate=True)
+
+
+RATES = torch.tensor([0.1, 0.2], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda count: RATES[count % 2]], ids=["number", "table"])
+def test_going_back_to_a_checkpoint(rate: Any, tmp_path: Path) -> None:
+    """A trained state is written over, whose learning rate is one tensor in states of several
+    steps. Training goes on as it did, and the optimizer's state that was written over is known."""
+    step, params, batches = quadratic(optim.sgd(rate, momentum=0.9))
+    expected = step.init(params)
+    for x in batches:
+        expected, _ = step(expected, x)
+
+    def run(group: Any) -> None:
+        sharded = shard(step, level=1, group=group)
+
+        def train(state: Any, batches: Any) -> Any:
+            for x in batches:
+                state, _ = sharded(state, x.chunk(group.size)[group.rank])
+            return state
+
+        state = train(sharded.init(params), batches[:2])
+        checkpoint.save(tmp_path, sharded, state)
+        like = train(state, batches[:2])
+        state = checkpoint.load(tmp_path, sharded, like=like).state
+        with pytest.raises(DonatedError):
+            sharded.unshard(state.replace(opt_state=like.opt_state))
+        state = train(state, batches[2:])
+        assert_equal_updates(params, expected.params, sharded.unshard(state).params)
+
+    run_ranks(run, 2)
+
+
+def quadratic(optimizer: Any) -> Any:
+    """A step, params that two ranks cut, and batches."""
+    g = torch.Generator().manual_seed(0)
+    w, *batches = torch.randn(6, 12, 64, dtype=torch.float64, generator=g)
+
+    def loss_fn(params: Any, buffers: Any, x: Any) -> Any:
+        return (params["w"] - x[:, None]).square().mean()
+
+    return train_step(loss_fn, optimizer), {"w": w.requires_grad_()}, batches
 
 
 def test_leaves_lie_in_flats_after_loading(tmp_path: Path) -> None:
