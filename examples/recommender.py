@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import optim, testing
 
-DIM, TOP = 16, 10
+DIM, TOP, TEMPERATURE = 16, 10, 0.1
 
 
 class Size(NamedTuple):
@@ -67,22 +67,28 @@ def kind(path: str, leaf: object) -> str:
     return "tables" if path.endswith("table.weight") else "towers"
 
 
-def make_step(apply, temperature: float = 0.1):
-    """Each rank's loss is of its own ratings' users, against the items of all."""
+def loss_and_recall(
+    users: Tensor, own: slice, all_items: Tensor, all_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of this rank's ratings, whose users (n, DIM) are compared with the items of the whole batch,
+    (num_ratings, DIM) and their ids; `own` are those that go with the users."""
+    labels = torch.arange(len(all_ids))[own]
+    same = all_ids[own, None] == all_ids  # an item that others rated, too, is no negative
+    same[torch.arange(len(labels)), labels] = False
+    scores = (users @ all_items.T / TEMPERATURE).masked_fill(same, -torch.inf)
+    is_found = (scores.topk(TOP).indices == labels[:, None]).any(dim=1)
+    return F.cross_entropy(scores, labels), is_found.double().mean()
 
+
+def make_step(apply, of_tables: optim.Transform):
     def loss_fn(params, buffers, batch):
         users, items = apply(params, buffers, *batch)[0]
-        all_items, all_ids = fz.batch.all_rows(items), fz.batch.all_rows(batch[1])
         own = fz.batch.own_rows(users)
-        labels = torch.arange(len(all_ids))[own]
-        same = all_ids[own, None] == all_ids  # an item that others rated, too, is no negative
-        same[torch.arange(len(labels)), labels] = False
-        scores = (users @ all_items.T / temperature).masked_fill(same, -torch.inf)
-        is_found = (scores.topk(TOP).indices == labels[:, None]).any(dim=1)
-        aux = fz.Aux(metrics={"recall": is_found.double().mean()}, weight=len(users))
-        return F.cross_entropy(scores, labels), aux
+        all_items, all_ids = fz.batch.all_rows(items), fz.batch.all_rows(batch[1])
+        loss, recall = loss_and_recall(users, own, all_items, all_ids)
+        return loss, fz.Aux(metrics={"recall": recall}, weight=len(users))
 
-    by_kind = {"tables": optim.rows.adagrad_by_row(0.3), "towers": optim.adamw(3e-3)}
+    by_kind = {"tables": of_tables, "towers": optim.adamw(3e-3)}
     return fz.train_step(loss_fn, optim.partition(by_kind, kind))
 
 
@@ -116,7 +122,7 @@ def main() -> None:
         size = size._replace(num_steps=args.steps)
     torch.manual_seed(0)
     apply, params, buffers = fz.functionalize(TwoTowers(size.num_rows).double(), units=Tower)
-    step = make_step(apply)
+    step = make_step(apply, optim.rows.adagrad_by_row(0.3))
     start = time.perf_counter()
     ranks = testing.run_ranks(
         lambda group: train(group, step, params, buffers, size, args.level), args.ranks
