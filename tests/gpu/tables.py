@@ -82,6 +82,6 @@ def _train(backend: str, rows: int, size: int) -> dict[int, Any]:
             seconds = time.monotonic() - start
         sent = watched.sent_bytes()
         whole = optree.tree_leaves(fz.unshard(ours.params))
-        apart = [float((a - b).abs().max()) for a, b in zip(expected, whole, strict=True)]
+        apart = [float((a - b).detach().abs().max()) for a, b in zip(expected, whole, strict=True)]
         found[level] = {"apart": max(apart), "sent": sent, "seconds": round(seconds, 4)}
     return found

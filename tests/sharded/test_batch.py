@@ -22,7 +22,13 @@ from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import HybridGroup, counted, launch, run_ranks
 from functorch_zero.runtime import same_uses
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    REORDERED,
+    assert_equal_updates,
+    assert_same_on_all_ranks,
+    train,
+    train_sharded,
+)
 from tests.models import split
 from tests.tiers import crossed, tiers
 
@@ -187,9 +193,13 @@ def check(make: Callable[[], Any], sizes: list[int], mesh: int = 0, **options: A
 
     got = run_ranks(run, len(sizes))
     assert_same_on_all_ranks(got)
-    assert_equal_updates(expected, got[0])
-    for want, have in zip(expected.metrics, got[0].metrics, strict=True):
-        torch.testing.assert_close(have["loss"], want["loss"], rtol=1e-6, atol=0)
+    is_wide = expected.metrics[0]["loss"].dtype == torch.float64
+    # Of all leaves, in float64; a loss in float32 is a mean of the ranks' rounded ones
+    assert_equal_updates(
+        expected,
+        got[0],
+        tolerance=lambda path: REORDERED if is_wide or path != "loss" else 1e-6,
+    )
 
 
 @pytest.mark.parametrize(("loss", "level", "way"), crossed(LOSSES, LEVELS, WAYS, n=20))
