@@ -25,8 +25,9 @@ then. A use's own number tells: it begins with that of the next node, and its pl
 ones sets apart uses without a node between them. The node that asks for a saved leaf may be newer
 than uses that began after the leaf's own: a unit around others uses a leaf after them, too, where
 it holds a tied embedding. Each thread counts nodes by itself. So a pass runs its backward in the
-thread that runs the loss. By default torch runs that of a GPU's tensors in a thread of the device,
-which would number the nodes of a backward inside of the loss from its own.
+thread that runs the loss (`given_batch` sees to it). By default torch runs that of a GPU's tensors
+in a thread of the device, which would number the nodes of a backward inside of the loss from its
+own.
 
 Note [one stream]: what a pass gathers and packs is allocated, waited for and freed in the order of
 one stream of its device: that of the call. A unit used on another stream would find leaves that

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_private import innermost_saved_tensors_hooks, kept_by_region
 from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.mesh import Axes
@@ -216,9 +217,17 @@ def batch_of_loss(name: str) -> BatchOnRanks | None:
         return None if batch.group.size == 1 else batch
     if batch is ALL_ROWS or (step is not None and step.rank is None):
         return None
-    # By hand, without any step. Ranks may be threads, and threads of a loss know nothing of it
+    # By hand, without any step. Ranks may be threads, and threads of a loss know nothing of it; nor
+    # does a GPU's, which runs a checkpoint's region again: so the region keeps what its first run
+    # has found
+    hooks = innermost_saved_tensors_hooks()
+    region = None if hooks is None else kept_by_region(hooks)
+    if region is not None and "is alone" in region:
+        return None
     is_main = threading.current_thread() is threading.main_thread()
     if step is None and is_main and num_processes() == 1:
+        if region is not None:
+            region["is alone"] = True
         return None
     raise StructureError(
         explain(

@@ -140,8 +140,7 @@ class ShardedEvalStep:
         untouched = Untouched(optree.tree_leaves(others), look=look)
         # The numbers that a training step draws from this state, so evaluations repeat
         random = replayed(state.seed, state.step, self.options.axes.data.rank, device)
-        # As in training, a backward of the loss's own runs in this thread: it may gather
-        with random, torch.autograd.set_multithreading_enabled(False):
+        with random:
             params = run.lazy_params()
             mark_policies(params)
             with in_a_loss():

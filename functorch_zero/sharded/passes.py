@@ -94,14 +94,9 @@ def run_pass(
         places=options.places.saved,
     )
     batch.around = one_pass
-    # Whatever mode the caller is in. Backward, also one of the loss's own, runs in this thread on
-    # every device: see Note [where backward is] in `runtime/unit.py`.
+    # Whatever mode the caller is in
     try:
-        with (
-            torch.enable_grad(),
-            torch.autograd.set_multithreading_enabled(False),
-            given_batch(batch),
-        ):
+        with torch.enable_grad(), given_batch(batch):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
             with ranged("loss"), in_a_loss(), one_pass.around_loss():

@@ -57,10 +57,15 @@ def running(scope: StepScope, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def given_batch(batch: Any = ALL_ROWS) -> Iterator[None]:
-    """Around a loss and its backward, or around an evaluation."""
+    """Around a loss and its backward, or around an evaluation.
+
+    By default torch runs the backward of a GPU's tensors in a thread of the device, where nothing
+    of this is known. So all of it, also a backward of the loss's own, runs in this thread.
+    """
     token = _HERE.set(_HERE.get()._replace(batch=batch))
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         _HERE.reset(token)
 

@@ -1,21 +1,32 @@
-"""Backward of a GPU's tensors, which torch runs in a thread of the device: the pass runs its own in
-the thread of the loss, so that nodes are numbered, and collectives ordered, as on a CPU."""
+"""Backward of a GPU's tensors, which torch runs in a thread of the device: a step runs its own in
+the thread of the loss. So nodes are numbered, and collectives ordered, as on a CPU; and what a
+checkpoint runs again knows the batch that it is in."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.runtime.unshard import GatheredFlats
+from functorch_zero.testing import (
+    Equality,
+    assert_equal_values,
+    assert_sharded_equals_unsharded,
+)
+from tests.tiers import tiers
 
 NUM_STEPS = 3
 
@@ -186,3 +197,103 @@ def test_the_caller_may_have_switched_it_off(device_thread: DeviceThread) -> Non
         calls_of_training(3)
         assert not torch._C._is_multithreading_enabled()
     assert torch._C._is_multithreading_enabled()
+
+
+# Exchanges of the loss, in regions that run again
+
+
+def mixed(x: Tensor) -> Tensor:
+    """All rows, own rows, a mean and a sum, of rows (n, k)."""
+    rows = fz.batch.all_rows(x.sin())[fz.batch.own_rows(x)]
+    return (rows - fz.batch.mean(x.cos())).tanh() * fz.batch.sum(x.sin().sum(0)).sin()
+
+
+def again(fn: Callable[..., Any], *args: Any, reentrant: bool = False) -> Any:
+    return checkpoint(fn, *args, use_reentrant=reentrant)
+
+
+class Exchanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.encode = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.unit = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = fz.batch.in_chunks(lambda x: self.encode(x).tanh(), 2)(again(self.table, ids))
+        return again(mixed, self.unit(rows))
+
+
+def exchanging() -> tuple[Any, Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = fz.batch.sync_batch_norm(Exchanging()).double()
+    return fz.functionalize(model, units=["encode", "unit"], remat=["unit"])
+
+
+def loss_of(apply: Any) -> Any:
+    def loss(params: Any, buffers: Any, ids: Tensor) -> Any:
+        out, buffers = apply(params, buffers, ids)
+        return out.square().mean(), fz.Aux(buffers=buffers, weight=len(ids))
+
+    return loss
+
+
+def step_of_training() -> tuple[Any, ...]:
+    apply, params, buffers = exchanging()
+    return fz.train_step(loss_of(apply), optim.sgd(0.1)), params, buffers
+
+
+def step_of_program() -> tuple[Any, ...]:
+    apply, params, buffers = exchanging()
+
+    def program(value: Any, ids: Tensor) -> Any:
+        loss = lambda params, ids: loss_of(apply)(params, value["buffers"], ids)[0]
+        mean, grads = fz.value_and_grad(loss)(value["params"], ids)
+        moved = optree.tree_map(lambda g: -0.1 * g, grads)
+        return value | {"params": fz.apply_updates(value["params"], moved)}, {"loss": mean}
+
+    init = lambda params: {"params": params, "buffers": buffers}
+    return fz.program_step(program, init=init), params
+
+
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
+@pytest.mark.parametrize("make", [step_of_training, step_of_program])
+def test_exchanges_that_run_again(
+    make: Callable[[], Any], level: int, device_thread: DeviceThread
+) -> None:
+    """In one process they are done again in backward; ranks receive the same once more."""
+    step, *trees = make()
+    ids = [torch.tensor([0, 1, 1, 4]), torch.tensor([3, 2, 4, 0])]
+    table = "table.weight" if make is step_of_training else "params.table.weight"
+    rule = {"": level, table: "table"}
+    assert_sharded_equals_unsharded(step, *trees, ids, levels=[rule], ranks=(2,))
+    assert device_thread.num_jobs == 0
+
+
+@pytest.mark.parametrize("how", ["remat", "checkpoint", "in_chunks"])
+def test_a_loss_by_hand_runs_again_in_the_devices_thread(
+    how: str, device_thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, params, buffers = exchanging()
+    x = torch.tensor([0, 1, 1, 4])
+
+    def gradients() -> tuple[Tensor, ...]:
+        if how == "remat":
+            out, _ = apply(params, buffers, x)
+            return torch.autograd.grad(out.sum(), params["encode.weight"])
+        own = params["table.weight"].detach().requires_grad_()
+        run = fz.batch.in_chunks(mixed, 2) if how == "in_chunks" else partial(again, mixed)
+        return torch.autograd.grad(run(own).sum(), own)
+
+    found = gradients()
+    assert device_thread.num_jobs == 1
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", device_thread._engine)
+    assert_equal_values(gradients(), found, grade=Equality("bitwise"))
+
+
+def test_what_nobody_knows_of_is_refused_there(device_thread: DeviceThread) -> None:
+    """A reentrant checkpoint has no region that could tell; never other ranks' rows left out."""
+    x = torch.ones(4, 2, requires_grad=True)
+    out = again(mixed, x, reentrant=True)
+    with pytest.raises(StructureError, match=r"outside of a loss.*Remedy"):
+        out.sum().backward()
