@@ -74,8 +74,8 @@ def places(report: Report) -> None:
             if CUDA:
                 torch.cuda.set_sync_debug_mode("default")
         most = torch.cuda.max_memory_allocated() if CUDA else 0
-        # Left on the GPU, they would count in the next run's bytes
-        found = optree.tree_map(lambda leaf: leaf.cpu(), step.unshard(state).params)
+        # Kept on the GPU, by autograd too, they would count in the next run's bytes
+        found = optree.tree_map(lambda leaf: leaf.detach().cpu(), step.unshard(state).params)
         return found, Peak(before, most)
 
     def check(told: str, kind: str, plain: Peak, placed: Peak, saved: int, donate: bool) -> None:
