@@ -262,9 +262,14 @@ def is_flagged(x: Tensor) -> bool:
 
 def is_dtensor(x: Any) -> bool:
     """Whether it is torch's DTensor, which knows that other ranks hold other parts of it."""
+    return isinstance(x, dtensor_class())
+
+
+def dtensor_class() -> Any:
+    """torch's DTensor, for `isinstance`; no class where nobody can have one."""
     # Their module takes a while to import, and whoever has one has imported it
     module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    return () if module is None else module.DTensor
 
 
 def has_values(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ those that the plan doesn't name lie along one axis. They are the same along the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StructureError, explain
-from ..tree import is_dtensor
+from ..tree import dtensor_class, is_dtensor
 from .mesh import as_group
 from .process import ProcessGroup
 from .protocol import Group
@@ -50,8 +50,13 @@ class Placed(NamedTuple):
 
 def local_of(x: Any) -> Tensor:
     """The tensor that is on this rank: a DTensor's own, or the tensor itself. Without grad."""
-    local: Tensor = x.to_local() if is_dtensor(x) else x
-    return local
+    return locals_of([x])[0]
+
+
+def locals_of(leaves: Iterable[Any]) -> list[Tensor]:
+    """The tensors that are on this rank; without a call per plain tensor, at every step."""
+    dtensor = dtensor_class()
+    return [x.to_local() if isinstance(x, dtensor) else x for x in leaves]
 
 
 def like_dtensor(local: Tensor, like: Any) -> Tensor:

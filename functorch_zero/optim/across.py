@@ -389,7 +389,7 @@ def reduced_dtype(dtype: torch.dtype, op: DimOp) -> torch.dtype:
 
 def widest_dtype(tensors: Iterable[Tensor], least: torch.dtype = torch.bool) -> torch.dtype:
     """The dtype to which torch promotes the tensors' together, `least` among them."""
-    return functools.reduce(torch.promote_types, [x.dtype for x in tensors], least)
+    return functools.reduce(torch.promote_types, dict.fromkeys(x.dtype for x in tensors), least)
 
 
 def smallest(dtype: torch.dtype) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .._torch_private import load_hooks, run_untraced
 from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
-from ..groups.dtensors import local_of, placed, reshard, unwrapped
+from ..groups.dtensors import locals_of, placed, reshard, unwrapped
 from ..groups.protocol import Group
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
@@ -243,7 +243,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             }
             check_claims(self.transform, metas)
             across = self._across(self._params)
-            pieces = {path: local_of(p).reshape(-1) for path, p in self._params.items()}
+            pieces = self._pieces(self._locals(self._params))
             tree = across.keep(self.transform.init(pieces, across), pieces)
             self._state = TorchState(
                 *(tree, self._plan(self._params), self._shared(), layout, self._params, where),
@@ -282,9 +282,9 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _check_locals(self) -> None:
         """Raise unless each leaf's local part is what its placements say."""
-        rank = self._placed.group.rank
+        rank, locals_ = self._placed.group.rank, self._locals(self._params)
         for leaf, bucket in zip(self._layout.leaves, self._layout.buckets, strict=True):
-            local, extent = local_of(self._params[leaf.path]), bucket.extent(0, rank)
+            local, extent = locals_[leaf.path], bucket.extent(0, rank)
             if local.is_meta or local.numel() != extent.num_here:
                 raise StructureError(
                     explain(
@@ -307,7 +307,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         facts |= {"lr": repr(self._options["lr"]), "optimizer": described(self.transform)}
         facts |= {"layout": self._layout.describe(), "cuts": repr(self._placed.cuts)}
         agree(everyone, facts)
-        digests = content_digests({path: local_of(p) for path, p in self._params.items()})
+        digests = content_digests(self._locals(self._params))
         remedy = (
             "build the model from one seed on all ranks, or load the same weights, before "
             "optim.to_torch"
@@ -380,9 +380,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 raise _wrong_gradient(path, wanted, got)
             if self._num_steps[path] != num_steps and not self._is_apart:
                 raise _late_gradient(path, num_steps - self._num_steps[path])
-            grad = local_of(grad)
-            grads[path] = (grad if grad.layout == torch.strided else grad.to_dense()).flatten()
-        return grads
+            grads[path] = grad
+        locals_ = zip(grads, locals_of(grads.values()), strict=True)
+        return {
+            path: (grad if grad.layout == torch.strided else grad.to_dense()).flatten()
+            for path, grad in locals_
+        }
 
     def _compare_gradients(self, grads: Mapping[str, Tensor]) -> None:
         """Raise on every rank unless ranks that hold the same part of a param have the same
@@ -401,8 +404,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _update(self, paths: Sequence[str], grads: Mapping[str, Tensor]) -> None:
         """Update these params, and their state."""
         part = self._part(paths)
-        params = {path: local_of(self._params[path]) for path in paths}
-        own = {path: grads[path] if path in params else None for path in self._params}
+        params = self._locals(paths)
+        own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
         state = self._state.tree(part.state, paths)
         updates, state = self._run(part, own, state, params)
         self._state.take(part.state, paths, state)
@@ -448,6 +451,10 @@ class TorchOptimizer(torch.optim.Optimizer):
                     run = KernelRun(part.across, *self._split, flats)
             part.views = _Views(begins, pieces, run)
         return part.views
+
+    def _locals(self, paths: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these params on this rank."""
+        return dict(zip(paths, locals_of(map(self._params.__getitem__, paths)), strict=True))
 
     def _pieces(self, locals_: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Pieces (n,) of tensors on this rank; None of other params."""
@@ -521,7 +528,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _follow_params(self) -> None:
         """Begin anew with the params that somebody has put into the param group: accelerate puts
         sharded ones in the place of whole ones."""
-        if all(p is q for p, q in zip(self._options["params"], self._given, strict=True)):
+        now = self._options["params"]
+        if len(now) == len(self._given) and all(map(operator.is_, now, self._given)):
             return
         if any(self._num_steps.values()):
             raise StructureError(
@@ -564,7 +572,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         with sharing_failures(*self._groups, call="optimizer evaluating"), torch.no_grad():
             self._check_not_evaluating("evaluating")
             self._reshard()
-            locals_ = {path: local_of(param) for path, param in self._params.items()}
+            locals_ = self._locals(self._params)
             chosen = self._chosen(params, locals_)
             own = [x.clone() for x in locals_.values()]
             torch._foreach_copy_([*locals_.values()], chosen)
@@ -575,7 +583,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._is_evaluating = False
             with torch.no_grad():
                 self._reshard()
-                torch._foreach_copy_([*map(local_of, self._params.values())], own)
+                torch._foreach_copy_([*self._locals(self._params).values()], own)
 
     def _chosen(
         self, read: Callable[[Any, Any], Any], locals_: Mapping[str, Tensor]

@@ -307,7 +307,7 @@ class PointwiseOnFlats:
         copied = [
             (flat, place)
             for flat, place in zip(flats, regrouping.following, strict=True)
-            if not _lies_in(leaves[place.positions[0]], flat)
+            if not ((leaf := leaves[place.positions[0]]) is flat or _share(leaf, flat))
         ]
         # One call for all groups, where a kernel may launch once for many tensors
         for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
@@ -523,7 +523,9 @@ class _Regrouping:
 
 def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
     """Whether each leaf has a place in memory for each of its elements, with its value."""
-    return all(map(Tensor.is_contiguous, leaves)) and not any(map(is_flagged, leaves))
+    # With `map`, since this runs for every leaf at every step
+    flagged = any(map(Tensor.is_conj, leaves)) or any(map(Tensor.is_neg, leaves))
+    return all(map(Tensor.is_contiguous, leaves)) and not flagged
 
 
 def _at(positions: Sequence[int], leaves: Sequence[T]) -> list[T]:
@@ -590,7 +592,7 @@ def _run_in_chunks(
     chunk = IN_CACHE if is_chunked else numel
     # One chunk, and nothing to write over: results are handed on as they were made
     if numel <= chunk and not any(operand.donated for operand in operands):
-        everything = [operand.chunk(slice(None)) for operand in operands]
+        everything = [operand.tensor for operand in operands]
         return _in_storages_of_their_own(_run(run, treedef, everything, params))
 
     # A plan's tensors have no values, and one chunk stands for all
@@ -698,10 +700,6 @@ def _is_at(value: Tensor, target: Tensor) -> bool:
         and value.stride() == target.stride()
         and not is_flagged(value)
     )
-
-
-def _lies_in(leaf: Tensor, flat: Tensor) -> bool:
-    return leaf is flat or _share(leaf, flat)
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

@@ -100,9 +100,12 @@ class Comparison:
         is_last = k + 1 == len(expected.steps)
         alike = got[:1] if self.local and kind == "buffers" else got
         ranks = [run.values(k, kind) for run in alike]
+        wrong: list[Wrong] = []
+        for rank, values in enumerate(ranks):
+            wrong += _on(rank, values, error.wrong)
         evidence = Evidence(
             kind,
-            [row for rank, values in enumerate(ranks) for row in _on(rank, values, error.wrong)],
+            wrong,
             self.sizes,
             ranks=ranks,
             earlier=expected.values(k - 1, kind) if k else {},
@@ -150,8 +153,7 @@ class Comparison:
             trained=moves,
             unused=self.unused,
             resting=moving,
-            slack=_slack(*updates),
-            # Zero without jittered runs
+            slack=_slack(*updates),  # zero without jittered runs
             context=at,
         )
 

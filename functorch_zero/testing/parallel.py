@@ -394,7 +394,7 @@ class _Proof:
         return "\n".join([*lines, cause or "No mistake that is known here explains it."])
 
     def _evidence(self, k: int, kind: str, wrong: list[Wrong], got: list[Leaves]) -> Evidence:
-        oracle, run = self.oracle, self.oracle.recording
+        run = self.oracle.recording
         evidence = Evidence(
             kind,
             wrong,
@@ -404,30 +404,36 @@ class _Proof:
         )
         if k < self.first:
             return evidence
-        taken = [run.shares for run in self.got if run.shares is not None]
-
-        def shares() -> list[Leaves]:
-            parts = {num for _, num in taken}
-            if len(parts) > 1 or len(taken) < len(self.got) or run.shares is None:
-                return []  # the reference can't be run on the rows of one rank
-            (num,) = parts
-            runs = [oracle.run(share=Share(k, part, num)) for part in range(num)]
-            return [wide_values(run.values(k, kind)) for run in runs]
-
         settings = run.at(k).settings.get(wrong[0].leaf, {})
         adam = [settings[key] for key in ("betas.0", "betas.1", "step") if key in settings]
-        is_last = k + 1 == oracle.num_steps
+        is_last = k + 1 == self.oracle.num_steps
         return replace(
             evidence,
             uses=run.uses,
             earlier=wide_values(run.values(k - 1, kind)) if k > 0 else {},
             later={} if is_last else wide_values(self.got[0].values(k + 1, kind)),
-            shares=shares,
-            share_of=[part for part, _ in taken],
+            shares=partial(self._of_shares, k, kind),
+            share_of=[part for part, _ in self._taken],
             gradients=wide_values(run.values(k, "gradients")),
             params=wide_values(run.params(k - 1)),
             adam=Adam(*adam) if kind == "updates" and len(adam) == 3 else None,
         )
+
+    @property
+    def _taken(self) -> list[tuple[int, int]]:
+        """(part of the batch, number of parts) of the ranks that took one."""
+        return [run.shares for run in self.got if run.shares is not None]
+
+    def _of_shares(self, k: int, kind: str) -> list[Leaves]:
+        """The reference's values from the rows of one part alone, by part; none where it can't be
+        run so."""
+        parts = {num for _, num in self._taken}
+        all_took = len(self._taken) == len(self.got) and self.oracle.recording.shares is not None
+        if len(parts) > 1 or not all_took:
+            return []
+        (num,) = parts
+        runs = [self.oracle.run(share=Share(k, part, num)) for part in range(num)]
+        return [wide_values(run.values(k, kind)) for run in runs]
 
     @property
     def _sizes(self) -> dict[str, int]:

@@ -135,6 +135,23 @@ def test_launches_per_block(name: str) -> None:
     assert launches.total() == NUM_LAUNCHES[name], dict(launches)
 
 
+def test_launches_of_a_torch_optimizer() -> None:
+    """As many for more leaves, whose gradients are kept."""
+
+    def launches_of(num_blocks: int) -> Counter[str]:
+        model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer = optim.to_torch(OPTIMIZERS["clip, adamw"](), model)
+        for _ in range(3):
+            optimizer.step()
+        with Launches() as launches:
+            optimizer.step()
+        return launches.by_name
+
+    assert launches_of(2) == launches_of(4)
+
+
 def test_norms_of_all_leaves_are_those_of_each() -> None:
     """To the bit; of any dtype, also where several come together, and of empty leaves."""
     dtypes = [torch.float32, torch.float16, torch.float64, torch.complex64, torch.float32]

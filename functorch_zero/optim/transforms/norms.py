@@ -8,10 +8,11 @@ least float32: a sum of many half-precision squares would overflow or stand stil
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from optree import tree_leaves, tree_map
+from optree import tree_flatten, tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across, Pointwise, sum_dtype, total_of
@@ -61,18 +62,28 @@ def scaled(updates: Tree, factor: Tensor, params: Tree, across: Across) -> Tree:
 
 
 def _times_state(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
-    return tree_map(lambda u: times(u, factor), updates), factor
+    return _foreach_times(torch._foreach_mul, updates, factor), factor
 
 
 def _times_state_in_place(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
-    leaves = tree_leaves(updates)
+    return _foreach_times(torch._foreach_mul_, updates, factor), factor
+
+
+def _foreach_times(multiply: Callable[..., Any], updates: Tree, factor: Tensor) -> Tree:
+    """`times` of all leaves, by one operator."""
+    leaves, treedef = tree_flatten(updates)
+    kinds = {u.dtype for u in leaves}
     # A half precision is multiplied in float32, and rounded then
-    if any(u.dtype != sum_dtype(u.dtype) for u in leaves):
-        return _times_state(updates, factor, params)
-    for dtype in {u.dtype for u in leaves}:
-        own = [u for u in leaves if u.dtype == dtype]
-        torch._foreach_mul_(own, factor.to(dtype))
-    return updates, factor
+    if any(dtype != sum_dtype(dtype) for dtype in kinds):
+        return tree_map(lambda u: times(u, factor), updates)
+    made = list(leaves)
+    for dtype in kinds:
+        at = [i for i, u in enumerate(leaves) if u.dtype == dtype]
+        own = [leaves[i] for i in at]
+        # In place, the operator returns nothing
+        for i, new in zip(at, multiply(own, factor.to(dtype)) or own, strict=True):
+            made[i] = new
+    return treedef.unflatten(made)
 
 
 def _init_factor(params: Tree) -> Tensor:
