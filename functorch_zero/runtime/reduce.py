@@ -230,8 +230,7 @@ class GradientReduction:
         if b in self.whole:
             # One micro-batch keeps the dtype of reductions; sums are made in the storage dtype
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
-        place = self._places[b]
-        self.whole[b] = flat if place is None else moved(place, flat)
+        self.whole[b] = moved(self._places[b], flat)
 
     def add_rows(self, b: int, rows: Tensor, grads: Tensor) -> None:
         """Add gradients (m, columns) that have come from other ranks to the sum of a table's rows
@@ -240,8 +239,7 @@ class GradientReduction:
         bucket = self._buckets[b].held
         if b not in self._sums:
             zeros = grads.new_zeros(bucket.piece, dtype=bucket.dtype)
-            place = self._places[b]
-            self._sums[b] = zeros if place is None else moved(place, zeros)
+            self._sums[b] = moved(self._places[b], zeros)
         into = self._sums[b].view(-1, grads.shape[1])
         into.index_add_(0, rows, grads.to(bucket.dtype))
 
@@ -373,8 +371,7 @@ class GradientReduction:
         if b in self._sums:
             self._sums[b].add_(result)
         else:
-            place = self._places[b]
-            self._sums[b] = result if place is None else moved(place, result)
+            self._sums[b] = moved(self._places[b], result)
 
     def _go_on(self, buckets: Iterable[int]) -> None:
         """Begin what follows on sums along the shard axis, or of encoded gradients of level 0. They
