@@ -131,6 +131,14 @@ def ahead_of(place: Place) -> int:
     return int(getattr(place, "ahead", 1))
 
 
+def brings_copies(place: Place, device: torch.device) -> bool:
+    """Whether what a place brings takes memory beside params on this device; of a user's own place
+    nobody knows, and yes is assumed."""
+    if isinstance(place, Host):
+        return place.is_beside(device)
+    return not isinstance(place, File)
+
+
 class Here(NamedTuple):
     """What need not travel."""
 
@@ -294,6 +302,11 @@ class Host:
     @property
     def _stream(self) -> DeviceStream | None:
         return next(iter([*self._streams.values()]), None)
+
+    def is_beside(self, device: torch.device) -> bool:
+        """Whether params on this device lie elsewhere than here. Those on meta are to be a GPU's:
+        beside a CPU nobody needs a `Host`."""
+        return self._stream is not None or device.type != "cpu"
 
     def empty(self, like: Tensor) -> Tensor:
         stream = self._stream

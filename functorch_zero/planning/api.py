@@ -35,12 +35,14 @@ from ..sharded.options import (
     StateAxes,
     check_of_program,
 )
+from ..sharded.program.step import ShardedProgramStep
+from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep, mark_trainable
 from ..tree import PATTERNS, path_matches
-from .imagined_ranks import Journal, Recorder, imagined_axes
+from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
 from .live_bytes import ValueNeeded, bytes_held
 from .program import BETWEEN, ImaginedProgram
 from .report import Bandwidth, Plan, balance_of
@@ -51,10 +53,10 @@ from .watch import rows_asked_of
 
 def plan(
     model_or_params: nn.Module | PyTree[Tensor],
-    optimizer: Transform | TrainStep | ProgramStep,
+    optimizer: Transform | TrainStep | ProgramStep | ShardedTrainStep | ShardedProgramStep,
     *,
-    level: LevelRule,
-    ranks: int,
+    level: LevelRule | None = None,
+    ranks: int | None = None,
     rank: int = 0,
     units: Units = None,
     precision: PrecisionRules = None,
@@ -85,7 +87,8 @@ def plan(
         model_or_params: a module, or the params that `functionalize` made of one (or any tree of
             tensors). Of a program, the argument of its `init`, or a tuple of them.
         optimizer: a transform; a step that `train_step` made of one and a loss; or one of
-            `program_step`.
+            `program_step`. Or what `shard` made of a step: then level, ranks, this rank and all
+            options are its own, and none is given here.
         level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
@@ -130,10 +133,6 @@ def plan(
     >>> made.num_params, made.params, made.state // made.params
     (2002000, 125184, 2)
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
     params: Any
     program = None
     if isinstance(model_or_params, TrainStep | ProgramStep | Transform):
@@ -144,6 +143,26 @@ def plan(
                 got=f"a {type(model_or_params).__name__} first",
             )
         )
+    of_shard: dict[str, Any] = {
+        "level": level,
+        "ranks": ranks,
+        "rank": rank,
+        "donate": donate,
+        "sync_buffers": sync_buffers,
+        "reshard_after_forward": reshard_after_forward,
+        "reduce_gradients": reduce_gradients,
+        "shard_size": shard_size,
+        "state_axes": state_axes,
+        "same_data": same_data,
+        "overlap": overlap,
+        "reduction": reduction,
+        "place": place,
+        "reduce_bucket": reduce_bucket,
+    }
+    sharded = None
+    if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
+        _check_told_once(of_shard)
+        sharded, optimizer = optimizer.options, optimizer.unsharded
     if isinstance(optimizer, ProgramStep):
         program, others = optimizer, {"units": units, "precision": precision, "buffers": buffers}
         params = _trees_of_program(model_or_params, batch, others)
@@ -152,32 +171,20 @@ def plan(
         params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
         params = mark_trainable(params, step.trainable)
         buffers = own_buffers if buffers is None else buffers
-    device = _device_of(params)
-    journal, levels = Journal(), Levels(level)
-    # A reduction over gloo takes room, and over NCCL it takes none
-    over_gloo = device.type == "cpu"
-    axes = imagined_axes(
-        rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
-    )
-    loss_scale = program is None and step.policy.scaling is not None
-    options = Options.checked(
-        levels,
-        axes,
-        donate=program is None if donate is None else donate,
-        sync_buffers=sync_buffers,
-        reshard_after_forward=reshard_after_forward,
-        reduce_gradients=reduce_gradients,
-        # The stand-ins may lie on another device than the leaves
-        overlap=Overlap.by_default(device) if overlap is None else overlap,
-        reduction=reduction,
-        place=place,
-        reduce_bucket=reduce_bucket,
-        loss_scale=loss_scale,
-    )
+    lie_on, journal = _device_of(params), Journal()
+    # Those on meta may become any device's
+    device = torch.device("cpu") if lie_on.type == "meta" else lie_on
+    if sharded is not None:
+        options = _imagined(sharded, journal, device)
+    else:
+        loss_scale = program is None and step.policy.scaling is not None
+        donates = program is None if donate is None else donate
+        of_shard |= {"donate": donates, "loss_scale": loss_scale}
+        options = _options_for(device, journal, **of_shard)
     if program is not None:
         check_of_program(options)
         with _values_refused(journal):
-            made = _plan_of_program(program, params, batch, options, device, rows or {})
+            made = _plan_of_program(program, params, batch, options, lie_on, device, rows or {})
             return replace(made, bandwidth=bandwidth)
     # A traced loss may leave tensors in cycles, which must not count as alive for long
     with _no_collections() if batch is None else nullcontext():
@@ -190,10 +197,10 @@ def plan(
             work = _with_fake_tensors(work)
         else:
             num_saved = saved_by_names(layout, model_or_params)
-            work = _without_loss(work, num_saved, keeps=not reshard_after_forward)
+            work = _without_loss(work, num_saved, keeps=not options.reshard_after_forward)
         # From here on the code is that of training, on tensors without values
         imagined = ImaginedStep(
-            work.step, options, work.layout, work.pass_layout, work.fake, rows or {}
+            work.step, options, work.layout, work.pass_layout, work.fake, rows or {}, lie_on
         )
         given = (work.params, work.buffers, work.batch)
         # Shapes, strides, dtypes and devices stay; elements go
@@ -203,10 +210,10 @@ def plan(
     # Of the model's layout: the stand-in's has one leaf per bucket, padding included
     num_params = sum(leaf.numel for leaf in layout.leaves)
     return Plan(
-        level=levels.number,
+        level=options.levels.number,
         levels=tuple(levels_of(layout)),
-        num_ranks=ranks,
-        rank=rank,
+        num_ranks=options.group.size,
+        rank=options.group.rank,
         num_params=num_params,
         **_bytes_held(state, imagined),
         samples=tuple(imagined.watch.samples),
@@ -215,12 +222,63 @@ def plan(
         balance=balance_of(step.optimizer, layout),
         traced=batch is not None,
         assumed=imagined.live.assumed,
-        mesh=axes.mesh,
+        mesh=options.axes.mesh,
         notes=found_units(layout.units)
-        + codecs_of(layout, ranks)
-        + notes_of(elements_by_unit(layout), ranks, tables_of(layout)),
+        + codecs_of(layout, options.group.size)
+        + notes_of(elements_by_unit(layout), options.group.size, tables_of(layout)),
         bandwidth=bandwidth,
     )
+
+
+def _check_told_once(of_shard: Mapping[str, Any]) -> None:
+    """Raise if an argument is given beside a step of `shard`, which has it: one of the two would
+    not be planned."""
+    defaults = inspect.signature(plan).parameters
+    for name, value in of_shard.items():
+        if value is not defaults[name].default:
+            raise TypeError(
+                f"plan takes {name} from the sharded step, and was given {name}={value!r}. "
+                "Remedy: leave it out, or plan the step that shard was given"
+            )
+
+
+def _imagined(options: Options, journal: Journal, device: torch.device) -> Options:
+    """The options of a sharded step, on ranks that are not there."""
+    return replace(
+        options,
+        axes=imagined_like(options.axes, journal, swaps=device.type == "cpu"),
+        overlap=options.overlap or Overlap.by_default(device),
+    )
+
+
+def _options_for(
+    device: torch.device,
+    journal: Journal,
+    *,
+    level: LevelRule | None,
+    ranks: int | None,
+    rank: int,
+    shard_size: int | None,
+    state_axes: StateAxes,
+    same_data: SameData | None,
+    overlap: OverlapChoice | None,
+    **options: Any,
+) -> Options:
+    """The options that these arguments of `plan` stand for, on ranks that are not there."""
+    if level is None or ranks is None:
+        raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
+    # A reduction over gloo takes room, and over NCCL it takes none
+    over_gloo = device.type == "cpu"
+    axes = imagined_axes(
+        rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
+    )
+    # The stand-ins may lie on another device than the leaves
+    overlap = Overlap.by_default(device) if overlap is None else overlap
+    return Options.checked(Levels(level), axes, overlap=overlap, **options)
 
 
 def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:
@@ -272,13 +330,14 @@ def _plan_of_program(
     trees: tuple[Any, ...],
     batch: Any,
     options: Options,
+    lie_on: torch.device,
     device: torch.device,
     rows: Mapping[str, int],
 ) -> Plan:
     """The plan of a program's step, which is run on fake tensors."""
     # Losses may bring constants of their own, which are real tensors
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    imagined = ImaginedProgram(step, options, fake, rows)
+    imagined = ImaginedProgram(step, options, fake, rows, lie_on)
     args = batch if type(batch) is tuple else (batch,)
     _check_arguments(step, args, batch)
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
@@ -293,7 +352,7 @@ def _plan_of_program(
         "state": imagined.others,
         "buffers": 0,  # among the state
         "parts": imagined.parts,
-        "stored": tuple(own.stored(kind) for kind, own in imagined.places.items()),
+        "stored": tuple(own.stored() for own in imagined.places.values()),
         "gathered": max(sample.gathered for sample in samples),
     }
     return Plan(
@@ -357,10 +416,9 @@ def _told_of_lists(batch: Any, what: str) -> Iterator[None]:
 
 
 def _device_of(params: PyTree[Tensor]) -> torch.device:
-    """The device that the params are for; the CPU where all are on the meta device."""
-    # Those on meta may become any device's
+    """The device of the params; meta where all are there."""
     devices = [leaf.device for leaf in optree.tree_leaves(params) if not leaf.is_meta]
-    return devices[0] if devices else torch.device("cpu")
+    return devices[0] if devices else torch.device("meta")
 
 
 class _Work(NamedTuple):
@@ -472,7 +530,7 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "state": bytes_held(state.opt_state),
         "buffers": bytes_held(state.buffers),
         "parts": bytes_held(state.parts),
-        "stored": tuple(own.stored(kind) for kind, own in imagined.places.items()),
+        "stored": tuple(own.stored() for own in imagined.places.values()),
         "gradients": imagined.reduced,
         # The most at one moment, over all
         "gathered": max(sample.gathered for sample in imagined.watch.samples),

@@ -184,6 +184,19 @@ def imagined_axes(
     return mesh_axes(world, shard, replicate, optimizer, same_data)
 
 
+def imagined_like(axes: Axes, journal: Journal, *, swaps: bool) -> Axes:
+    """Axes of the same sizes, for the rank with the same pieces."""
+    return imagined_axes(
+        axes.replicate.rank * axes.shard.size + axes.shard.rank,
+        axes.world.size,
+        journal,
+        axes.shard.size if axes.mesh else None,
+        "both" if axes.both else "shard",
+        swaps=swaps,
+        same_data=next(iter(axes.of_same_data), None),  # type: ignore[arg-type]
+    )
+
+
 class _Holding:
     """Finished work that holds tensors until it is waited for, as a backend does."""
 

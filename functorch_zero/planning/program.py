@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import optree
+import torch
 from optree import tree_map
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class ImaginedProgram:
         options: of `shard`, with a `Recorder` for a group.
         fake: the mode of the tensors without values.
         rows: how many rows of a table a lookup asks for, by pattern of its path.
+        device: of the params; meta: nobody has said.
 
     Attributes:
         watch: the memory from moment to moment.
@@ -62,11 +64,16 @@ class ImaginedProgram:
     """
 
     def __init__(
-        self, step: ProgramStep, options: Options, fake: FakeTensorMode, rows: Mapping[str, int]
+        self,
+        step: ProgramStep,
+        options: Options,
+        fake: FakeTensorMode,
+        rows: Mapping[str, int],
+        device: torch.device,
     ):
         assert isinstance(options.group, Recorder)
         self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
-        options, self.places = with_imagined_places(options, self.watch.live)
+        options, self.places = with_imagined_places(options, self.watch, device)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)

@@ -30,7 +30,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local
-from ..places import ByUnit, Here
+from ..places import ByUnit, Here, ahead_of, brings_copies
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded.background import BackgroundTasks
 from ..sharded.equal_batches import EqualBatches
@@ -39,10 +39,11 @@ from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
 from ..sharded.placed import Stored, moved_tree, stored_flats
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
+from ..sharded_optim.ferry import Coming, home_of, in_turn
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
-from .live_bytes import LiveBytes, bytes_held, uncompiled
+from .live_bytes import bytes_held, uncompiled
 from .watch import MemoryWatch, with_numbers
 
 
@@ -57,6 +58,7 @@ class ImaginedStep:
             loss sees one leaf per bucket.
         fake: the mode of the tensors without values; None: the meta device.
         rows: how many rows of a table a lookup asks for, by pattern of its path.
+        device: of the params; meta: nobody has said.
 
     Attributes:
         watch: the memory from moment to moment, of the step that was run last.
@@ -74,13 +76,14 @@ class ImaginedStep:
         pass_layout: Layout,
         fake: FakeTensorMode | None,
         rows: Mapping[str, int],
+        device: torch.device,
     ):
         assert isinstance(options.group, Recorder)
         self.watch = MemoryWatch(options.group.journal, fake, rows)
         self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
-        self._options, self.places = with_imagined_places(options, self.live)
+        self._options, self.places = with_imagined_places(options, self.watch, device)
         self._layout, self._pass_layout = layout, pass_layout
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
@@ -199,15 +202,20 @@ class ImaginedStep:
 
 
 class Elsewhere:
-    """A place for tensors without values, which no device takes. As in a `File`, a step works in
-    it.
+    """A place for tensors without values, which no device takes.
+
+    Args:
+        kind: of what lies here.
+        ahead: as of a place.
+        brings_copies: else a step works in it, as in a `File`.
 
     Attributes:
         read, written: bytes that were brought and left since it began.
     """
 
-    def __init__(self, live: LiveBytes):
-        self._live = live
+    def __init__(self, kind: str, watch: MemoryWatch, *, ahead: int, brings_copies: bool):
+        self._kind, self._watch, self._live = kind, watch, watch.live
+        self.ahead, self.brings_copies = ahead, brings_copies
         # By storage, until it goes
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._now = self._most = self._held = self.read = self.written = 0
@@ -217,13 +225,12 @@ class Elsewhere:
         self._most = self._held = self._now
         self.read = self.written = 0
 
-    def stored(self, kind: str) -> Stored:
+    def stored(self) -> Stored:
         """The bytes since it began."""
+        kind = self._kind
         # Nobody brings what is worked on where it lies: params that a step begins with, and sums
         # of gradients, which the update reads
         read = {"params": self._held, "gradients": self.written}.get(kind, self.read)
-        # A plan runs no kernel, which reads the state that it writes over
-        read = max(read, self.written) if kind == "state" else read
         return Stored(kind, self._most, read, self.written)
 
     def empty(self, like: Tensor) -> Tensor:
@@ -241,7 +248,12 @@ class Elsewhere:
 
     def bring(self, stored: Tensor) -> Here:
         self.read += stored.nbytes
-        return Here(stored)
+        if not self.brings_copies:
+            return Here(stored)
+        with self._live.paused():
+            made = torch.empty_like(stored)
+        self._watch.adopt("state" if self._kind == "state" else "activations", made)
+        return Here(made)
 
     def leave(self, tensor: Tensor, into: Tensor) -> Here:
         self.written += into.nbytes
@@ -253,10 +265,16 @@ class Elsewhere:
         self._now -= nbytes
 
 
-def with_imagined_places(options: Options, live: LiveBytes) -> tuple[Options, dict[str, Elsewhere]]:
+def with_imagined_places(
+    options: Options, watch: MemoryWatch, device: torch.device
+) -> tuple[Options, dict[str, Elsewhere]]:
     """The same with stand-ins for the user's places, which would be asked for real memory; and
-    these, one per kind."""
-    made = {kind: Elsewhere(live) for kind in options.places.given}
+    these, one per kind. `device`: of the params."""
+    made = {}
+    for kind, places in options.places.given.items():
+        ahead = max(map(ahead_of, places.distinct))
+        brings = any(brings_copies(place, device) for place in places.distinct)
+        made[kind] = Elsewhere(kind, watch, ahead=ahead, brings_copies=brings)
     by_unit: dict[str, ByUnit] = {}
     for kind, places in options.places.given.items():
         rule = {p: None if own is None else made[kind] for p, own in places.rule.items()}
@@ -282,10 +300,37 @@ class _Announced:
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree, **how: bool) -> Any:
         self._enter("optimizer")
-        prepared, idle = self._prepared, self._idle
-        updated = (None, state) if idle else prepared.update(grads, state, params, **how)
+        if self._idle:
+            updated = None, self._carried(state, over=how["donate"])
+        else:
+            updated = self._prepared.update(grads, state, params, **how)
         self._enter("publish")
         return updated
+
+    def _carried(self, state: Any, *, over: bool) -> Any:
+        """The state after each bucket of it was brought and taken back, as an update does.
+        `over`: to where it was."""
+        if self._elsewhere is None:
+            return state
+        ferry, (leaves, treedef) = self._prepared.ferry, optree.tree_flatten(state)
+        ferry.begin(look=False, over=over)
+        slots: dict[int, list[int]] = {}  # positions, by the bucket's one leaf
+        for i, planned in enumerate(self._prepared.plan.leaves):
+            home = home_of(leaves[i])
+            if planned.is_cut and home is not None:
+                slots.setdefault(planned.leaf, []).append(i)
+                leaves[i] = home  # with the bucket's padding
+
+        def begin(positions: list[int]) -> list[Coming]:
+            return [ferry.bring(leaves[i], None) for i in positions]
+
+        def run(positions: list[int], coming: list[Coming]) -> None:
+            for i, one in zip(positions, coming, strict=True):
+                here = ferry.wait(one)
+                leaves[i] = ferry.take_back(here, here.tensor)
+
+        in_turn([*slots.values()], begin, run, ferry.ahead)
+        return treedef.unflatten(leaves)
 
     def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         made = self._prepared.placed(state, old, look=look)

@@ -43,7 +43,7 @@ class MemoryWatch:
     def __init__(self, journal: Journal, fake: FakeTensorMode | None, rows: Mapping[str, int]):
         self._journal, self._rows = journal, rows
         # The groups tell which tensors they gather and reduce into
-        journal.notice, journal.on_call = self._adopt, self._name_unit
+        journal.notice, journal.on_call = self.adopt, self._name_unit
         self.live = LiveBytes(fake, self._sample)
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
@@ -82,8 +82,8 @@ class MemoryWatch:
         self._journal.enter(phase)
         self._sample()
 
-    def _adopt(self, kind: str, tensor: Tensor) -> None:
-        # A collective knows what a tensor is for; until then it counted as an activation
+    def adopt(self, kind: str, tensor: Tensor) -> None:
+        """Whoever calls knows what a tensor is for; until then it counted as an activation."""
         self.live.adopt([tensor], kind)
         self._sample()
 

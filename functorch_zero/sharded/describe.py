@@ -112,10 +112,14 @@ class Description(NamedTuple):
             lines.append(
                 f"elsewhere: {held:,} bytes of {kind}; a step reads {read:,} and writes {written:,}"
             )
+        if self.num_ranks > 1:
+            lines.append(_TRAFFIC)
         lines += self.found + self.notes
         return "\n".join(lines)
 
 
+# Which a loss decides: a plan runs it
+_TRAFFIC = "bytes per step, and their least time: fz.plan(params, step, batch=..., bandwidth=...)"
 _HEAD = (
     "unit",
     "leaves",
@@ -170,7 +174,9 @@ def describe(step: AnyStep, state: State) -> Description:
     """A rank's part of a state, unit by unit: dtypes, traffic, bytes, and the share of the whole.
     Print it for a table.
 
-    Of a step for one process it describes the whole state. No communication.
+    Of a step for one process it describes the whole state. No communication. How many bytes a step
+    sends, and the least time for them, follow from its loss: `plan(params, step, batch=...,
+    bandwidth=...)` of the same sharded step gives both.
 
     Args:
         step: the step that the state belongs to, from `train_step`, `program_step` or `shard`.

@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
@@ -260,16 +259,15 @@ class PointwiseOnFlats:
         """
         regrouping = self._regrouping(plain)
         assert regrouping is not None
-        # A plan's: a kernel works in place and takes no room
-        if not has_values(params[0]):
-            return state if donate else tree_map(torch.clone, state)
-
         ferry, device = self._ferry, params[0].device
         leaves = self._copy_repeated(regrouping.full.flatten_up_to(state), device)
         flats = self._flats_of(regrouping, leaves, device)
         tensors = regrouping.tensors(flats, leaves)
 
         def call(batch: _Batch, given: Sequence[Tensor]) -> None:
+            # A plan's: a kernel works in place and takes no room
+            if not has_values(params[0]):
+                return
             here = slice(batch.first, batch.first + len(batch.groups))
             new = fused.update(params[here], updates[here], batch.treedef.unflatten(given))
             made = batch.treedef.flatten_up_to(new)

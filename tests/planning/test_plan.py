@@ -672,3 +672,36 @@ def test_an_optimizer_that_reads_values_is_refused() -> None:
     optimizer = optim.with_statistics(lambda params: (), update)
     with pytest.raises(TransformError, match="reads values of tensors on the host"):
         plan(decoder(), optimizer, level=2, ranks=2)
+
+
+AXES: dict[str, Callable[[Any], Any]] = {
+    "one axis": lambda group: group,
+    "replicas": lambda group: fz.HybridGroup(group, shard_size=2),
+    "same data": lambda group: fz.HybridGroup(group, shard_size=2, same_data="shard"),
+}
+
+
+@pytest.mark.parametrize("axes", [*AXES])
+def test_a_sharded_step_has_its_options(axes: str) -> None:
+    case = models.mlp()
+    step, params, buffers = case.step(optim.adamw(1e-3))
+    batch = case.batches(1, 2)[0]
+    options: dict[str, Any] = {"level": 2, "donate": False, "reduce_bucket": 2**10}
+    mesh = {} if axes == "one axis" else {"shard_size": 2}
+    if axes == "replicas":
+        options["state_axes"] = "both"
+    if axes == "same data":
+        mesh["same_data"] = "shard"
+
+    def planned(group: Any) -> Plan:
+        sharded = fz.shard(step, group=AXES[axes](group), **options)
+        return plan(params, sharded, batch=batch, buffers=buffers, bandwidth=1e9)
+
+    for rank, made in enumerate(run_ranks(planned, 4)):
+        told = {**options, **mesh, "ranks": 4, "rank": rank, "bandwidth": 1e9}
+        assert made == plan(params, step, batch=batch, buffers=buffers, **told)
+    sharded = fz.shard(step, group=CountingGroup(4), level=3)
+    with pytest.raises(TypeError, match=r"takes level from the sharded step.*Remedy"):
+        plan(params, sharded, level=2)
+    with pytest.raises(TypeError, match=r"level=.* and ranks=.*, or a step that shard has made"):
+        plan(params, step, level=2)

@@ -129,6 +129,7 @@ def test_the_table() -> None:
     state = sharded.init(params, buffers)
     table = str(fz.describe(sharded, state))
     assert "gather bfloat16, reduce float32  1/4" in table and "rank 2 of 4 holds" in table
+    assert "fz.plan(params, step, batch=..., bandwidth=...)" in table
     sharded(state, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(DonatedError):
         fz.describe(sharded, state)

@@ -79,12 +79,16 @@ class Layer(nn.Module):
 
 def layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     """A step, and its state, of several units."""
+    sharded, params = step_of_layers(optimizer, **options)
+    return sharded, sharded.init(params)
+
+
+def step_of_layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(NUM_UNITS)))
-    apply, params, buffers = fz.functionalize(model, units=Layer)
-    step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer)
-    sharded = fz.shard(step, level=3, group=SingleRank(), **options)
-    return sharded, sharded.init(params, buffers)
+    apply, params, _ = fz.functionalize(model, units=Layer)
+    step = fz.train_step(lambda p, b, x: apply(p, {}, x)[0].square().mean(), optimizer)
+    return fz.shard(step, level=3, group=SingleRank(), **options), params
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -109,6 +113,42 @@ def test_a_few_buckets_are_here_at_a_time(optimizer: Any, donate: bool) -> None:
         for _ in range(5):
             state, _ = step(state, torch.ones(2, WIDTH))
         assert 0 < stream.most_here <= (1 + ahead) * largest
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optim.adamw(0.1), optim.adafactor(0.1)], ids=["adamw", "adafactor"]
+)
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_plan_counts_what_is_here(optimizer: Any, donate: bool) -> None:
+    x = torch.ones(2, WIDTH)
+    for ahead in (0, 2):
+        place, stream = played_host(ahead)
+        step, params = step_of_layers(optimizer, place={"state": place}, donate=donate)
+        state, _ = step(step.init(params), x)
+        stream.most_here = 0
+        step(state, x)
+        for batch in (x, None):
+            samples = fz.plan(params, step, batch=batch).samples
+            counts = samples[0].state  # single numbers, which stay
+            assert max(sample.state for sample in samples) - counts == stream.most_here > 0
+
+
+def test_a_plan_of_a_program_counts_what_is_here() -> None:
+    optimizer = optim.adamw(0.1)
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(params, x)
+        return optimizer.apply(grads, state, params)[::1], {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+    place, stream = played_host()
+    options: dict[str, Any] = {"group": SingleRank(), "donate": True, "place": {"state": place}}
+    sharded: Any = fz.shard(step, level=3, **options)
+    batch = make_batches(1)[0]
+    sharded(sharded.init(make_params()), batch)
+    samples = fz.plan(make_params(), sharded, batch=batch).samples
+    assert max(sample.state for sample in samples) - samples[0].state == stream.most_here > 0
 
 
 def unit_bytes(state: Any) -> list[int]:
