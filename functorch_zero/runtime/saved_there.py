@@ -32,13 +32,16 @@ class SavedThere:
 
     In forward, the memory of one that leaves is free once the work after the next ones waits for
     it: as many are on their way as the place brings ahead. Backward asks for them about in reverse
-    order, so the ones before the one that it asks for are brought, too.
+    order, so the ones before the one that it asks for are brought, too. But an operator asks for
+    its own, up to three, in the order of saving. So what is on its way stays that while backward
+    has gone past it by no more, and what was asked for isn't brought again.
     """
 
     def __init__(self) -> None:
         self._saved: list[ref[PlacedTensor]] = []  # weak: they go with autograd's graph
         self._leaving: deque[tuple[Leaving, Tensor]] = deque()  # and what must stay until then
         self._arriving: dict[int, Arriving] = {}  # by number
+        self._recalled: set[int] = set()  # numbers
 
     def leave(self, place: Place, tensor: Tensor) -> PlacedTensor:
         """Start to copy a tensor to its place."""
@@ -56,14 +59,19 @@ class SavedThere:
         """The tensor beside the params, for backward."""
         self._wait_for_all_but(0)
         number, ahead = saved.number, ahead_of(saved.place)
+        if number in self._recalled:  # the graph was kept, and backward runs once more
+            self._recalled.clear()
+        self._recalled.add(number)
         arriving = self._arriving.pop(number, None) or saved.place.bring(saved.stored)
         # What backward has gone past without asking for it is dropped
-        following = range(number - 1, max(number - ahead, 0) - 1, -1)
-        known, self._arriving = self._arriving, {}
-        for n in following:
+        self._arriving = {n: on_way for n, on_way in self._arriving.items() if n < number + 3}
+        for n in range(number - 1, -1, -1):
+            if len(self._arriving) >= ahead:
+                break
             other = self._saved[n]()
-            if other is not None:
-                self._arriving[n] = known.get(n) or other.place.bring(other.stored)
+            if other is None or n in self._recalled or n in self._arriving:
+                continue
+            self._arriving[n] = other.place.bring(other.stored)
         return saved.seen_in(arriving.wait())
 
     def _wait_for_all_but(self, num: int) -> None:

@@ -20,7 +20,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.places import Host
 from functorch_zero.testing import Equality, assert_equal_values
-from tests.places import PlayedStream, played_host
+from tests.places import Layer, PlayedStream, played_host
 from tests.sharded.test_placed import OPTIMIZERS, Attention
 from tests.sharded.test_seams import linear_loss, make_batches, make_params, train
 from tests.tiers import thinned, tiers
@@ -68,15 +68,6 @@ def test_states_of_every_kind(name: str, level: int, donate: bool) -> None:
     run_ranks(run, 2)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     """A step, and its state, of several units."""
     sharded, params = step_of_layers(optimizer, **options)
@@ -85,7 +76,7 @@ def layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
 
 def step_of_layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(NUM_UNITS)))
+    model = nn.Sequential(*(Layer(WIDTH) for _ in range(NUM_UNITS)))
     apply, params, _ = fz.functionalize(model, units=Layer)
     step = fz.train_step(lambda p, b, x: apply(p, {}, x)[0].square().mean(), optimizer)
     return fz.shard(step, level=3, group=SingleRank(), **options), params
@@ -291,6 +282,7 @@ def test_saved_tensors(ahead: int, level: int) -> None:
                 state, _ = sharded(state, x.chunk(2)[group.rank])
             wholes.append(sharded.unshard(state))
         assert stream.host_waits == waits and stream.calls["left"] >= 3 * 2 * 6
+        assert stream.calls["brought"] == stream.calls["left"], "one came twice"
         # An operator asks for two or three, and may keep one while it asks for the next
         assert stream.most_here <= (3 + ahead) * LARGEST
         assert_equal_values(*wholes, grade=EXACT)
