@@ -22,11 +22,10 @@ from torch import Tensor
 from .._torch_private import storage_id
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
-from ..model.untouched import marks_of_values
 from ..places import ByUnit, Place, moved
 from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
 from ..sharded_optim.state_plan import StatePlan
-from ..tree import has_values, paths
+from ..tree import has_values
 
 
 class StatePlaces:
@@ -104,20 +103,23 @@ def placed(
         old: a state that is used up, whose tensors are written over; None: tensors are made.
         look: whether the place is asked to bring each tensor once more, for a comparison to the
             bit; see `is_looked_at`.
-        ferry: of the update that made the state, which has taken some of it to the place.
+        ferry: of the update that made the state, which has taken some of it to the place; None: a
+            new one.
 
     Raises:
         StructureError: the place has lost numbers.
     """
     if places is None:
         return state
+    ferry = Ferry() if ferry is None else ferry
+    ferry.look = look
     leaves, treedef = optree.tree_flatten(state)
     # Per leaf, the one that held it before: an update keeps the state's structure
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
     free = {key: home for key, home in places.homes(befores).items() if home.lies_there}
     homes = places.homes(leaves)
     # Placed ones, by the id of the one beside the params: taken there by the update,
-    here: dict[int, Tensor] = {} if ferry is None else dict(ferry.made)
+    here = dict(ferry.made)
     # and worked on where they lie
     here |= {key: free.pop(key).tensor for key in homes if key in free}
 
@@ -133,11 +135,10 @@ def placed(
             into = checked(home.place, home.place.empty(home.tensor), home.tensor)
         moves.append(_Move(home, into))
         here[key] = into
-    _move(moves, state, look=look)
+    _move(moves, ferry)
     new = treedef.unflatten([within(here, leaf) for leaf in leaves])
-    if ferry is not None:
-        ferry.check(new)
-        ferry.begin(look=False, over=False)
+    ferry.check(new)
+    ferry.begin(look=False, over=False)
     return new
 
 
@@ -234,33 +235,23 @@ def check_places_work(places: Mapping[str, ByUnit], params: Any, rank: int) -> N
                 )
 
 
-class _Move:
+class _Move(NamedTuple):
     """One tensor that is to be placed."""
 
-    def __init__(self, home: Home, into: Tensor):
-        self.leaf, self.place, self.into = home.leaf, home.place, into
-        self.home = home.tensor.detach()
-        self.expected: Tensor | None = None  # marks of its values
+    home: Home
+    into: Tensor
 
 
-def _move(moves: Sequence[_Move], state: Any, *, look: bool) -> None:
+def _move(moves: Sequence[_Move], ferry: Ferry) -> None:
     """Copy tensors to their places."""
     # What lies in one that is written over is copied before
-    written = {storage_id(move.into) for move in moves}
-    for move in moves:
+    written = {storage_id(into) for _, into in moves}
+    found = []
+    for home, _ in moves:
+        tensor = home.tensor.detach()
         # From one tensor of its place to another, by way of the params' device
-        if move.place.holds(move.home):
-            move.home = move.place.bring(move.home).wait()
-        if storage_id(move.home) in written:
-            move.home = move.home.clone()
-        if look and has_values(move.home):
-            move.expected = marks_of_values(move.home)
-    leaving = [move.place.leave(move.home, move.into) for move in moves]
-    for one in leaving:
-        one.wait()
-    # Last: a later tensor may have been written over an earlier one
-    for move in moves:
-        if move.expected is not None and has_values(move.into):
-            again = checked(move.place, move.place.bring(move.into).wait(), move.into)
-            if not marks_of_values(again).equal(move.expected):
-                raise lost(move.place, paths(state)[move.leaf])
+        if home.place.holds(tensor):
+            tensor = home.place.bring(tensor).wait()
+        found.append(tensor.clone() if storage_id(tensor) in written else tensor)
+    for (home, into), tensor in zip(moves, found, strict=True):
+        ferry.leave(home.place, tensor, into)

@@ -125,7 +125,7 @@ class Ferry:
             return brought.stored
         made = checked(place, place.empty(new), new)
         self.made[id(made)] = made
-        self._leave(place, new.detach(), made)
+        self.leave(place, new.detach(), made)
         return made
 
     def _let_go(self, place: Place, home: Tensor, *, changed: bool) -> None:
@@ -139,10 +139,12 @@ class Ferry:
         del self._here[id(home)]
         arrived = shared.wait()
         if shared.is_changed and arrived is not home:
-            self._leave(place, arrived, home)
+            self.leave(place, arrived, home)
 
-    def _leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
-        if self.look and has_values(tensor):
+    def leave(self, place: Place, tensor: Tensor, into: Tensor) -> None:
+        """Copy a tensor to one of a place; in an update that is looked at, `check` compares."""
+        # A plan's have none
+        if self.look and has_values(tensor) and has_values(into):
             self._left[id(into)] = _Left(place, into, marks_of_values(tensor))
         place.leave(tensor, into).wait()
 
@@ -168,7 +170,9 @@ class Ferry:
         """
         if not self._left:
             return
-        homes = {id(home_of(leaf)): n for n, leaf in enumerate(optree.tree_leaves(state))}
+        homes: dict[int, int] = {}  # by id, the first leaf that lies there
+        for n, leaf in enumerate(optree.tree_leaves(state)):
+            homes.setdefault(id(home_of(leaf)), n)
         # Last: a later tensor may have been written over an earlier one
         for key, (place, home, marks) in self._left.items():
             again = checked(place, place.bring(home).wait(), home)
