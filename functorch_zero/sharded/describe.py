@@ -110,7 +110,8 @@ class Description(NamedTuple):
             lines.append(f"mesh: {self.mesh}")
         for kind, held, read, written in self.stored:
             lines.append(
-                f"elsewhere: {held:,} bytes of {kind}; a step reads {read:,} and writes {written:,}"
+                f"elsewhere: {held:,} of these bytes ({kind}); a step reads {read:,} and writes "
+                f"{written:,}"
             )
         if self.num_ranks > 1:
             lines.append(_TRAFFIC)
