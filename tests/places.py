@@ -1,4 +1,4 @@
-"""Places for tests: one that counts, and one whose tensors must be brought."""
+"""Places for tests: one that counts, and one whose tensors must be brought; and a unit for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functorch_zero._torch_private import storage_id
 from functorch_zero.places import Arriving, File, Here, Host, Leaving
+
+
+class Layer(nn.Module):
+    """A unit of one matrix."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
 
 
 @dataclass(frozen=True)

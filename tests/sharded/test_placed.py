@@ -21,7 +21,7 @@ from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.places import File, Here
 from functorch_zero.testing import Equality, assert_equal_values
 from tests.local import local_leaves
-from tests.places import Away, Counted
+from tests.places import Away, Counted, Layer
 from tests.sharded.test_seams import adamw_step, linear_loss, make_batches, make_params, train
 from tests.tiers import thinned, tiers
 
@@ -555,23 +555,8 @@ def test_params_that_stay_over_micro_batches_are_not_placed(tmp_path: Path) -> N
 class _MallInfo(ctypes.Structure):
     """Of glibc."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            [
-                "arena",
-                "ordblks",
-                "smblks",
-                "hblks",
-                "hblkhd",
-                "usmblks",
-                "fsmblks",
-                "uordblks",
-                "fordblks",
-                "keepcost",
-            ]
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 class MallocPeak(TorchDispatchMode):
@@ -598,15 +583,6 @@ UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of its params
 P = NUM_UNITS * UNIT
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def peak_of(
     optimizer: Any,
     level: int,
@@ -619,7 +595,7 @@ def peak_of(
 ) -> int:
     """The malloc peak of a step, with the state it was given."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(NUM_UNITS)))
+    model = nn.Sequential(*(Layer(WIDTH) for _ in range(NUM_UNITS)))
     apply, params, buffers = fz.functionalize(model, units=Layer)
     del model
     loss = lambda p, b, x: apply(p, b, x)[0].square().mean()

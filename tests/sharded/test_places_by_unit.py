@@ -17,7 +17,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import Equality, assert_equal_values
 from tests.local import local_leaves
-from tests.places import Away, Counted
+from tests.places import Away, Counted, Layer
 from tests.tiers import thinned, tiers
 
 EXACT = Equality("bitwise")
@@ -25,19 +25,10 @@ KINDS = ("state", "params", "gradients", "saved")
 WIDTH = 24
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def model() -> Any:
     """The params of two layers and a head, and their `apply`."""
     torch.manual_seed(0)
-    net = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, 3)).double()
+    net = nn.Sequential(Layer(WIDTH), Layer(WIDTH), nn.Linear(WIDTH, 3)).double()
     apply, params, _ = fz.functionalize(net, units=Layer)
     return (lambda p, x: apply(p, {}, x)[0]), params
 
