@@ -120,6 +120,7 @@ def plan(
     inside, nor the process itself.
 
     Raises:
+        TypeError: an option is given beside a sharded step, which has its own.
         TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as
             `apply_if_finite` does, yes is assumed, and `assumed` says so.
         StructureError: the loss, or the program, asks for a value, or for a shape that depends on

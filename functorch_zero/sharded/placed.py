@@ -1,8 +1,7 @@
 """An optimizer's state in a place other than beside its params, between steps.
 
-The state's flats are placed, one per bucket and slot, and tensors that lie in none. Single numbers,
-0-d, stay where they are. A leaf's *home* is the tensor that is placed with it: the flat that it is
-a view of, or the leaf itself.
+The state's flats are placed, one per bucket and slot, and tensors that lie in none: the *homes* of
+leaves, see `sharded_optim/ferry.py`.
 
 A place may bring a home as it lies there, a file mapped into memory say. Then the update works in
 it, and nothing has to leave. What an update makes anew is copied there.
