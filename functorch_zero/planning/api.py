@@ -160,7 +160,7 @@ def plan(
         "place": place,
         "reduce_bucket": reduce_bucket,
     }
-    sharded = None
+    sharded: Options | None = None
     if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
         _check_told_once(of_shard)
         sharded, optimizer = optimizer.options, optimizer.unsharded
