@@ -300,6 +300,7 @@ class _Announced:
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree, **how: bool) -> Any:
         self._enter("optimizer")
+        updated: tuple[Any, Any]
         if self._idle:
             updated = None, self._carried(state, over=how["donate"])
         else:
