@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--chunks", type=int, default=1)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"argument --steps: must be at least 1, got {args.steps}")
     losses = testing.run_ranks(
         lambda group: train(group, args.steps, args.level, args.chunks), args.ranks
     )[0]

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"argument --steps: must be at least 1, got {args.steps}")
 
     model = make_model()
     learnt, (_, upright), _ = testing.run_ranks(

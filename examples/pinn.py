@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=3, choices=range(4))
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"argument --steps: must be at least 1, got {args.steps}")
     loss, error = testing.run_ranks(lambda group: train(group, args.steps, args.level), args.ranks)[
         0
     ]

@@ -120,6 +120,8 @@ def main() -> None:
     size = SIZES[args.size]
     if args.steps is not None:
         size = size._replace(num_steps=args.steps)
+    if size.num_steps < 1:
+        parser.error(f"argument --steps: must be at least 1, got {size.num_steps}")
     torch.manual_seed(0)
     apply, params, buffers = fz.functionalize(TwoTowers(size.num_rows).double(), units=Tower)
     step = make_step(apply, optim.rows.adagrad_by_row(0.3))

@@ -49,6 +49,17 @@ def test_train_lm_knows_its_optimizers() -> None:
         assert torch.count_nonzero(state.params["w"] - 1)
 
 
+@pytest.mark.parametrize("name", ["clip", "lora", "pinn", "recommender", "train_lm"])
+def test_no_steps_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the result is that of steps."""
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+    assert "argument --steps: must be at least 1, got 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("level", "optimizer"), tiers([("3", "muon")], [("1", "lamb")], rows=True))
 def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
     out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)

@@ -26,7 +26,7 @@ from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine, Story
 from ..tree import PyTree, own_copy
-from .extent import Extent
+from .extent import Extent, Rows
 from .flat_buffers import (
     Fill,
     cut,
@@ -233,9 +233,9 @@ class ShardedTree(OnEngine):
         return made
 
     @classmethod
-    def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
+    def of_flats(cls, flats: Sequence[Tensor | Rows | None], holding: Holding) -> ShardedTree:
         """The tree whose leaves are views of these flats, one per bucket of the layout; None: the
-        bucket's leaves are None."""
+        bucket's leaves are None. Rows are their bucket's one leaf."""
         made = cls(None, holding)
         made._known = _Known(list(flats))
         return made
@@ -345,10 +345,12 @@ class ShardedTree(OnEngine):
         if self._local is None:
             assert self._known is not None
             layout = self.sharding.layout
-            parts: list[Sequence[Tensor | None]] = []
+            parts: list[Sequence[Tensor | Rows | None]] = []
             for flat, bucket in zip(self._known.flats, layout.buckets, strict=True):
                 if flat is None:
                     parts.append([None] * len(bucket.leaves))
+                elif isinstance(flat, Rows):
+                    parts.append([flat])
                 else:
                     parts.append(self.holding.views(flat, bucket))
             self._local = to_tree(parts, layout)

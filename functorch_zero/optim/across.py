@@ -20,7 +20,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import TransformError
-from ..layout.extent import Extent
+from ..layout.extent import Extent, elements
 from ..tree import PyTree, paths, same_structure
 from .random_numbers import Kind, Number, draw_leaf, key_of
 
@@ -42,12 +42,15 @@ class Pointwise:
     Attributes:
         in_place: `update` for updates and state that were donated, bit by bit: results may lie
             where they did.
+        keeps_zeros: whether it makes zeros of zeros, and has neither a state of each element nor a
+            look at params. Then rows of an update are as good as all of it.
     """
 
     init: Callable[[Tree], Any]  # params -> state
     # (updates, state, params) -> (updates, state)
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
     in_place: Callable[[Tree, Any, Tree], tuple[Tree, Any]] | None = None
+    keeps_zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,10 @@ class Across(ABC):
 
     # For chains and wrappers
 
+    def dense(self, updates: Tree) -> Tree:
+        """The updates with tensors in place of `Rows`, for whatever doesn't know these."""
+        return updates
+
     @abstractmethod
     def select(self, mask: PyTree[bool]) -> Across:
         """The same for the leaves where `mask` is true; the others are None in every tree."""
@@ -415,6 +422,7 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
 
 def norms_of(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each leaf, whose square may be out of range, from one kernel per dtype."""
+    leaves = [elements(leaf) for leaf in leaves]
     norms = list(leaves)
     for dtype in {leaf.dtype for leaf in leaves}:
         positions = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]

@@ -82,6 +82,7 @@ class Transform(Named):
         ending: of a chain or wrapper with a kernel in its last part, its `update_and_add`.
         asks_for_state: whether all that reads vectors of its state gets them by `across`, so that
             they may lie elsewhere than beside the params.
+        takes_rows: whether updates may have `Rows` in place of tensors; else they are made dense.
     """
 
     init_fn: Callable[[PyTree[Tensor], Across], Any]
@@ -92,6 +93,7 @@ class Transform(Named):
     fused: Fused | None = None
     ending: Callable[..., tuple[PyTree[Tensor], Any]] | None = None
     asks_for_state: bool = False
+    takes_rows: bool = field(default=False, kw_only=True)
     # Outlines of (params, state) that belong together, of one process; few, often one
     known: list[Any] = field(default_factory=list, init=False, compare=False)
 
@@ -134,6 +136,7 @@ class Transform(Named):
         `across`: as in `init`. Without it, no argument is written to.
         """
         if across is not None:
+            updates = updates if self.takes_rows else across.dense(updates)
             return self.update_fn(updates, state, params, across)
         refuse_update("an optimizer's update was called")
         # As in `init`: pieces on a rank, whole leaves in one process
@@ -169,6 +172,7 @@ class Transform(Named):
         """As `update`, of an optimizer's last part: kernels add their updates to the params, where
         `across` says that these were donated. Returns the updates that are left to be added, 0
         where a kernel ran, and the next state."""
+        updates = updates if self.takes_rows else across.dense(updates)
         if self.ending is not None:
             return self.ending(updates, state, params, across)
         if self.fused is not None and self.plain is not None:
@@ -364,8 +368,23 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
         return across.run_pointwise(part, updates, state, params)
 
     return Transform(
-        init, update, Needs.POINTWISE, inside, plain=part, asks_for_state=True, **naming
+        init,
+        update,
+        Needs.POINTWISE,
+        inside,
+        plain=part,
+        asks_for_state=True,
+        takes_rows=True,
+        **naming,
     )
+
+
+def keeping_zeros(transform: Transform) -> Transform:
+    """A pointwise transform that makes zeros of zeros, reads no params, and has no state shaped
+    like them: it then sees the rows alone of an update in rows."""
+    assert transform.plain is not None
+    part = replace(transform.plain, keeps_zeros=True)
+    return of_pointwise(part, name=transform.name, hyperparams=transform.hyperparams)
 
 
 def with_statistics(init: Init, update: Update) -> Transform:
@@ -482,7 +501,15 @@ def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any
     def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
         return across.run_whole(part, updates, state, params)
 
-    return Transform(init, update, needs, asks_for_state=True, name=name, hyperparams=made_with)
+    return Transform(
+        init,
+        update,
+        needs,
+        asks_for_state=True,
+        takes_rows=True,
+        name=name,
+        hyperparams=made_with,
+    )
 
 
 def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:
@@ -569,6 +596,7 @@ def chain(*transforms: Transform) -> Transform:
         plain,
         ending=_ending_of(transforms),
         asks_for_state=all(t.asks_for_state for t in transforms),
+        takes_rows=True,
         name="chain",
         hyperparams=made_with,
     )
@@ -666,7 +694,9 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
             new.append(one)
         return updates, tuple(new)
 
-    return Pointwise(init, update, in_place if any(part.in_place for part in parts) else None)
+    keeps_zeros = all(part.keeps_zeros for part in parts)
+    has_in_place = any(part.in_place for part in parts)
+    return Pointwise(init, update, in_place if has_in_place else None, keeps_zeros)
 
 
 def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:

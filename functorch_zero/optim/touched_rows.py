@@ -13,12 +13,11 @@ from math import prod
 from typing import Any
 
 import optree
-import torch
 from optree import tree_map
 from torch import Tensor
 
 from ..errors import TransformError, explain
-from ..tree import has_values
+from ..layout.extent import Rows, touched_among
 
 
 def as_rows(leaf: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ def update_by_rows(
     *,
     in_place: bool = False,
 ) -> Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]:
-    """An author's `update` of touched rows, as one of a leaf.
+    """An author's `update` of touched rows, as one of a leaf, or of `Rows` of it.
 
     Args:
         update: `(update, state, param) -> (update, state)`.
@@ -64,14 +63,13 @@ def update_by_rows(
         in_place: whether results are written over the leaf's update and state.
     """
 
-    def run(leaf: Tensor, state: Any, param: Tensor | None) -> tuple[Tensor, Any]:
-        rows = as_rows(leaf)
-        ids = _touched(rows)
-        given = rows[ids]
+    def run(leaf: Any, state: Any, param: Tensor | None) -> tuple[Any, Any]:
+        given = leaf.touched() if isinstance(leaf, Rows) else _touched(as_rows(leaf))
+        ids = given.ids
         # 0-d: a count, say, which goes on whether or not a row is touched
         own = tree_map(lambda x: x[ids] if x.dim() else x, state)
-        new, new_own = update(given, own, None if param is None else as_rows(param)[ids])
-        _check(name, (given, own), (new, new_own))
+        new, new_own = update(given.values, own, None if param is None else as_rows(param)[ids])
+        _check(name, (given.values, own), (new, new_own))
 
         def put(whole: Tensor, here: Tensor) -> Tensor:
             if not whole.dim():
@@ -79,18 +77,19 @@ def update_by_rows(
             target = whole if in_place else whole.clone()
             return target.index_copy_(0, ids, here.to(whole.dtype))
 
+        state = tree_map(put, state, new_own)
+        if isinstance(leaf, Rows):
+            return given.map(lambda values: new.to(values.dtype)), state
         # The rows that weren't touched are zeros, as their updates are
-        return put(rows, new).reshape(leaf.shape), tree_map(put, state, new_own)
+        return put(as_rows(leaf), new).reshape(leaf.shape), state
 
     return run
 
 
-def _touched(rows: Tensor) -> Tensor:
-    """The numbers (k,) of the rows that aren't all zeros."""
-    # A plan has no values: any row may be touched
-    if not has_values(rows):
-        return torch.arange(len(rows), device=rows.device)
-    return (rows != 0).any(1).nonzero().squeeze(1)
+def _touched(rows: Tensor) -> Rows:
+    """The rows that aren't all zeros, of a leaf's (n, columns)."""
+    ids = touched_among(rows)
+    return Rows(ids, rows[ids], len(rows))
 
 
 def _check(name: str, before: Any, after: Any) -> None:

@@ -296,7 +296,7 @@ class _Announced:
     ) -> None:
         self._prepared, self._enter, self._elsewhere = prepared, enter, elsewhere
         self._idle = idle
-        self.across = prepared.across
+        self.across, self.takes_rows = prepared.across, prepared.takes_rows
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree, **how: bool) -> Any:
         self._enter("optimizer")

@@ -128,41 +128,39 @@ _NO_TABLE = 'or, of rows of a table, keep it as other leaves, level={"": 3, "emb
 
 def ran_again(word: str) -> StructureError:
     """The error for an exchange in backward of which nobody knows the first run."""
-    return StructureError(
-        explain(
-            "an exchange of a loss ran again in backward, at moments that differ by rank",
-            path=name_in(word),
-            expected="exchanges in the forward of the loss, each in one checkpoint at most",
-            remedy="take the exchange out of the inner of two checkpoints, and out of the "
-            f"backward of a custom autograd.Function; {_NO_TABLE}",
-        )
+    return _refused(
+        word,
+        "an exchange of a loss ran again in backward, at moments that differ by rank",
+        expected="exchanges in the forward of the loss, each in one checkpoint at most",
+        remedy="take the exchange out of the inner of two checkpoints, and out of the backward of "
+        f"a custom autograd.Function; {_NO_TABLE}",
     )
 
 
 def differentiated_inside(word: str) -> StructureError:
     """The error for a backward of a loss's own that has come to an exchange."""
-    return StructureError(
-        explain(
-            "a gradient was taken inside of a loss, through rows of other ranks. Each rank's "
-            "inner loss counts in it, which is the whole batch's on some and one rank's on others",
-            path=name_in(word),
-            expected="a gradient of the loss alone, by the step or by fz.value_and_grad",
-            remedy="take the inner gradient of what comes before the exchange, by each rank's own "
-            f"rows; fz.hvp can't go through an exchange either; {_NO_TABLE}",
-        )
+    return _refused(
+        word,
+        "a gradient was taken inside of a loss, through rows of other ranks. Each rank's inner "
+        "loss counts in it, which is the whole batch's on some and one rank's on others",
+        expected="a gradient of the loss alone, by the step or by fz.value_and_grad",
+        remedy="take the inner gradient of what comes before the exchange, by each rank's own "
+        f"rows; fz.hvp can't go through an exchange either; {_NO_TABLE}",
     )
 
 
 def transformed(word: str) -> StructureError:
     """The error for an exchange inside of a transform of torch.func."""
-    return StructureError(
-        explain(
-            "an exchange of a loss was called inside of a transform of torch.func, such as grad "
-            "or vmap",
-            path=name_in(word),
-            remedy="call it on the results of the transform, or on what goes into it",
-        )
+    return _refused(
+        word,
+        "an exchange of a loss was called inside of a transform of torch.func, such as grad or "
+        "vmap",
+        remedy="call it on the results of the transform, or on what goes into it",
     )
+
+
+def _refused(word: str, why: str, *, remedy: str, expected: str | None = None) -> StructureError:
+    return StructureError(explain(why, path=name_in(word), expected=expected, remedy=remedy))
 
 
 def name_in(word: str) -> str:

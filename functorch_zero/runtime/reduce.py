@@ -20,6 +20,7 @@ from ..errors import StructureError, explain
 from ..groups import Then, labelled
 from ..groups.mesh import Axes, Axis
 from ..groups.protocol import Group, Work
+from ..layout.extent import Rows
 from ..layout.layout import Bucket, Layout
 from ..places import Place, moved
 from ..profiling import NOTHING, ranged
@@ -174,6 +175,7 @@ class GradientReduction:
             bucket's by itself.
         places: by bucket, that of gradients that add up, and of their sums; None: memory of the
             device. (): all lie there.
+        in_rows: the tables whose sums are left as rows; those of others are made dense.
 
     Attributes:
         kept: those that it keeps for the next step, by bucket, once the reduction is finished.
@@ -192,6 +194,7 @@ class GradientReduction:
         kept: Mapping[int, Kept] | None = None,
         num_bytes: int = 0,
         places: Sequence[Place | None] = (),
+        in_rows: frozenset[int] = frozenset(),
     ):
         self._by = by
         self._places = places or [None] * len(layout.buckets)
@@ -204,6 +207,9 @@ class GradientReduction:
         self._under_way: deque[list[Summing]] = deque()  # one list per unit, the oldest first
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
+        # The same of tables that are left as rows
+        self._rows: dict[int, Rows] = {}
+        self._in_rows = in_rows
         self._complete: set[int] = set()  # buckets whose sums along the shard axis lack nothing
         self._second: list[Summing] = []  # what follows on such sums: see `_go_on`
         self._num_bytes = num_bytes
@@ -237,6 +243,13 @@ class GradientReduction:
         here, (rows * columns,). Numbers of rows may come several times."""
         self._log.append("reduce " + self._buckets[b].name)
         bucket = self._buckets[b].held
+        if b in self._in_rows:
+            if b not in self._rows:
+                num_rows = bucket.extent(0, self._axes.shard.rank).num_here // grads.shape[1]
+                none = grads.new_zeros(0, grads.shape[1], dtype=bucket.dtype)
+                self._rows[b] = Rows(rows[:0], none, num_rows)
+            self._rows[b] = self._rows[b].plus(rows, grads)
+            return
         if b not in self._sums:
             zeros = grads.new_zeros(bucket.piece, dtype=bucket.dtype)
             self._sums[b] = moved(self._places[b], zeros)
@@ -344,21 +357,24 @@ class GradientReduction:
                     self._complete.add(reduction.bucket)
             self._under_way.popleft()
 
-    def finish(self) -> dict[int, Tensor]:
-        """The sums over all ranks by bucket, (piece,) or (numel,); buckets nobody reduced are
+    def finish(self) -> dict[int, Tensor | Rows]:
+        """The sums over all ranks by bucket, (piece,), (numel,) or rows; buckets nobody reduced are
         missing."""
         self._under_way.append(self._leave(over_replicas=False))
         self.settle()
         # Rows came undivided, since those of early micro-batches can't be divided yet
-        for b, rows in self._sums.items():
-            if self.divisor is not None and self._buckets[b].cut.by_rows:
-                self._sums[b] = divided(rows, self.divisor)
+        divisor, found = self.divisor, self._rows
+        for b, dense in self._sums.items():
+            if divisor is not None and self._buckets[b].cut.by_rows:
+                self._sums[b] = divided(dense, divisor)
+        if divisor is not None:
+            found = {b: rows.map(lambda x: divided(x, divisor)) for b, rows in found.items()}
         self._go_on(self._sums)
         self._second += self._leave(over_replicas=True)
         for reduction in self._second:
             self._wait_for(reduction)
         sums, self._sums = self._sums, {}  # given away
-        return sums
+        return {**sums, **found}
 
     def _wait_for(self, reduction: Summing) -> None:
         """Add the result to the bucket's sum."""

@@ -13,7 +13,6 @@ has the same gradients of them. A holder then takes its own, and nothing travels
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -191,16 +190,10 @@ class TableFlats:
             group = self._group("reduce")
             return requests.rows, exchange_rows(grads, asked.counts, requests.counts, group)
         rank = self.axis.rank
-        return requests.rows[_run(requests.counts, rank)], grads[_run(asked.counts, rank)]
+        return requests.rows.split(requests.counts)[rank], grads.split(asked.counts)[rank]
 
     def _group(self, what: str) -> Group:
         return labelled(self.axis.group, f"{self.path}/{what}")
-
-
-def _run(counts: Sequence[int], rank: int) -> slice:
-    """The place of a rank's among those of all."""
-    ends = [0, *accumulate(counts)]
-    return slice(ends[rank], ends[rank + 1])
 
 
 class Lookup:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..devices import divide_, number_on
 from ..errors import StructureError, explain
+from ..layout.extent import Rows, elements
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
@@ -130,7 +131,7 @@ def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
 
 
 def in_range(
-    reduced: Mapping[int, Tensor], layout: Layout, outcome: Outcome, *, is_to_divide: bool
+    reduced: Mapping[int, Tensor | Rows], layout: Layout, outcome: Outcome, *, is_to_divide: bool
 ) -> bool:
     """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note
     [overflow]. So must be the batch's loss and weight, unless it weighs nothing. The host waits for
@@ -148,21 +149,23 @@ def in_range(
     if is_on_device(outcome.weight):
         numbers.append(or_nan(outcome.weight))
     ends += [math.inf] * len(numbers)
-    return all_finite([*reduced.values(), *numbers], ends)
+    return all_finite([*map(elements, reduced.values()), *numbers], ends)
 
 
-def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
+def to_means(
+    reduced: Mapping[int, Tensor | Rows], total: Tensor | None, scale: float | None
+) -> None:
     """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them
     0.
 
     Args:
-        reduced: by bucket, (piece,) or (numel,).
+        reduced: by bucket, (piece,), (numel,) or rows.
         total: the sum of the weights over ranks, 0-d; None: they are divided already.
         scale: of the loss; None: it isn't scaled.
     """
     # Where nothing has weight, gradients are 0 and stay 0
     divisor = None if total is None else nonzero(total)
-    for flat in reduced.values():
+    for flat in map(elements, reduced.values()):
         if divisor is not None:
             divide_(flat, divisor)
         if scale is not None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from ..groups.protocol import Group
+from ..layout.extent import Rows
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
 from ..step.nonfinite import not_finite, refusal
@@ -17,7 +18,7 @@ from .words import exchange_data
 def refuse(
     step: int,
     loss: Tensor,
-    reduced: Mapping[int, Tensor],
+    reduced: Mapping[int, Tensor | Rows],
     layout: Layout,
     piece_number: int,
     group: Group,
@@ -36,6 +37,10 @@ def refuse(
     pieces: dict[str, Tensor] = {}
     for b, flat in reduced.items():
         bucket = layout.buckets[b]
+        if isinstance(flat, Rows):
+            (n,) = bucket.leaves
+            pieces[layout.leaves[n].path] = flat.values
+            continue
         for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
             pieces[layout.leaves[n].path] = piece
     found = not_finite(pieces)  # this rank's; another rank's pieces may be finite

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..groups.mesh import Axes
-from ..layout.flat_buffers import (
-    to_tree,
-    unpack,
-)
+from ..layout.extent import Rows
+from ..layout.flat_buffers import to_tree, unpack
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -68,12 +66,23 @@ def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
 
 
 def make_reduction(
-    layout: Layout, options: Options, log: list[str], kept: Mapping[int, Kept]
+    layout: Layout,
+    options: Options,
+    log: list[str],
+    kept: Mapping[int, Kept],
+    *,
+    in_rows: bool = False,
 ) -> GradientReduction:
-    """The reduction of a step's gradients; `kept` from earlier steps, by bucket."""
+    """The reduction of a step's gradients.
+
+    Args:
+        kept: from earlier steps, by bucket.
+        in_rows: whether the caller takes `Rows` of tables.
+    """
     # In layout order only where backward starts no other collective: see Note [order of
     # reductions] in runtime/unit.py
-    every_use, in_layout_order = set[int](), True
+    every_use, in_layout_order, as_rows = set[int](), True, set[int]()
+    places = places_of_buckets(options.places.gradients, layout)
     for b, bucket in enumerate(layout.buckets):
         level = level_of(bucket)
         # At once, in pieces; the others add up whole, over the micro-batches too
@@ -82,6 +91,9 @@ def make_reduction(
         # A table's rows travel with its lookups, which have places of their own
         if not level.by_rows and (level.cuts_params or (level.streams and bucket.trainable)):
             in_layout_order = False
+        # Between replicas, and to a place, dense ones travel
+        if level.by_rows and in_rows and options.axes.replicate.size == 1 and places[b] is None:
+            as_rows.add(b)
     return GradientReduction(
         layout,
         options.axes,
@@ -91,21 +103,22 @@ def make_reduction(
         by=options.reduction,
         kept=kept,
         num_bytes=options.reduce_bucket,
-        places=places_of_buckets(options.places.gradients, layout),
+        places=places,
+        in_rows=frozenset(as_rows),
     )
 
 
 def grads_like(
-    pieces: ShardedTree, reduced: Mapping[int, Tensor], first_bucket: int = 0
+    pieces: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int = 0
 ) -> ShardedTree:
     """Reduced gradients as a tree, cut as these pieces of its params: zeros for a bucket that no
     loss reached, None where frozen.
 
     Args:
-        reduced: by bucket, (piece,) each.
+        reduced: by bucket, (piece,) or rows each.
         first_bucket: the number there of the tree's first bucket.
     """
-    flats: list[Tensor | None] = []
+    flats: list[Tensor | Rows | None] = []
     for b, piece in enumerate(pieces.flats(), start=first_bucket):
         if piece is None:
             flats.append(None)

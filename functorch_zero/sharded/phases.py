@@ -21,6 +21,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
+from ..layout.extent import Rows, elements
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, pieces_of
 from ..layout.sharding import Sharding
@@ -58,6 +59,11 @@ class Updater(Protocol):
     @property
     def across(self) -> Across:
         """The answers to the optimizer's questions."""
+        ...
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients of tables may be rows."""
         ...
 
     def update(
@@ -104,7 +110,8 @@ class Run:
 class LocalResults(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
-    reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    # By bucket: sums over ranks of gradients, (piece,), (numel,) or rows of a table
+    reduced: dict[int, Tensor | Rows]
     kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
     passed: Passed
     fine: bool  # loss and reduced gradients are finite, or the step doesn't look
@@ -133,7 +140,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> LocalResults:
     options = run.options
     kept = run.parts.kept_in(run.state.parts)  # by bucket, from the step before
     # One for all micro-batches: gradients add up in it
-    reduction = make_reduction(run.layout, options, log, kept)
+    reduction = make_reduction(run.layout, options, log, kept, in_rows=run.updater.takes_rows)
     state, step, device = run.state, run.step, run.flats[0].device
     # Ranks of the same data draw the same numbers, so they find the same loss
     part = options.axes.data.rank
@@ -272,7 +279,8 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             )
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
-        measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.local_tree))
+        own = tree_map(elements, grads.local_tree)
+        measured.see("update_norm", lambda: tree_map(torch.zeros_like, own))
 
     metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state))
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))

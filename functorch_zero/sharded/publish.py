@@ -9,9 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
+from ..layout.extent import Rows
 from ..layout.flat_buffers import (
     cut,
     flat_of_pieces,
@@ -93,7 +95,13 @@ def _add(
     *,
     out: Tensor,
 ) -> None:
-    """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each."""
+    """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each, or rows of its
+    one leaf."""
+    if isinstance(updates[0], Rows):
+        if storage_id(out) != storage_id(piece):
+            out.copy_(piece)
+        updates[0].add_to(out)
+        return
     if any(update is None for update in updates):
         updates = _zeros_for_none(updates, cut(piece, bucket, piece_number))
     # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..tree import has_values
 from .batch_on_ranks import BatchOnRanks, batch_of_loss
 
 _NAME = "fz.batch.sync_batch_norm"
@@ -56,6 +57,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         by_rank = batch.one_each(own, _NAME, gives=num > 0)  # (N, 1 + 2 C)
         nums, means, squares = by_rank.split([1, x.size(1), x.size(1)], dim=1)
         total = nums.sum()
+        # As torch's. A rank with two values knows that there are enough
+        if num <= 1 and has_values(total) and total <= 1:
+            raise ValueError(
+                f"BatchNorm takes at least two values per feature of the whole batch, got {total:g}"
+            )
         mean = (nums * means).sum(0) / total
         square = (squares + nums * (means - mean).square()).sum(0)
         scale = (square / total + self.eps).rsqrt()

@@ -39,6 +39,8 @@ class PreparedUpdate:
         parts: the tensors that a reduction keeps between steps.
         across: the answers to the optimizer's questions.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
+        takes_rows: whether gradients of tables may be rows; not where all of the optimizer is a
+            kernel or a pointwise function, of dense ones.
     """
 
     def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
@@ -59,6 +61,9 @@ class PreparedUpdate:
         self._places = StatePlaces.of(places, self.plan, layout)
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
+        plain = optimizer.plain
+        is_of_all = self._split is not None or (plain is not None and not plain.keeps_zeros)
+        self.takes_rows = optimizer.takes_rows and not is_of_all
         # Else kernels for some of the leaves may run
         self._update = optimizer.update_and_add if fuse else optimizer.update
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
-from ..layout.extent import Extent
+from ..layout.extent import Extent, Rows, elements
 from ..layout.layout import Layout
 from ..optim.across import (
     Across,
@@ -42,7 +42,7 @@ from ..optim.across import (
 )
 from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
-from ..tree import PyTree, copied_if_in, same_structure, select, storages
+from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, Coming, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, device_of
@@ -93,6 +93,7 @@ class Sharded(Across):
         # Of these, whether pieces are of whole rows
         places = [layout.places[number] for number in self._numbers]
         self._in_rows = [layout.buckets[b].has_whole_rows(k) for b, k in places]
+        self._has_tables = any(layout.buckets[b].cut.by_rows for b, _ in places)
         self._exchange = Exchange(layout, self._numbers, group)
         # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
         self._narrowed: dict[tuple[int, ...], Sharded] = {}
@@ -244,6 +245,12 @@ class Sharded(Across):
                 reduced[i] = part.view(x.shape).to(x.dtype)
         return reduced
 
+    def dense(self, updates: Tree) -> Tree:
+        def one(x: Any) -> Any:
+            return x.dense() if isinstance(x, Rows) else x
+
+        return tree_map(one, updates) if self._has_tables else updates
+
     def keep(self, state: Any, *passing: Tree) -> Any:
         return copied_if_in(state, passing)
 
@@ -255,16 +262,32 @@ class Sharded(Across):
     def run_pointwise(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        return self._on_flats.update(part, updates, state, params)
+        if part.keeps_zeros and self._has_tables:
+            return self._run_on_rows(part, updates, state, params)
+        return self._on_flats.update(part, self.dense(updates), state, params)
+
+    def _run_on_rows(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        """Run a pointwise update that keeps zeros: on the values of rows, and on other leaves."""
+        in_rows = tree_map(lambda x: isinstance(x, Rows), updates)
+        rows = select(updates, in_rows)
+        # It has no state of their elements: the one after is that of the others
+        values, _ = part.update(tree_map(elements, rows), state, select(params, in_rows))
+        rows = tree_map(lambda x, made: x.map(lambda _: made), rows, values)
+        rest = tree_map(not_, in_rows)
+        across = self.select(rest)._on_flats
+        made, state = across.update(part, select(updates, rest), state, select(params, rest))
+        return merge(made, merge(rows, updates)), state
 
     def run_fused(
         self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        return self._on_flats.update_fused(fused, plain, updates, state, params)
+        return self._on_flats.update_fused(fused, plain, self.dense(updates), state, params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flats (piece,) that a tree's leaves lie in, as `fused` takes them."""
-        return self._on_flats.flats(tree)
+        return self._on_flats.flats(self.dense(tree))
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform."""
@@ -319,7 +342,7 @@ class Sharded(Across):
     ) -> tuple[Tree, Any]:
         """Each rank updates the leaves that it owns or has whole, and the rows that it owns. The
         others' `Owned` states, empty here, are passed on."""
-        leaves, treedef = optree.tree_flatten(updates)
+        leaves, treedef = optree.tree_flatten(updates if part.by_rows else self.dense(updates))
         states: list[Owned] = treedef.flatten_up_to(state)
         owners = self._owners(part)
         # A param travels only where the update reads it
@@ -328,7 +351,7 @@ class Sharded(Across):
         given_params = whole_params[0] if part.wants_param else None
         writable = self._writable(part, updates, state, params)
         # By position, the whole updates made here: of leaves owned, or not cut; or of rows
-        results: dict[int, Tensor] = {}
+        results: dict[int, Any] = {}
         ferry, device = self._ferry, device_of(params)
 
         def begin(batch: Sequence[int]) -> list[list[Coming]]:
@@ -350,15 +373,16 @@ class Sharded(Across):
                 olds.append(structure.unflatten([x.tensor for x in own]))
             own_part = part
             # One leaf, since no batches go by rows
-            if part.in_place and owners[batch[0]] == HOLDERS and may_write(batch[0], arrived[0]):
+            if part.in_place and may_write(batch[0], arrived[0]):
                 own_part = replace(part, update=part.in_place)
             made = run_batch(own_part, batch, whole_updates, olds, given_params)
             for i, own, old, new in zip(batch, arrived, olds, made, strict=True):
-                check_whole(updates, i, (whole_updates[i], old), new)
+                if not part.by_rows:  # which are made of rows that were looked at
+                    check_whole(updates, i, (whole_updates[i], old), new)
                 tensors, structure = optree.tree_flatten(new.state)
                 update, *tensors = _apart_from_others(own, new.update, tensors)
                 # Receivers expect the dtype of the pieces that they have sent
-                results[i] = update.to(leaves[i].dtype)
+                results[i] = update if part.by_rows else update.to(leaves[i].dtype)
                 rows = zip(own, tensors, strict=True)
                 state = structure.unflatten([ferry.take_back(x, y) for x, y in rows])
                 states[i] = Owned(state, states[i].leaf)
@@ -405,6 +429,6 @@ def _apart_from_others(
     taken = storages([x.tensor for x in brought if x.place is not None])
     own = [None, *(x.tensor for x in brought)]
     return [
-        y.clone() if y is not x and storage_id(y) in taken else y
+        y.clone() if isinstance(y, Tensor) and y is not x and storage_id(y) in taken else y
         for x, y in zip(own, [update, *state], strict=True)
     ]

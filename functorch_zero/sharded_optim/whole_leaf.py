@@ -17,7 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..groups.protocol import Group
-from ..layout.extent import Extent
+from ..layout.extent import Extent, Rows
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import WholeLeaf
@@ -107,7 +107,9 @@ class Exchange:
         by_dtype: defaultdict[torch.dtype, list[_Travelling]] = defaultdict(list)
         for t, pieces in enumerate(trees):
             for i, (piece, leaf) in enumerate(zip(pieces, self._leaves, strict=True)):
-                if owners[i] == HOLDERS:
+                if isinstance(piece, Rows):
+                    whole[t][i] = piece
+                elif owners[i] == HOLDERS:
                     whole[t][i] = piece.reshape(-1, *leaf.shape[1:])
                 elif self._group.size > 1 and leaf.is_cut:
                     by_dtype[piece.dtype].append(_Travelling(t, i))
@@ -166,7 +168,8 @@ class Exchange:
             if self._group.size == 1 or owners[i] in (EVERYONE, HOLDERS):
                 # Every rank has run it, on a leaf that is not cut: all of it is the piece. Or each
                 # on its own rows
-                found[i] = results[i].reshape(-1)
+                made = results[i]
+                found[i] = made if isinstance(made, Rows) else made.reshape(-1)
             else:
                 by_dtype[piece.dtype].append(i)
 

@@ -22,14 +22,12 @@ rows need `pip install --no-build-isolation fairscale==0.4.13`. Linux only.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import importlib.metadata
 import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -54,7 +52,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import functorch_zero as fz
 from functorch_zero.compress import Blocks
-from tests.benchmarks import adapters, contenders, optimizers
+from tests.benchmarks import adapters, contenders, malloc, optimizers
+from tests.benchmarks.options import add_some_of, parser_of
 from tests.benchmarks.rank import everyone, sent_bytes
 
 RANKS = 2
@@ -215,8 +214,7 @@ def quiet() -> None:
 def measured(label: str, size: str) -> dict[str, float]:
     """A row's bytes, and how far it is from one process. In fresh processes."""
     quiet()
-    rank, libc = dist.get_rank(), ctypes.CDLL(None)
-    libc.malloc_live.restype = libc.malloc_peak.restype = ctypes.c_long
+    rank, libc = dist.get_rank(), malloc.counts()
     reference = _in_one_process(size)  # which warms up what everyone takes, too
     first = _params_of(contenders.model_fn(size)())
     gc.collect()
@@ -339,33 +337,20 @@ def versions() -> str:
 
 
 def main() -> None:
-    from tests.benchmarks.peers import say, some_of
+    from tests.benchmarks.peers import say
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
+    parser = parser_of(__doc__, ["tiny", "small", "medium"], default="small")
     parser.add_argument("--rounds", type=int, default=12, help="of timing; 0: none")
-    parser.add_argument(
-        "--tables",
-        type=some_of(TABLES),
-        default=[*TABLES],
-        help=f"some of {', '.join(TABLES)}, with commas between",
-    )
+    add_some_of(parser, "--tables", TABLES)
     parser.add_argument("--timeout", type=float, default=180, help="seconds a row, untimed")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "malloc_peak.so"
-        source = Path(__file__).with_name("malloc_peak.c")
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        os.environ["LD_PRELOAD"] = str(library)
+    with malloc.preloaded():
         rows: dict[str, dict[str, dict[str, float] | str]] = {}
         for title in args.tables:
             rows[title] = {}
             for label in TABLES[title]:
                 rows[title][label] = found(label, args)
                 say(f"{label}: {rows[title][label]}")
-        del os.environ["LD_PRELOAD"]
     alive = [k for part in rows.values() for k, row in part.items() if not isinstance(row, str)]
     taken = {}
     if args.rounds:

@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import functorch_zero as fz
 from functorch_zero import optim
 from tests.benchmarks import adapters, contenders
+from tests.benchmarks.options import add_some_of, parser_of
 
 RANKS = 2
 NUM_STEPS = 3  # of which errors are taken
@@ -415,25 +416,10 @@ def table(optimizer: str, args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    from tests.benchmarks.peers import some_of
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
+    parser = parser_of(__doc__, ["tiny", "small", "medium"], default="small")
     parser.add_argument("--rounds", type=int, default=12, help="of timing")
-    parser.add_argument(
-        "--optimizers",
-        type=some_of(SETUPS),
-        default="lamb,adafactor,muon",
-        help=f"some of {', '.join(SETUPS)}, with commas between",
-    )
-    parser.add_argument(
-        "--only",
-        type=some_of(LABELS),
-        default=",".join(LABELS),
-        help=f"some of {', '.join(LABELS)}, with commas between",
-    )
+    add_some_of(parser, "--optimizers", SETUPS, default=["lamb", "adafactor", "muon"])
+    add_some_of(parser, "--only", LABELS)
     parser.add_argument("--timeout", type=float, default=180, help="seconds a contender")
     args = parser.parse_args()
     args.ranks, args.warmup, args.steps = RANKS, 3, 3

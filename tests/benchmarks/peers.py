@@ -27,9 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.benchmarks.options import add_some_of, parser_of
 
 HERE = Path(__file__).parent
 OURS = ("fz_level3", "fz_level3_keep", "fz_level2", "fz_level1", "fz_level0")
@@ -193,39 +196,15 @@ def bars(
     return "\n".join(rows)
 
 
-def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an option that takes some of these names, with commas between."""
-    known = [*choices]
-
-    def names(text: str) -> list[str]:
-        given = text.split(",")
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"takes some of {', '.join(known)}, got {', '.join(unknown)}"
-            )
-        return given
-
-    return names
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
+    parser = parser_of(__doc__, ["tiny", "small", "medium"], default="small")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--rounds", type=int, default=5, help="turns for timing; 0: memory and traffic only"
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps a turn")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--only",
-        type=some_of(OURS + PEERS),
-        default=[*OURS, *PEERS],
-        help=f"some of {', '.join(OURS + PEERS)}, with commas between",
-    )
+    add_some_of(parser, "--only", OURS + PEERS)
     parser.add_argument(
         "--max-foreign",
         type=float,

@@ -15,17 +15,12 @@ Linux only.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import gc
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -41,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import functorch_zero as fz
 from functorch_zero import optim
+from tests.benchmarks import malloc
+from tests.benchmarks.options import parser_of
 from tests.benchmarks.rank import everyone, sent_bytes
 
 RANKS = 2
@@ -105,12 +102,17 @@ ROWS: dict[str, Callable[[TwoTowers], Step]] = {
 }
 
 
+def own_ratings(number: int, size: Size) -> tuple[Tensor, Tensor]:
+    """This rank's part of a step's batch."""
+    users, items = (x.chunk(RANKS)[dist.get_rank()].clone() for x in ratings(number, size))
+    return users, items
+
+
 def measured(label: str, size: Size) -> dict[str, float]:
     """A row of the table, in megabytes and milliseconds. In fresh processes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    libc = ctypes.CDLL(None)
-    libc.malloc_live.restype = libc.malloc_peak.restype = ctypes.c_long
+    libc = malloc.counts()
     gc.collect()
     before = libc.malloc_live()
     torch.manual_seed(0)
@@ -123,8 +125,7 @@ def measured(label: str, size: Size) -> dict[str, float]:
             libc.malloc_reset()
             dist.barrier()
             sent = sent_bytes()
-        batch = ratings(number, size)
-        own = tuple(x.chunk(RANKS)[dist.get_rank()].clone() for x in batch)
+        own = own_ratings(number, size)
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         loss = step(own)
@@ -143,24 +144,25 @@ def measured(label: str, size: Size) -> dict[str, float]:
     }
 
 
+def table(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """The rows, as Markdown."""
+    lines = []
+    for label, row in rows.items():
+        if not lines:
+            lines += ["| two towers | " + " | ".join(row) + " |", "|---|" + "---:|" * len(row)]
+        cells = [f"{x:.4f}" if name == "loss" else f"{x:.1f}" for name, x in row.items()]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", default="million", choices=SIZES)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "malloc_peak.so"
-        source = Path(__file__).with_name("malloc_peak.c")
-        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        os.environ["LD_PRELOAD"] = str(library)
-        for label in ROWS:
-            row = fz.launch(measured, RANKS, label, SIZES[args.size], timeout=180)[0]
-            if label == next(iter(ROWS)):
-                print("| two towers | " + " | ".join(row) + " |")
-                print("|---|" + "---:|" * len(row))
-            cells = [f"{x:.4f}" if name == "loss" else f"{x:.1f}" for name, x in row.items()]
-            print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
+    args = parser_of(__doc__, SIZES, default="million").parse_args()
+    with malloc.preloaded():
+        rows = {
+            label: fz.launch(measured, RANKS, label, SIZES[args.size], timeout=180)[0]
+            for label in ROWS
+        }
+    print(table(rows))
 
 
 if __name__ == "__main__":

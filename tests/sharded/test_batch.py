@@ -342,6 +342,24 @@ def test_batch_norm_over_the_whole_batch(
         )
 
 
+def test_batch_norm_of_one_value_per_feature() -> None:
+    """Refused as by torch, in one process and on ranks, of which one has the row."""
+    (batch,) = batches(1, rows=1)
+
+    def said(group: Any) -> str:
+        step, params, buffers = normed()
+        if group is not None:
+            step = fz.shard(step, level=0, group=group)
+            own = {name: x.split([1, 0])[group.rank] for name, x in batch.items()}
+        with pytest.raises((ValueError, GroupError)) as raised:
+            step(step.init(params, buffers), batch if group is None else own)
+        return str(raised.value)
+
+    assert "more than 1 value per channel" in said(None)
+    for words in run_ranks(said, 2):
+        assert "at least two values per feature of the whole batch, got 1" in words
+
+
 @pytest.mark.parametrize("norm", [name for name in NORMS if "torch" not in name])
 def test_in_one_process_they_are_torchs(norm: str) -> None:
     data = batches()

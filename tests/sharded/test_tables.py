@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import GroupError, StructureError
+from functorch_zero.errors import GroupError, NonFiniteError, StructureError
 from functorch_zero.groups import SingleRank, counted, run_ranks
+from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
 from tests.compare import (
     Run,
@@ -268,6 +269,90 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", thinned(SETTINGS, 2))
 def test_settings(name: str) -> None:
     prove(**SETTINGS[name])
+
+
+def apart(of_table: optim.Transform) -> optim.Transform:
+    """A table's optimizer beside that of the other leaves."""
+    by_kind = {"table": of_table, "net": optim.adamw(1e-2)}
+    return optim.partition(by_kind, lambda path, leaf: "table" if path == "emb" else "net")
+
+
+IN_ROWS: dict[str, dict[str, Any]] = {
+    "of one kind": {
+        "optimizer": optim.chain(optim.clip_by_global_norm(0.1), optim.rows.sgd(0.1)),
+        "weighted": True,
+        "accumulate": 2,
+        "batches": make_batches(2, 13),
+    },
+    "beside others": {
+        "optimizer": optim.chain(
+            optim.clip_by_global_norm(0.1), apart(optim.rows.lazy_adam(0.1)), optim.scale(0.5)
+        ),
+        "of_step": {"metrics": ["grad_norm", "update_norm"], "nonfinite": "skip"},
+        "donate": True,
+    },
+    "one rank": {"optimizer": apart(optim.rows.adagrad(0.1)), "ranks": (1,), "donate": True},
+    "dense ones behind": {
+        "optimizer": optim.chain(
+            optim.rows.adagrad(0.1), optim.add_decayed_weights(0.1), optim.trace(0.9)
+        ),
+    },
+    "masked": {
+        "optimizer": optim.chain(
+            optim.masked(optim.add_decayed_weights(0.1), lambda path, leaf: path != "emb"),
+            optim.inject_hyperparams(optim.rows.adagrad_by_row)(0.1),
+        ),
+        "accumulate": 2,
+    },
+    "a norm in front": {
+        "optimizer": optim.chain(optim.contrib.clip_by_block_rms(0.1), optim.rows.adagrad(0.1)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", thinned(IN_ROWS, 2))
+def test_gradients_in_rows(name: str) -> None:
+    """Optimizers that see rows alone, among others that are given dense updates."""
+    prove(**IN_ROWS[name])
+
+
+@pytest.mark.parametrize("nonfinite", thinned(["skip", "raise"], 2))
+def test_rows_that_are_not_finite(nonfinite: str) -> None:
+    apply, params = made()
+    step = fz.train_step(
+        predicting(apply, summed),
+        apart(optim.rows.sgd(0.1)),
+        metrics=["update_norm", "grad_norm"],
+        nonfinite=nonfinite,
+    )
+    batch = make_batches(1)[0]
+    batch["y"][0] = torch.inf
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=TABLE, group=group)
+        return sharded(sharded.init(params, {}), halves(batch, group))[1]
+
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteError, match=r"gradients of .*\bemb,"):
+            run_ranks(run, 2)
+        return
+    for metrics in run_ranks(run, 2):
+        assert metrics["update_norm"] == 0 and metrics["skipped"] == 1
+
+
+def test_no_tensor_is_as_large_as_the_piece() -> None:
+    """From the ids to the params that are written over, of one rank."""
+    step, params, ids = large(4_000, 50)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), apart(optim.rows.adagrad(0.1)))
+    step = fz.train_step(step.loss_fn, optimizer, nonfinite="raise", metrics=["update_norm"])
+    sharded = fz.shard(step, level=TABLE, group=SingleRank())
+    state, events = sharded.init(params, {}), list[int]()
+    for _ in range(5):
+        state, _ = sharded(state, {"ids": ids[0], "y": torch.zeros(10)})
+    assert not is_looked_at(int(state.step))
+    with allocations(events):
+        sharded(state, {"ids": ids[0], "y": torch.zeros(10)})
+    assert 0 < max(events) < 4_000 * 16 * 4 / 4
 
 
 @pytest.mark.parametrize("kind", tiers(["params"], ["state", "gradients", "saved"]))

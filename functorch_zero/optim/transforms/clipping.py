@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -87,7 +88,8 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
         clipped = scaled(updates, factor, params, across)
         return clipped, ClipByGlobalNormState(state.count + 1, norm.double(), factor.double())
 
-    return with_statistics(init, update)
+    # Norms and factors are of rows as of all of a leaf
+    return replace(with_statistics(init, update), takes_rows=True)
 
 
 def unit_dims(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def _init_factor(params: Tree) -> Tensor:
 
 
 # The same object at all steps, which `across` plans once; so the factor comes as its state
-_TIMES_STATE = Pointwise(_init_factor, _times_state, _times_state_in_place)
+_TIMES_STATE = Pointwise(_init_factor, _times_state, _times_state_in_place, keeps_zeros=True)
 
 
 def block_rms(norms: Tree, across: Across) -> Tree:

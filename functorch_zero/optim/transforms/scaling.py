@@ -20,6 +20,7 @@ from ..base import (
     Transform,
     Update,
     init_empty,
+    keeping_zeros,
     pointwise,
     step_count,
     tree_zeros_like,
@@ -56,7 +57,7 @@ def scale(step_size: Number) -> Transform:
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return elementwise(lambda u: u * step_size, updates), state
 
-    return pointwise(init_empty, update)
+    return keeping_zeros(pointwise(init_empty, update))
 
 
 @named
@@ -74,7 +75,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
         scaled = elementwise(lambda u: u * factor, updates)
         return scaled, CountState(state.count + 1)
 
-    return pointwise(init_count, update)
+    return keeping_zeros(pointwise(init_count, update))
 
 
 @named
@@ -108,7 +109,8 @@ def scale_by_learning_rate(
 
         return update
 
-    return pointwise(init, update_with(torch.mul), in_place=update_with(Tensor.mul_))
+    scaling = pointwise(init, update_with(torch.mul), in_place=update_with(Tensor.mul_))
+    return keeping_zeros(scaling)
 
 
 @named

@@ -153,14 +153,22 @@ def _injected(
     bare = first.plain
     # Pointwise inside: then so is this, and it runs by the bucket
     if bare is not None:
-        plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
+        plain = Pointwise(
+            lambda params: begin(bare.init(params)), update_plain, keeps_zeros=bare.keeps_zeros
+        )
         return of_pointwise(plain, first)
 
     def init(params: Tree, across: Across) -> InjectHyperparamsState:
         return begin(first.init(params, across))
 
-    asks_for_state = first.asks_for_state
-    return Transform(init, update, first.needs, parts=(first,), asks_for_state=asks_for_state)
+    return Transform(
+        init,
+        update,
+        first.needs,
+        parts=(first,),
+        asks_for_state=first.asks_for_state,
+        takes_rows=True,
+    )
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:

@@ -113,6 +113,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         parts=(inner,),
         ending=ending,
         asks_for_state=inner.asks_for_state,
+        takes_rows=True,
     )
 
 
@@ -171,6 +172,7 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
         parts=parts,
         ending=ending,
         asks_for_state=all(t.asks_for_state for t in parts),
+        takes_rows=True,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...groups import labelled
+from ...layout.extent import Rows
 from ...layout.joined import Joined
 from ...layout.sharded_tree import ShardedTree
 from ...runtime.prefetch import PrefetchOrder
@@ -110,7 +111,7 @@ class LossTrees:
             leaves[given.place] = lazy
         return self._treedef.unflatten(leaves)
 
-    def gradients(self, reduced: Mapping[int, Tensor], joined: Joined) -> Any:
+    def gradients(self, reduced: Mapping[int, Tensor | Rows], joined: Joined) -> Any:
         """The gradients of `tree`, in the form of pieces.
 
         Args:
@@ -148,7 +149,8 @@ class GradientRun:
 class LocalGradient(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
-    reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    # By bucket: sums over ranks of gradients (piece,) or (numel,); a program's tables are dense
+    reduced: dict[int, Tensor | Rows]
     passed: Passed
 
 
