@@ -54,9 +54,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if helper else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that compute with jax come last: it starts threads, and ranks that are forked
-    afterwards might hang."""
+    """A test that has marks of two tiers, from two tables, is in the later one alone. Tests that
+    compute with jax come last: it starts threads, and ranks that are forked afterwards might
+    hang."""
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
     items.sort(key=uses_jax)
 
 

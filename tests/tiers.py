@@ -48,6 +48,8 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     Quick rows go along the diagonal, and so have each value of each axis. Where the rows whose sum
     of places is a multiple of n are fewer, those are quick instead, and may lack some values. Of
     the others, those at an odd sum of places are thorough, as on a chessboard, and the rest full.
+    Of three axes or more, one in as many rows as the shortest has values is thorough, by the sum
+    of places: together they have each pair of values of two axes.
     """
     lists = [[*axis] for axis in axes]
     places = [*itertools.product(*(range(len(values)) for values in lists))]
@@ -58,8 +60,10 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     def rows(chosen: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:
         return [tuple(values[i] for values, i in zip(lists, at, strict=True)) for at in chosen]
 
+    every = 2 if len(lists) < 3 else max(2, min(map(len, lists)))
     others = [at for at in places if at not in quick]
-    thorough, full = [at for at in others if sum(at) % 2], [at for at in others if not sum(at) % 2]
+    thorough = [at for at in others if sum(at) % every == 1]
+    full = [at for at in others if sum(at) % every != 1]
     return tiers(rows(sorted(quick)), rows(thorough), rows(full), rows=True)
 
 
