@@ -18,10 +18,10 @@ import pytest
 import torch
 from optree import tree_map
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero._torch_private import QuickDispatchMode
 from functorch_zero.groups import CountingGroup, HybridGroup
 from functorch_zero.layout.piece import Piece
 from functorch_zero.model import buffer_copies
@@ -39,9 +39,10 @@ aten = torch.ops.aten
 LEVELS = (0, 1, 2, 3)
 # Up to step 4, and in step 7, they are looked at, and may wait
 FIRST, LAST = 5, 6
+BATCH = torch.empty(4, 16, device="meta")
 
 
-class Audit(TorchDispatchMode):
+class Audit(QuickDispatchMode):
     """Answers for the device, and counts what makes the host wait for it, by line of the
     package."""
 
@@ -87,7 +88,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.register_buffer("table", torch.linspace(-1, 1, 16))
         self.norm = nn.BatchNorm1d(16)
 
@@ -104,7 +105,7 @@ class Tabled(Net):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.table = torch.linspace(-1, 1, 16, device="meta")
         self.norm = nn.Identity()
 
@@ -160,8 +161,15 @@ def let_meta_be_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_adamw, "_takes", lambda param: True)
 
 
-def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
-    """The waits of some training steps and evaluations."""
+class Prepared(NamedTuple):
+    """What a test runs on the device."""
+
+    step: Any
+    evaluation: Any
+    state: Any
+
+
+def prepared(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     let_meta_be_a_device(monkeypatch)
     apply, params, buffers = fz.functionalize(Net(), nn.Sequential, **case.model_options)
 
@@ -180,23 +188,32 @@ def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     step: Any = fz.train_step(loss_fn, case.optimizer(), **case.step_options)
     step = fz.shard(step, level=level, group=group, **case.shard_options)
     evaluation: Any = fz.shard(fz.eval_step(evaluate), level=level, group=group)
-    state, batch = device_state(step, params, buffers), torch.empty(4, 16, device="meta")
-    found: dict[str, Counter[str]] = {"step": Counter(), "evaluation": Counter()}
+    return Prepared(step, evaluation, device_state(step, params, buffers))
+
+
+def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The waits of some training steps."""
+    step, _, state = prepared(case, level, monkeypatch)
+    found = Counter[str]()
     for number in range(LAST + 1):
         with Audit() as audit:
-            state, _ = step(state, batch)
-        if number >= FIRST:
-            found["step"] += audit.found
-        with Audit() as audit:
-            evaluation(state, batch)
-        if number >= FIRST:
-            found["evaluation"] += audit.found
+            state, _ = step(state, BATCH)
+        found += audit.found if number >= FIRST else Counter()
     return found
 
 
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
 def test_the_host_never_waits(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waits(CASES[name], level, monkeypatch) == {"step": {}, "evaluation": {}}
+    assert not waits(CASES[name], level, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
+def test_nor_in_an_evaluation(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, evaluation, state = prepared(CASES[name], level, monkeypatch)
+    for number in range(LAST + 1):
+        with Audit() as audit:
+            evaluation(state, BATCH)
+        assert number < FIRST or not audit.found
 
 
 class Value(NamedTuple):
@@ -244,7 +261,7 @@ def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) ->
     for number in range(LAST + 1):
         read.clear()
         with Audit() as audit:
-            state, _ = step(state, torch.empty(4, 16, device="meta"))
+            state, _ = step(state, BATCH)
         found += audit.found if number >= FIRST else Counter()
         assert any(x.is_meta for x in read) == is_looked_at(number)
     assert not found
@@ -263,7 +280,7 @@ OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
 
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS))
 def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not waits(Case(OPTIMIZERS[name]), 3, monkeypatch)["step"]
+    assert not waits(Case(OPTIMIZERS[name]), 3, monkeypatch)
 
 
 # The host counts the steps that are taken, once in each
@@ -278,7 +295,7 @@ WAIT_ONCE = {
 @THOROUGH
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = waits(Case(TABLE[name].make), 3, monkeypatch)["step"]
+    found = waits(Case(TABLE[name].make), 3, monkeypatch)
     where = [line.partition(":")[0] for line in found]
     assert where == ([WAIT_ONCE[name]] if name in WAIT_ONCE else [])
     assert set(found.values()) <= {LAST - FIRST + 1}
@@ -292,7 +309,7 @@ def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = waits(case, 3, monkeypatch)["step"]
+    found = waits(case, 3, monkeypatch)
     assert found and all(where.startswith(line) for where in found)
 
 
@@ -308,7 +325,7 @@ def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPat
 def test_a_step_that_waits_once(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host counts the steps that are taken, for schedules and corrections of bias. And ranks of
     the same data compare what they found."""
-    (place,) = waits(case, 3, monkeypatch)["step"].items()
+    (place,) = waits(case, 3, monkeypatch).items()
     assert place[0].startswith(line) and place[1] == LAST - FIRST + 1
 
 
@@ -325,7 +342,7 @@ class Event:
 def test_the_device_is_asked_about_large_buffers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)
     monkeypatch.setattr(torch, "Event", Event)
-    (place,) = waits(CASES["default"], 1, monkeypatch)["step"].items()
+    (place,) = waits(CASES["default"], 1, monkeypatch).items()
     assert place[0].startswith("step/host.py") and place[1] == LAST - FIRST + 1
 
 
@@ -361,4 +378,4 @@ def test_constant_tables_that_nobody_asks_about(kind: str, monkeypatch: pytest.M
     options = {"sync_buffers": "local"} if kind == "local" else {}
     if kind == "attribute":
         monkeypatch.setattr(Net, "__init__", Tabled.__init__)
-    assert not waits(Case(shard_options=options), 3, monkeypatch)["step"]
+    assert not waits(Case(shard_options=options), 3, monkeypatch)
