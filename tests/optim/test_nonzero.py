@@ -369,4 +369,4 @@ def beside_ddp() -> None:
 
 @THOROUGH
 def test_ddp_with_unused_parameters() -> None:
-    launch(beside_ddp, 2, timeout=100)
+    launch(beside_ddp, 2, start_method="fork", timeout=100)

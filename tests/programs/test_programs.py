@@ -78,9 +78,20 @@ def test_ranks(name: str, level: int) -> None:
     check_ranks(name, level, ranks=2)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 5])
-@pytest.mark.parametrize("level", tiers(thorough=LEVELS))
-@pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
+# Each program at each level, and each with each number, in turn
+NUMBERS = (1, 3, 5)
+AT_NUMBERS = [*product(LIKE_ONE_PROCESS, LEVELS, NUMBERS)]
+IN_TURN = [
+    (name, level, NUMBERS[(i + level) % len(NUMBERS)])
+    for i, name in enumerate(LIKE_ONE_PROCESS)
+    for level in LEVELS
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "ranks"),
+    tiers(thorough=IN_TURN, full=[row for row in AT_NUMBERS if row not in IN_TURN], rows=True),
+)
 def test_numbers_of_ranks(name: str, level: int, ranks: int) -> None:
     check_ranks(name, level, ranks)
 

@@ -350,7 +350,7 @@ def test_a_change_on_one_rank(first: int) -> None:
 
 @pytest.mark.thorough
 def test_a_change_on_one_process() -> None:
-    for text in launch(change_on_one_process, 2, timeout=60):
+    for text in launch(change_on_one_process, 2, start_method="fork", timeout=60):
         assert "between steps" in text
 
 

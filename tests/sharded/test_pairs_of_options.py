@@ -634,8 +634,9 @@ def test_what_is_refused() -> None:
         check(Case(names, level, 2, None, optimizer))
 
 
-@pytest.mark.parametrize("num_pairs", tiers([3], [8], [20]))
-@pytest.mark.parametrize("ranks", tiers([3], [2]))
+@pytest.mark.parametrize(
+    ("ranks", "num_pairs"), tiers([(3, 3)], [(3, 8), (2, 8)], [(3, 20), (2, 20)], rows=True)
+)
 def test_on_processes(ranks: int, num_pairs: int) -> None:
     """Pairs that are drawn here, all in one launch."""
     rng, some = random.Random(ranks), []
