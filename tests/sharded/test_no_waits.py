@@ -85,10 +85,10 @@ class Audit(QuickDispatchMode):
 class Net(nn.Module):
     """Some blocks, a table that stays, and running statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__()
         block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
         self.register_buffer("table", torch.linspace(-1, 1, 16))
         self.norm = nn.BatchNorm1d(16)
 
@@ -102,10 +102,10 @@ class Net(nn.Module):
 class Tabled(Net):
     """The table is no buffer, and nothing is normalised."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         nn.Module.__init__(self)
         block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
         self.table = torch.linspace(-1, 1, 16, device="meta")
         self.norm = nn.Identity()
 
@@ -116,6 +116,7 @@ class Case:
 
     optimizer: Callable[[], optim.Transform] = lambda: optim.adamw(1e-3)
     weight: Callable[[Tensor], Any] = lambda x: None
+    num_blocks: int = 2
     step_options: dict[str, Any] = field(default_factory=dict)  # of train_step
     shard_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)  # of functionalize
@@ -171,7 +172,9 @@ class Prepared(NamedTuple):
 
 def prepared(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     let_meta_be_a_device(monkeypatch)
-    apply, params, buffers = fz.functionalize(Net(), nn.Sequential, **case.model_options)
+    apply, params, buffers = fz.functionalize(
+        Net(case.num_blocks), nn.Sequential, **case.model_options
+    )
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         y, new = apply(params, buffers, x)
@@ -228,7 +231,7 @@ class Value(NamedTuple):
 def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step, written as a program."""
     let_meta_be_a_device(monkeypatch)
-    apply, params, buffers = fz.functionalize(Net(), nn.Sequential)
+    apply, params, buffers = fz.functionalize(Net(2), nn.Sequential)
     optimizer = clipped()
 
     def loss_fn(params: Any, *, buffers: Any, batch: Tensor) -> Any:
@@ -295,7 +298,7 @@ WAIT_ONCE = {
 @THOROUGH
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = waits(Case(TABLE[name].make), 3, monkeypatch)
+    found = waits(Case(TABLE[name].make, num_blocks=1), 3, monkeypatch)
     where = [line.partition(":")[0] for line in found]
     assert where == ([WAIT_ONCE[name]] if name in WAIT_ONCE else [])
     assert set(found.values()) <= {LAST - FIRST + 1}
