@@ -36,7 +36,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import launch
-from tests.tiers import THOROUGH, thinned
+from tests.tiers import THOROUGH, thinned, tiers
 
 F64 = torch.float64
 VOCAB, DIM, INNER, ROWS, STEPS = 13, 8, 12, 16, 5
@@ -208,16 +208,21 @@ def errors(kinds: list[str], names: list[str], wanted: dict[str, Tensors]) -> di
 
 
 FEW = ("clip+adamw", "lamb", "adafactor", "muon", "soap", "schedule-free")
+OTHERS = [name for name in TRANSFORMS if name not in FEW]
 
 
-@THOROUGH
 @pytest.mark.parametrize(
     ("ranks", "kinds", "names"),
-    [
-        (2, ["ddp", "fully_shard", "tp alone"], [*TRANSFORMS]),
-        (4, ["hsdp", "tp"], FEW),
-    ],
-    ids=["2", "4, two axes"],
+    tiers(
+        thorough=[
+            (2, ["ddp", "fully_shard", "tp alone"], FEW),
+            (2, ["fully_shard"], OTHERS),
+            (4, ["hsdp", "tp"], FEW),
+        ],
+        full=[(2, ["ddp", "tp alone"], OTHERS)],
+        rows=True,
+    ),
+    ids=str,
 )
 def test_the_params_of_one_process(ranks: int, kinds: list[str], names: list[str]) -> None:
     wanted = {name: expected(name) for name in names}
