@@ -534,4 +534,5 @@ def test_a_fault_of_one_rank_reaches_all() -> None:
 
 @THOROUGH
 def test_a_fault_of_one_process_reaches_all() -> None:
-    assert launch(each_error_in_a_process, 2) == [PeerError.__name__, StructureError.__name__]
+    found = launch(each_error_in_a_process, 2, start_method="fork", timeout=60)
+    assert found == [PeerError.__name__, StructureError.__name__]
