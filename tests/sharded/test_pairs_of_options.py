@@ -566,9 +566,8 @@ def check(case: Case) -> None:
     compare(case, expected, run_ranks(lambda group: sharded(case, group), case.ranks))
     plain = tuple(name for name in case.names if not OPTIONS[name].neutral)
     if plain != case.names:
-        for want, have in zip(
-            unsharded(case._replace(names=plain)).states, expected.states, strict=True
-        ):
+        runs = compared_steps(case.option, [unsharded(case._replace(names=plain)), expected])
+        for want, have in zip(*(run.states for run in runs), strict=True):
             grade = case.option.grade
             assert_equal_values(
                 want.params, have.params, grade=grade, what="params without what changes no number"
