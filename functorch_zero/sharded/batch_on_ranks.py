@@ -17,6 +17,7 @@ from ..groups.mesh import Axes
 from ..groups.torch_distributed import num_processes
 from ..runtime.exchange import Exchange
 from ..runtime.unit import Pass
+from ..step.nonfinite import all_finite
 from ..step.rows import leading_sizes
 from ..step.scope import ALL_ROWS, batch_here, scope_here
 from ..step.weights import is_on_device
@@ -45,13 +46,17 @@ class BatchOnRanks:
         self._log, self._part, self._num_micro = log, part, num_micro
         self._gave_rows = False
         self._nums_of_batch: list[int] | None = None  # its rows by rank, once they have been told
+        self._received: list[Tensor] = []  # by a rank without rows
 
     def exchange(self, exchange: Exchange, x: Tensor, *, gives: bool) -> Tensor:
         """The result of an exchange by this pass; `gives`: whether rows of this rank are in it."""
         self._check(exchange.word)
         self.exchanged = True
         self._gave_rows |= gives
-        return self.around.exchange(exchange, x)
+        result = self.around.exchange(exchange, x)
+        if self._lacks_rows:
+            self._received.append(result.detach())
+        return result
 
     def all_rows(self, x: Tensor, name: str) -> Tensor:
         """(n, ...) -> (sum of n, ...)."""
@@ -77,6 +82,10 @@ class BatchOnRanks:
         sizes = {*leading_sizes(self._part)}
         return sizes.pop() if len(sizes) == 1 else None
 
+    @cached_property
+    def _lacks_rows(self) -> bool:
+        return 0 in leading_sizes(self._part)
+
     def tell(self, num: int, *, of_batch: bool) -> list[int]:
         """How many rows each rank has. By one exchange of the hosts: those of the batch once."""
         if of_batch and self._nums_of_batch is not None:
@@ -91,6 +100,11 @@ class BatchOnRanks:
         """The group, for an exchange that begins now."""
         self._log.append(word)
         return labelled(self.group, f"loss/{label}")
+
+    def received_nonfinite(self) -> bool:
+        """Whether a rank without rows was given numbers that aren't finite: its loss may be NaN by
+        those."""
+        return not all_finite([x for x in self._received if x.is_floating_point()])
 
     def check_weight(self, weight: Tensor | float | None, *, look: bool) -> None:
         """Raise if this rank's rows are in other ranks' losses, and its own weighs nothing."""

@@ -227,7 +227,8 @@ def run_passes(
             return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
         def seed_of(outcome: Outcome, one_pass: Pass) -> LossSeed:
-            check_not_empty(part, outcome.loss, outcome.weight, rank)
+            if not batch.received_nonfinite():
+                check_not_empty(part, outcome.loss, outcome.weight, rank)
             batch.check_weight(outcome.weight, look=look)
             return loss_seed_of(
                 outcome,

@@ -208,6 +208,28 @@ def test_losses_over_the_whole_batch(loss: str, level: str, way: str) -> None:
     check(lambda: given(LOSSES[loss], **options), sizes, level=LEVELS[level])
 
 
+def test_a_rank_without_rows_that_receives_a_nan() -> None:
+    """Its loss is NaN by the others' rows, and not as a mean of nothing: all skip the step."""
+    made, params, buffers = given(clip)
+    step, data = fz.train_step(made.loss_fn, STEP, nonfinite="skip"), batches(3)
+    data[1]["x"][0, 0] = torch.nan
+
+    def skipped(step: Any, own: Callable[[Batch], Batch]) -> list[float]:
+        state, found = step.init(params, buffers), []
+        for batch in data:
+            state, metrics = step(state, own(batch))
+            found.append(float(metrics["skipped"]))
+        return found
+
+    def run(group: Any) -> list[float]:
+        sharded = fz.shard(step, level=3, group=group)
+        return skipped(sharded, lambda batch: split(batch, [8, 0])[group.rank])
+
+    expected = skipped(step, lambda batch: batch)
+    assert expected == [0, 1, 1]
+    assert run_ranks(run, 2) == [expected] * 2
+
+
 @pytest.mark.parametrize("options", [{"remat": True}, {"chunks": 3}], ids=str)
 def test_a_rank_without_rows_whose_loss_weighs_nothing(options: dict[str, Any]) -> None:
     """Its loss is left out, and its backward goes the others' way all the same."""
