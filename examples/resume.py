@@ -1,7 +1,7 @@
 """Train, save and resume: a run that outlives killed, failing and stuck ranks, and ends as if
 nothing had been.
 
-    $ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # see docs/reliability.md
+    $ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # see docs/howto/reliability.md
     $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --root runs/a
     $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --root runs/b
     --fault kill --at 25

@@ -210,7 +210,8 @@ def check_codec(name: str, codec: Any) -> None:
                 f"{name} is no codec: {story}",
                 expected=expected,
                 got=got,
-                remedy="compress.Blocks(torch.int8, 256); docs/compression.md has one of your own",
+                remedy="compress.Blocks(torch.int8, 256); docs/howto/compression.md has one "
+                "of your own",
             )
         )
 

@@ -13,8 +13,8 @@ from .errors import StructureError, explain
 # The end of a remedy: such a gradient isn't that of the whole batch
 OF_THIS_RANK = (
     "On ranks, a gradient by params inside of a loss is that of one rank's rows. "
-    'docs/inside-a-loss.md, "Of this rank\'s rows", says where that is right; fz.hvp is exact, see '
-    'docs/programs.md, "Second derivatives"'
+    'docs/howto/inside-a-loss.md, "Of this rank\'s rows", says where that is right; fz.hvp is '
+    'exact, see docs/extend/programs.md, "Second derivatives"'
 )
 
 

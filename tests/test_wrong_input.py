@@ -373,7 +373,7 @@ MIXED: list[tuple[Any, Any, Callable[[], tuple[Any, Any]]]] = [
 
 
 def test_the_errors_of_tree_map_are_those_of_the_docs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "programs.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "extend" / "programs.md").read_text()
     section = page.split("### Errors of tree_map")[1].split("## Rules")[0]
     rows = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     for text, (a, b, mended) in zip(rows, MIXED, strict=True):

@@ -188,7 +188,7 @@ def functionalize(
             class, a predicate `(path, module) -> bool`, a pattern of module paths such as
             "layers.*" (`*` is one name, `**` any number), or several of these. None: each child of
             the model, with containers opened; and of a child that holds repeated modules, such as a
-            transformer's layers, each of them and the rest. docs/level2.md has the rule.
+            transformer's layers, each of them and the rest. docs/begin/levels.md has the rule.
         remat: the units whose activations are computed again in backward instead of being kept,
             chosen as `units` are among the units' modules. True: all that have no other unit
             inside. The numbers stay the same, dropout's too. At level 3 the second run's gather
@@ -205,11 +205,10 @@ def functionalize(
             later one. None: leaves are used as they are stored.
 
     Returns:
-        apply: the pure function, see `Apply`.
-        params: a `Params`, dotted path -> leaf, detached but sharing the module's storage (steps
-            copy what they keep). `requires_grad` says which leaves are trained. A tied weight is
-            one leaf, under its first name; `params.names` has the others, for exports.
-        buffers: a dict, dotted path -> tensor.
+        `apply`, the pure function, see `Apply`. `params`, a `Params` of dotted path -> leaf,
+        detached but sharing the module's storage (steps copy what they keep); `requires_grad` says
+        which leaves are trained, and a tied weight is one leaf, under its first name
+        (`params.names` has the others, for exports). And `buffers`, a dict of path -> tensor.
 
     A module may hold its params and buffers in further attributes, lists, dicts and objects: a call
     fills these, too. Functions closed over a module, and weak references to one, are about the

@@ -100,8 +100,8 @@ def plan(
             in the layout's order, and their backward to need their weights. A program needs one,
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
-        donate, sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction,
-            place, reduce_bucket: as for `shard`.
+        donate, sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`.
+        overlap, reduction, place, reduce_bucket: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.

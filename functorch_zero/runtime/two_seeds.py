@@ -164,7 +164,7 @@ class TwoSeeds:
 
 _IT_RAN_ASIDE = (
     "This backward or hook ran aside, on twice its gradient, to see whether it is linear in that: "
-    'see docs/inside-a-loss.md, "Linear in the gradient".'
+    'see docs/howto/inside-a-loss.md, "Linear in the gradient".'
 )
 
 

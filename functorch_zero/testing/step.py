@@ -45,9 +45,9 @@ JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 
 HINT = (
     "A rank's loss sees its own part of the batch. If it needs the whole, such as a contrastive "
-    "loss, let it gather that (docs/inside-a-loss.md); per_rank=True would not notice. If a loss "
-    "is a sum over the batch, make it a mean: sharded it is the mean over ranks. If ranks' parts "
-    "are of unequal size, or the mean is over tokens or a mask, return fz.Aux(weight=...). A "
+    "loss, let it gather that (docs/howto/inside-a-loss.md); per_rank=True would not notice. If a "
+    "loss is a sum over the batch, make it a mean: sharded it is the mean over ranks. If ranks' "
+    "parts are of unequal size, or the mean is over tokens or a mask, return fz.Aux(weight=...). A "
     "reduction that rounds is to be left out. Only where each rank's part is meant to be seen by "
     "itself (BatchNorm, dropout), or a Precision rounds its gradients, compare with per_rank=True."
 )
@@ -62,7 +62,7 @@ AMPLIFIED = (
     "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
     "small, a leaf whose true gradient is zero, such as the bias of attention's keys). Remedy: "
     "float64 by model.double(), no such biases, a larger eps, or allow_round_off=True "
-    "(docs/testing.md, Limits)."
+    "(docs/begin/testing.md, Limits)."
 )
 
 

@@ -1,5 +1,5 @@
-"""Draw what `peers.py` printed: `python tests/benchmarks/draw_peers.py docs/peers.svg small.md
-medium.md`.
+"""Draw what `peers.py` printed: `python tests/benchmarks/draw_peers.py docs/reference/peers.svg
+small.md medium.md`.
 
 Each file holds the output of one run; its name without the ending is the panel's title. Two columns
 of bars, step time and peak memory of a rank; this library's rows (in bold there) stand out. Nothing

@@ -422,7 +422,11 @@ def table(rows: Iterable[Row], all_ranks: Sequence[int]) -> list[str]:
     heads = ["package", "optimizer", *runs, "why"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
-        cells = row.cells + [""] * (len(runs) - len(row.cells))
+        cells = [
+            "the same" if k and cell == row.cells[k - 1] and not cell.startswith("right") else cell
+            for k, cell in enumerate(row.cells)
+        ]
+        cells += [""] * (len(runs) - len(cells))
         name = f"{row.candidate.package} {version(row.candidate.package)}"
         why = "" if row.is_right else row.candidate.why
         lines.append(f"| {' | '.join([name, row.candidate.name, *cells, why])} |")

@@ -13,7 +13,7 @@ from tests.gpu.stage import STAGES
 from tests.scripts import ROOT
 
 PACKAGE = ROOT / "functorch_zero"
-PAGE = (ROOT / "docs" / "gpu-status.md").read_text()
+PAGE = (ROOT / "docs" / "maintain" / "gpu-status.md").read_text()
 
 
 def words(tree: ast.AST) -> set[str]:
@@ -63,7 +63,7 @@ def test_the_page_names_every_file_for_gpus() -> None:
     names = {path.relative_to(PACKAGE).as_posix() for path in files}
     assert len(names) > 8
     missing = sorted(name for name in names if f"`{name}`" not in PAGE)
-    assert not missing, f"docs/gpu-status.md lacks {missing}"
+    assert not missing, f"docs/maintain/gpu-status.md lacks {missing}"
 
 
 def test_the_files_are_found_by_their_code() -> None:
@@ -103,7 +103,7 @@ def test_the_docs_name_the_models_sizes() -> None:
         with torch.device("meta"):
             sizes[size] = sum(leaf.numel() for leaf in GPT(size).parameters())
     small, large = f"{sizes['small'] / 1e6:.1f} million", f"{sizes['large'] / 1e9:.3f} billion"
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    benchmarks = (ROOT / "docs" / "maintain" / "measurements.md").read_text()
     for text in (PAGE, benchmarks[benchmarks.index("tests/gpu/session.py") :]):
         assert small in text and large in text
         others = set(re.findall(r"[\d.,]+ (?:m|b)illion", text)) - {small, large}

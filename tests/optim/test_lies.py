@@ -304,7 +304,7 @@ HARMLESS: dict[str, Callable[[], Transform]] = {
     "an environment variable": lambda: leaves(lambda u, p: u * (1 + len(os.environ["PATH"]) % 3)),
 }
 
-# `docs/transforms.md` lists these
+# `docs/extend/transforms.md` lists these
 UNSEEN_BY_SHARD: dict[str, Callable[[], Transform]] = {
     "memory format": lambda: leaves(
         lambda u, p: (

@@ -34,7 +34,7 @@ LLAMA = [
 def test_the_smallest_level_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA, "--ranks", "64", "--memory", "80", "--bandwidth", "50"]) == 0
     out = capsys.readouterr().out
-    assert out.strip() in (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    assert out.strip() in (Path(__file__).parents[2] / "docs" / "howto" / "plan.md").read_text()
     assert "6,738,415,616 params" in out  # Llama 2 7B
     assert "The smallest level that fits: 1" in out
     assert [

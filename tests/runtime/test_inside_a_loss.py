@@ -1,4 +1,4 @@
-"""The rows of docs/inside-a-loss.md: each is equal at every level, or refused."""
+"""The rows of docs/howto/inside-a-loss.md: each is equal at every level, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train,
 from tests.models import even
 from tests.tiers import crossed, thinned
 
-PAGE = Path(__file__).parents[2] / "docs" / "inside-a-loss.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "inside-a-loss.md"
 LEVELS = (0, 1, 2, 3)
 
 Apply = Callable[..., Any]

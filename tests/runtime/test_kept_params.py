@@ -82,7 +82,7 @@ def test_a_view_is_that_of_the_unsharded_step_without_donation(level: int) -> No
 
     for view, _ in run_ranks(lambda group: run(group, donate=False), 2):
         assert torch.equal(view, torch.ones(3))
-    # The limit that docs/inside-a-loss.md tells of; a view that stays would lift it
+    # The limit that docs/howto/inside-a-loss.md tells of; a view that stays would lift it
     for view, after in run_ranks(lambda group: run(group, donate=True), 2):
         assert torch.equal(view, torch.ones(3) if level == 3 else after)
 

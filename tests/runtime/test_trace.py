@@ -1,5 +1,5 @@
-"""The walk of one unit's gradient through the package's files, counted: docs/architecture.md tells
-it, and no file is entered more than three times."""
+"""The walk of one unit's gradient through the package's files, counted:
+docs/maintain/architecture.md tells it, and no file is entered more than three times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 
 PACKAGE = Path(functorch_zero.__file__).parent
-ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+ARCHITECTURE = PACKAGE.parent / "docs" / "maintain" / "architecture.md"
 MOST = 3  # times that a file may be entered
 
 # Where the model, autograd and the step come in. What runs between them is not the runtime's: the

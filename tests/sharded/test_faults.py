@@ -1,7 +1,7 @@
 """What happens to some ranks ends in an error on all of them, and soon; a retry gives the same
 numbers.
 
-The letters are those of the table in docs/reliability.md.
+The letters are those of the table in docs/maintain/faults.md.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ def test_it_is_asked_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["local", "attribute"])
 def test_constant_tables_that_nobody_asks_about(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/level0.md advises."""
+    """What docs/begin/levels.md advises."""
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)
     options = {"sync_buffers": "local"} if kind == "local" else {}
     if kind == "attribute":

@@ -391,7 +391,7 @@ def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> Non
 
 
 def test_frequencies_in_an_embedding_are_those_of_each_ranks_part() -> None:
-    """As BatchNorm's statistics: docs/testing.md, Limits."""
+    """As BatchNorm's statistics: docs/begin/testing.md, Limits."""
     model = torch.nn.Sequential(
         torch.nn.Embedding(5, 3, scale_grad_by_freq=True), torch.nn.Linear(3, 2)
     ).double()

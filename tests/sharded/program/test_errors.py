@@ -176,7 +176,7 @@ def test_a_gradient_inside_of_a_loss_is_sent_to_the_docs(loss: Any) -> None:
 
     docs = Path(__file__).parents[3] / "docs"
     for text in told(program, 3):
-        for page, heading in re.findall(r'docs/([\w-]+\.md), "([^"]+)"', text):
+        for page, heading in re.findall(r'docs/([\w/-]+\.md), "([^"]+)"', text):
             assert f"\n## {heading}\n" in (docs / page).read_text()
         assert text.count("docs/") == 2, text
 
