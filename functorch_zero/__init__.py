@@ -9,11 +9,11 @@ from .model.functionalize import functionalize
 from .optim.apply_updates import apply_updates
 from .params import Params
 from .precision import Precision
-from .sharded import batch
+from .sharded import batch, data
 from .sharded.api import shard
 from .sharded.describe import describe
 from .sharded.failures import propagate_failures
-from .sharded.loop import any_rank, broadcast, equalize_batches
+from .sharded.loop import any_rank, broadcast
 from .sharded.program.shard_tree import shard_tree
 from .step import random
 from .step.evaluate import eval_step
@@ -47,10 +47,10 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "compress",
+    "data",
     "deferred_init",
     "describe",
     "dot",
-    "equalize_batches",
     "errors",
     "eval_step",
     "functionalize",

@@ -4,8 +4,7 @@ that has left, and get one rank's values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
@@ -16,12 +15,9 @@ from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
-from ..step.rows import without_rows
 from ..tree import PyTree, paths
 from .agreement import agree
 from .failures import sharing_failures
-
-Batch = TypeVar("Batch")
 
 
 def any_rank(flag: bool, group: Any = None) -> bool:
@@ -42,63 +38,6 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     raised = torch.tensor([int(bool(flag))], device="cpu")  # (1,) int64
     group.all_reduce(raised, "max").wait()
     return bool(raised.item())
-
-
-def equalize_batches(
-    batches: Iterable[Batch], group: Any = None, *, empty: Batch | None = None
-) -> Iterator[Batch]:
-    """This rank's batches, and then empty ones for as long as another rank has some: all ranks take
-    as many steps.
-
-    One all-reduce of a number per batch. An empty batch joins a step with weight 0, so the loss (or
-    evaluation) must return a weight, `Aux(weight=len(batch))`. Then metrics and gradients are those
-    of the batches there are.
-
-    Args:
-        batches: of this rank; the numbers of them may differ between ranks.
-        group: as for `shard`.
-        empty: the batch of a rank that has no more. None: its last batch with 0 rows.
-
-    Raises:
-        StructureError: a rank that has no batch at all was not given `empty`, or its batch has
-            leaves that can't be cut along rows; PeerError on the others.
-
-    >>> from functorch_zero.testing import run_ranks
-    >>> def sizes(group):
-    ...     own = [torch.ones(2)] * (1 + group.rank)
-    ...     return [len(batch) for batch in equalize_batches(own, group)]
-    >>> run_ranks(sizes, 2)
-    [[2, 0], [2, 2]]
-    """
-    group, waiting = as_group(group), iter(batches)
-    last: Batch | None = None  # of this rank
-    while True:
-        with sharing_failures(group):  # users' code reads the batches
-            batch = next(waiting, None)
-        # Every rank asks before every batch, so all stop after the same number
-        if not any_rank(batch is not None, group):
-            return
-        if batch is None and empty is None:
-            # The others go on to the step, and hear of an error in their next collective
-            with sharing_failures(group):
-                empty = _empty_like(last, group.rank)
-        last = batch
-        yield empty if batch is None else batch  # type: ignore[misc]
-
-
-def _empty_like(batch: Batch | None, rank: int) -> Batch:
-    """A batch like this one with 0 rows."""
-    if batch is None:
-        raise StructureError(
-            f"rank {rank} has no batch at all, and others have. Remedy: "
-            "equalize_batches(batches, group, empty=...), a batch with 0 rows"
-        )
-    try:
-        made: Batch = without_rows(batch)
-    except StructureError as error:
-        error.add_note("equalize_batches(batches, group, empty=...) takes a batch with 0 rows")
-        raise
-    return made
 
 
 def broadcast(

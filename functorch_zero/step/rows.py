@@ -69,9 +69,18 @@ def split_rows(batch: Any, count: int) -> list[Any]:
         StructureError: leaves have unequal rows, or one can't be cut.
     """
     rows = num_rows(batch)
-    size, rest = divmod(rows or 0, count)
-    stops = [(n + 1) * size + min(n + 1, rest) for n in range(count)]
-    return _cut(batch, rows, [slice(*at) for at in zip([0, *stops], stops, strict=False)])
+    return _cut(batch, rows, [_rows_of_part(rows or 0, n, count) for n in range(count)])
+
+
+def part_of_rows(batch: Any, n: int, count: int) -> Any:
+    """Part n of those that `split_rows` makes."""
+    rows = num_rows(batch)
+    return _cut(batch, rows, [_rows_of_part(rows or 0, n, count)])[0]
+
+
+def _rows_of_part(rows: int, n: int, count: int) -> slice:
+    size, rest = divmod(rows, count)
+    return slice(n * size + min(n, rest), (n + 1) * size + min(n + 1, rest))
 
 
 def without_rows(batch: Any) -> Any:

@@ -13,7 +13,8 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.loop import any_rank, equalize_batches
+from functorch_zero.sharded.data import equalize_batches
+from functorch_zero.sharded.loop import any_rank
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step

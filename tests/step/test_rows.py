@@ -185,7 +185,7 @@ def test_the_proof_cuts_batches_for_ranks_as_steps_cut_them(ranks: int, level: i
 def test_a_rank_that_has_run_out_gets_no_names_either() -> None:
     def run(group: Any) -> list[Any]:
         own = [UserDict(batch_of(2)) for _ in range(1 + group.rank)]
-        return [batch["name"] for batch in fz.equalize_batches(own, group)]
+        return [batch["name"] for batch in fz.data.equalize_batches(own, group)]
 
     assert run_ranks(run, 2) == [[["cat", "dog"], []], [["cat", "dog"]] * 2]
 
@@ -193,7 +193,7 @@ def test_a_rank_that_has_run_out_gets_no_names_either() -> None:
 def test_a_rank_that_has_run_out_of_objects_must_be_given_an_empty_one() -> None:
     def run(group: Any) -> None:
         own = [batch_of(2) | {"tree": object()} for _ in range(1 + group.rank)]
-        batches = fz.equalize_batches(own, group)
+        batches = fz.data.equalize_batches(own, group)
         next(batches)
         with pytest.raises(fz.errors.FunctorchZeroError, match="path tree, ") as error:
             group.barrier()
