@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from .checkpoint import CheckpointError
 from .checkpoint import cli as checkpoint
+from .groups import doctor
 from .planning import cli as plan
 
-COMMANDS = (checkpoint, plan)
+COMMANDS = (checkpoint, doctor, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,280 @@
+"""`python -m functorch_zero doctor --ranks 8`: whether this machine can run that many ranks, what
+is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..version import __version__
+from .launch import launch
+from .process import ProcessGroup
+from .protocol import Group
+
+_SECONDS = 120.0  # for all ranks to start, to talk and to end
+_SHARED_MEMORY = "/dev/shm"
+_LEAST_SHARED = 256 << 20  # bytes; a container's usual 64 MiB is too little for loaders and NCCL
+_SPARE_FILES = 256  # open at once, besides the groups': checkpoints, loaders' pipes, libraries
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        verdict: "ok"; "warning": a run may be slow, or fail later; "error": it can't be made.
+        found: facts, in words.
+        remedy: where the verdict isn't "ok".
+    """
+
+    name: str
+    verdict: Literal["ok", "warning", "error"]
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.verdict:8} {self.name}: {self.found}"
+        return f"{text}\n{'':9}Remedy: {self.remedy}" if self.remedy else text
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `doctor`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="whether this machine can run so many ranks, and what is missing",
+        description="Looks at versions, devices, backends, threads, interfaces and shared memory; "
+        "then starts local ranks, which try each collective. Exit status: 1 where something is an "
+        "error.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--ranks", type=int, default=2, help="local ranks to start (default: 2)")
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, print what was found, and return the exit status."""
+    if args.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {args.ranks}")
+    findings = examine(args.ranks)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print(*findings, sep="\n")
+    return int(any(finding.verdict == "error" for finding in findings))
+
+
+def examine(ranks: int) -> list[Finding]:
+    """What was found, for so many local ranks, which are started at the end."""
+    return [
+        versions(),
+        devices(ranks),
+        backends(),
+        threads(ranks),
+        interfaces(),
+        shared_memory(),
+        *collectives(ranks),
+    ]
+
+
+def versions() -> Finding:
+    names = {"functorch_zero": __version__, "torch": torch.__version__}
+    for name in ("optree", "safetensors"):
+        try:
+            names[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            names[name] = "not installed"
+    names |= {"Python": platform.python_version(), platform.system(): platform.release()}
+    found = ", ".join(f"{name} {version}" for name, version in names.items())
+    if platform.system() != "Linux":
+        return Finding("versions", "warning", found, "Linux: the library runs there alone")
+    return Finding("versions", "ok", found)
+
+
+def devices(ranks: int) -> Finding:
+    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    found = f"{len(os.sched_getaffinity(0))} CPU cores, {', '.join(names) or 'no GPU'}"
+    if names and len(names) < ranks:
+        remedy = "as many ranks as GPUs; ranks that share one talk over gloo, by way of the CPU"
+        return Finding("devices", "warning", f"{found}, for {ranks} ranks", remedy)
+    return Finding("devices", "ok", found)
+
+
+def backends() -> Finding:
+    if not dist.is_available():
+        remedy = "a build of torch with torch.distributed"
+        return Finding("backends", "error", "torch.distributed is missing", remedy)
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    found = ", ".join(name if has else f"no {name}" for name, has in there.items())
+    if not there["gloo"]:
+        remedy = "a build of torch with gloo, which all ranks agree over"
+        return Finding("backends", "error", found, remedy)
+    if torch.cuda.is_available() and not there["nccl"]:
+        return Finding("backends", "warning", found, "a build of torch with NCCL, for its GPUs")
+    return Finding("backends", "ok", found)
+
+
+def threads(ranks: int) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    setting = os.environ.get("OMP_NUM_THREADS")
+    each = int(setting) if setting and setting.isdigit() else torch.get_num_threads()
+    found = f"{each} a process, OMP_NUM_THREADS {setting or 'not set'}, {cores} cores"
+    if each * ranks > cores and ranks > 1:
+        remedy = (
+            f"OMP_NUM_THREADS={max(1, cores // ranks)} where a launcher starts {ranks} ranks; "
+            "fz.launch gives each one thread"
+        )
+        return Finding("threads", "warning", found, remedy)
+    return Finding("threads", "ok", found)
+
+
+def interfaces() -> Finding:
+    names = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    found = f"{', '.join(names)}; GLOO_SOCKET_IFNAME {chosen or 'not set'}"
+    unknown = {*(chosen or "").split(",")} - {*names, ""}
+    if unknown:
+        remedy = f"GLOO_SOCKET_IFNAME={names[-1]}, or another of these"
+        return Finding("interfaces", "error", found, remedy)
+    if chosen:
+        return Finding("interfaces", "ok", found)
+    host = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        found += f"; the machine's name, {host}, has no address ({error})"
+        remedy = "GLOO_SOCKET_IFNAME, the interface that other machines reach this one by"
+        return Finding("interfaces", "warning", found, remedy)
+    found += f"; {host} is {address}"
+    if address.startswith("127.") or address == "::1":
+        # Ranks of this machine meet at it; other machines' ranks would look on their own
+        remedy = "for ranks on several machines: GLOO_SOCKET_IFNAME, the interface between them"
+        return Finding("interfaces", "warning", found, remedy)
+    return Finding("interfaces", "ok", found)
+
+
+def shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError as error:
+        remedy = f"mount {_SHARED_MEMORY}: a DataLoader's workers and NCCL need it"
+        return Finding("shared memory", "warning", str(error), remedy)
+    found = f"{free / 2**20:,.0f} MiB free in {_SHARED_MEMORY}"
+    if free < _LEAST_SHARED:
+        remedy = "more for a DataLoader's workers and NCCL; in a container --shm-size or --ipc=host"
+        return Finding("shared memory", "warning", found, remedy)
+    return Finding("shared memory", "ok", found)
+
+
+def collectives(ranks: int) -> list[Finding]:
+    """Start the ranks, and try each collective on them."""
+    kind = "cuda" if ranks <= torch.cuda.device_count() else "cpu"
+    name = f"collectives of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}"
+    began = time.monotonic()
+    try:
+        by_rank = launch(on_rank, ranks, kind, timeout=_SECONDS)
+    except Exception as error:  # whatever stands between ranks
+        remedy = "the findings above; docs: Reliability, for what the error says"
+        return [Finding(name, "error", f"{type(error).__name__}: {error}", remedy)]
+    wrong = sorted({call for failed, _, _ in by_rank for call in failed})
+    took = f"{time.monotonic() - began:.1f} s with the start of the processes"
+    if wrong:
+        found = f"wrong results of {', '.join(wrong)}"
+        return [Finding(name, "error", found, "another release of torch, or of the driver")]
+    opened, limit = max((files, limit) for _, files, limit in by_rank)
+    found = f"{opened} of a rank, with {ranks} ranks; the limit is {limit}"
+    files = Finding("open files", "ok", found)
+    if limit < opened + _SPARE_FILES:
+        remedy = f"ulimit -n {1 << (opened + _SPARE_FILES).bit_length()}"
+        files = Finding("open files", "error" if limit <= opened else "warning", found, remedy)
+    return [Finding(name, "ok", f"{', '.join(CALLS)}; {took}"), files]
+
+
+def on_rank(kind: str) -> tuple[list[str], int, int]:
+    """The collectives whose results are wrong here, the files that are open, and how many may
+    be."""
+    import resource  # of Unix
+
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
+    group = ProcessGroup(timeout=30.0)
+    try:
+        wrong = wrong_collectives(group, device)
+        return (
+            wrong,
+            len(os.listdir("/proc/self/fd")),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+    finally:
+        group.close()
+
+
+def wrong_collectives(group: Group, device: torch.device | None) -> list[str]:
+    """Try each collective, in the same order on all ranks."""
+    return [name for name, is_right in CALLS.items() if not is_right(group, device)]
+
+
+def _numbers(count: int, device: Any, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + count, dtype=torch.float32, device=device or "cpu")
+
+
+def _all_gather(group: Group, device: Any) -> bool:
+    out = _numbers(2 * group.size, device)
+    whole = out.clone()
+    out.zero_()
+    group.all_gather(out, whole[2 * group.rank :][:2].clone()).wait()
+    return torch.equal(out, whole)
+
+
+def _reduce_scatter(group: Group, device: Any) -> bool:
+    whole, out = _numbers(2 * group.size, device), _numbers(2, device)
+    expected = whole[2 * group.rank :][:2] * group.size
+    group.reduce_scatter(out, whole.clone()).wait()
+    return torch.equal(out, expected)
+
+
+def _all_reduce(group: Group, device: Any) -> bool:
+    total, most = _numbers(3, device, group.rank), _numbers(3, device, group.rank)
+    group.all_reduce(total, "sum").wait()
+    group.all_reduce(most, "max").wait()
+    ranks = sum(range(group.size))
+    expected = _numbers(3, device) * group.size + ranks
+    return torch.equal(total, expected) and torch.equal(most, _numbers(3, device, group.size - 1))
+
+
+def _all_to_all(group: Group, device: Any) -> bool:
+    sizes = [1] * group.size
+    out = _numbers(group.size, device)
+    group.all_to_all(out, sizes, _numbers(group.size, device, 10 * group.rank), sizes).wait()
+    return torch.equal(out, _numbers(group.size, device) * 10 + group.rank)
+
+
+def _broadcast(group: Group, device: Any) -> bool:
+    tensor = _numbers(3, device, group.rank)
+    group.broadcast(tensor, group.size - 1).wait()
+    return torch.equal(tensor, _numbers(3, device, group.size - 1))
+
+
+def _exchange(group: Group, device: Any) -> bool:
+    words = [b"x" * (rank + 1) for rank in range(group.size)]
+    return group.exchange(words[group.rank]) == words
+
+
+CALLS: dict[str, Callable[[Group, Any], bool]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "exchange": _exchange,
+}
