@@ -19,10 +19,10 @@ from .loop import any_rank
 
 __all__ = ["GlobalOrder", "equalize_batches", "share"]
 
-Batch = TypeVar("Batch")
+_Batch = TypeVar("_Batch")
 
 
-def share(batch: Batch, group: Any) -> Batch:
+def share(batch: _Batch, group: Any) -> _Batch:
     """This rank's rows of a batch that every rank has: consecutive ones, as views; no
     communication.
 
@@ -43,7 +43,7 @@ def share(batch: Batch, group: Any) -> Batch:
     [[0, 1, 2], [3, 4]]
     """
     data = _of_data(as_group(group))
-    made: Batch = part_of_rows(batch, data.rank, data.size)
+    made: _Batch = part_of_rows(batch, data.rank, data.size)
     return made
 
 
@@ -198,8 +198,8 @@ class GlobalOrder:
 
 
 def equalize_batches(
-    batches: Iterable[Batch], group: Any = None, *, empty: Batch | None = None
-) -> Iterator[Batch]:
+    batches: Iterable[_Batch], group: Any = None, *, empty: _Batch | None = None
+) -> Iterator[_Batch]:
     """This rank's batches, and then empty ones for as long as another rank has some: all ranks take
     as many steps.
 
@@ -224,7 +224,7 @@ def equalize_batches(
     [[2, 0], [2, 2]]
     """
     group, waiting = as_group(group), iter(batches)
-    last: Batch | None = None  # of this rank
+    last: _Batch | None = None  # of this rank
     while True:
         with sharing_failures(group):  # users' code reads the batches
             batch = next(waiting, None)
@@ -239,7 +239,7 @@ def equalize_batches(
         yield empty if batch is None else batch  # type: ignore[misc]
 
 
-def _empty_like(batch: Batch | None, rank: int) -> Batch:
+def _empty_like(batch: _Batch | None, rank: int) -> _Batch:
     """A batch like this one with 0 rows."""
     if batch is None:
         raise StructureError(
@@ -247,7 +247,7 @@ def _empty_like(batch: Batch | None, rank: int) -> Batch:
             "equalize_batches(batches, group, empty=...), a batch with 0 rows"
         )
     try:
-        made: Batch = without_rows(batch)
+        made: _Batch = without_rows(batch)
     except StructureError as error:
         error.add_note("equalize_batches(batches, group, empty=...) takes a batch with 0 rows")
         raise
