@@ -1,0 +1,85 @@
+"""Train on four workers of Ray Train, each on a machine of its own: one machine is lost, and three
+workers go on from the checkpoint. The losses are those of a run to which nothing happened.
+
+    $ pip install 'ray[train]'
+    $ python examples/ray_train.py
+
+The machines are four nodes that Ray simulates on this one.
+"""
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import ray.train
+import torch
+from ray.cluster_utils import Cluster
+from ray.train.torch import TorchTrainer
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+
+WORKERS, STEPS, LOST_AT = 4, 30, 17
+
+
+def batch_of(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(12, 8, generator=generator, dtype=torch.float64)
+
+
+def train(config: dict) -> None:
+    """One worker, in each attempt: go on from the newest checkpoint, or begin."""
+    torch.manual_seed(0)
+    group = fz.ProcessGroup(timeout=20.0)  # of the workers, which Ray has introduced to each other
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    apply, params, buffers = fz.functionalize(model.double())
+
+    def loss_fn(params, buffers, x):
+        return (apply(params, buffers, x)[0] - x.sin().sum(1, keepdim=True)).square().mean()
+
+    step = fz.shard(fz.train_step(loss_fn, optim.adamw(1e-2)), level=3, group=group)
+    state, losses = step.init(params, buffers), []
+    if checkpoint.latest(config["root"]) is not None:
+        state, user = checkpoint.load(config["root"], step, like=state)
+        losses = user["losses"]
+    for number in range(len(losses), STEPS):
+        if config["lost"] and group.size == WORKERS and group.rank == 1 and number == LOST_AT:
+            for process in (os.getppid(), os.getpid()):  # the machine's Ray, and this worker
+                os.kill(process, signal.SIGKILL)
+        state, metrics = step(state, fz.data.share(batch_of(number), group))
+        losses.append(float(metrics["loss"]))
+        if len(losses) % 5 == 0:
+            checkpoint.save(config["root"], step, state, user={"losses": losses})
+    if group.rank == 0:
+        found = {"losses": losses, "workers": group.size}
+        Path(config["root"], "found.json").write_text(json.dumps(found))
+
+
+def run(lost: bool) -> dict:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(WORKERS):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as root:
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"root": f"{root}/checkpoints", "lost": lost},
+            scaling_config=ray.train.ScalingConfig(num_workers=(WORKERS - 1, WORKERS)),
+            run_config=ray.train.RunConfig(
+                storage_path=root, failure_config=ray.train.FailureConfig(max_failures=3)
+            ),
+        )
+        trainer.fit()
+        found = json.loads(Path(root, "checkpoints", "found.json").read_text())
+    ray.shutdown()
+    cluster.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    whole, lost = run(False), run(True)
+    print(f"{whole['workers']} workers, then {lost['workers']}: loss {lost['losses'][-1]:.6f}")
+    assert (whole["workers"], lost["workers"]) == (WORKERS, WORKERS - 1)
+    torch.testing.assert_close(whole["losses"], lost["losses"], rtol=1e-12, atol=0)
