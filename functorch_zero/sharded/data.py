@@ -107,7 +107,7 @@ class GlobalOrder:
         drop_last: bool = True,
     ):
         self._group = as_group(group)
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             num_rows=num_rows,
             batch_size=batch_size,
             seed=seed,
