@@ -7,6 +7,7 @@ workers go on from the checkpoint. The losses are those of a run to which nothin
 The machines are four nodes that Ray simulates on this one.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from ray.train.torch import TorchTrainer
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 
-WORKERS, STEPS, LOST_AT = 4, 30, 17
+WORKERS = 4
 
 
 def batch_of(number: int) -> torch.Tensor:
@@ -44,8 +45,8 @@ def train(config: dict) -> None:
     if checkpoint.latest(config["root"]) is not None:
         state, user = checkpoint.load(config["root"], step, like=state)
         losses = user["losses"]
-    for number in range(len(losses), STEPS):
-        if config["lost"] and group.size == WORKERS and group.rank == 1 and number == LOST_AT:
+    for number in range(len(losses), config["steps"]):
+        if group.size == WORKERS and group.rank == 1 and number == config["lost_at"]:
             for process in (os.getppid(), os.getpid()):  # the machine's Ray, and this worker
                 os.kill(process, signal.SIGKILL)
         state, metrics = step(state, fz.data.share(batch_of(number), group))
@@ -57,7 +58,7 @@ def train(config: dict) -> None:
         Path(config["root"], "found.json").write_text(json.dumps(found))
 
 
-def run(lost: bool) -> dict:
+def run(steps: int, lost_at: int | None) -> dict:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(WORKERS):
         cluster.add_node(num_cpus=1)
@@ -65,21 +66,31 @@ def run(lost: bool) -> dict:
     with tempfile.TemporaryDirectory() as root:
         trainer = TorchTrainer(
             train,
-            train_loop_config={"root": f"{root}/checkpoints", "lost": lost},
+            train_loop_config={"root": f"{root}/saved", "steps": steps, "lost_at": lost_at},
             scaling_config=ray.train.ScalingConfig(num_workers=(WORKERS - 1, WORKERS)),
             run_config=ray.train.RunConfig(
                 storage_path=root, failure_config=ray.train.FailureConfig(max_failures=3)
             ),
         )
         trainer.fit()
-        found = json.loads(Path(root, "checkpoints", "found.json").read_text())
+        found = json.loads(Path(root, "saved", "found.json").read_text())
     ray.shutdown()
     cluster.shutdown()
     return found
 
 
-if __name__ == "__main__":
-    whole, lost = run(False), run(True)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--lost-at", type=int, default=17, help="the step in which a machine is")
+    args = parser.parse_args()
+    whole, lost = run(args.steps, None), run(args.steps, args.lost_at)
     print(f"{whole['workers']} workers, then {lost['workers']}: loss {lost['losses'][-1]:.6f}")
     assert (whole["workers"], lost["workers"]) == (WORKERS, WORKERS - 1)
     torch.testing.assert_close(whole["losses"], lost["losses"], rtol=1e-12, atol=0)
+
+
+if __name__ == "__main__":
+    main()

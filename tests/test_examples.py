@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 import functorch_zero as fz
 from tests.scripts import run_command, run_in_fork, run_script
-from tests.tiers import THOROUGH, tiers
+from tests.tiers import FULL, THOROUGH, tiers
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -186,6 +188,16 @@ def test_gan_goes_on_with_other_ranks_and_levels(run_example: RunExample, tmp_pa
     run_example("gan.py", "--ranks", "3", "--steps", "2", *root)
     resumed = gan_losses(run_example("gan.py", "--level", "1", "--steps", "4", *root))
     assert whole == pytest.approx(resumed, abs=2e-9)
+
+
+@FULL
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("ray") is None, reason="not one of the project's packages")
+def test_three_of_four_workers_of_ray_go_on(tmp_path: Path) -> None:
+    # Ray warns by itself, and starts five nodes twice
+    command = [sys.executable, str(EXAMPLES / "ray_train.py")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0 and "4 workers, then 3" in ended.stdout, ended.stderr
 
 
 def test_every_example_is_run() -> None:
