@@ -51,7 +51,9 @@ def test_train_lm_knows_its_optimizers() -> None:
         assert torch.count_nonzero(state.params["w"] - 1)
 
 
-@pytest.mark.parametrize("name", ["clip", "lora", "pinn", "recommender", "train_lm"])
+@pytest.mark.parametrize(
+    "name", tiers(["clip", "lora", "pinn", "recommender", "train_lm"], ["finetune"])
+)
 def test_no_steps_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +160,24 @@ def test_lora(run_example: RunExample) -> None:
     )
     assert adapted[0][2] > adapted[1][2] > adapted[2][2], "less and less of the base on each rank"
     assert adapted[0][3] < 0.1 * float(rows["all trained, level 0"][4])
+
+
+@THOROUGH
+def test_finetune_prints_the_same_losses_on_1_and_2_ranks(
+    run_example: RunExample, tmp_path: Path
+) -> None:
+    """Though shares of a batch have unequal numbers of labels."""
+    pytest.importorskip("transformers.models.llama.modeling_llama")  # once, not in every fork
+    losses = {}
+    for ranks, level in (("1", "0"), ("2", "3")):
+        root = tmp_path / ranks
+        options = ["--ranks", ranks, "--level", level, "--steps", "3", "--root", str(root)]
+        out = run_example("finetune.py", *options)
+        losses[ranks] = [float(number) for number in re.findall(r"\d\.\d{6}", out)]
+        assert (root / "tuned" / "config.json").exists() and "def is_empty" in out
+    before, pretrained, again, tuned = losses["1"]
+    assert before > pretrained + 0.1 and pretrained == again > tuned + 0.1
+    assert losses["1"] == pytest.approx(losses["2"], abs=1e-5)
 
 
 def test_resume(run_example: RunExample, tmp_path: Path) -> None:
