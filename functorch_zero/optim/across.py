@@ -377,6 +377,10 @@ def _one_or_all(answers: Iterable[Any]) -> Any:
 class Refusing:
     """The `across` of a pointwise transform: it refuses every question."""
 
+    def dense(self, updates: Tree) -> Tree:
+        """A chain's own, and no question of its parts: there are no `Rows` here."""
+        return updates
+
     def __getattr__(self, question: str) -> NoReturn:
         raise TransformError(
             f"a pointwise transform asked across.{question}, so it isn't pointwise. "
