@@ -8,6 +8,7 @@ from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .load import Restored, load
 from .save import Saving, async_save, save, wait_for_saves
 from .snapshot import Progress
+from .whole_leaves import leaves
 
 __all__ = [
     "CheckpointError",
@@ -22,6 +23,7 @@ __all__ = [
     "import_dcp",
     "import_weights",
     "latest",
+    "leaves",
     "load",
     "prune",
     "save",

@@ -1,0 +1,182 @@
+"""A state's leaves, whole and one after the other, on one rank: for a server, a file or a hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..groups import labelled
+from ..groups.checks import check_source
+from ..groups.protocol import Group
+from ..sharded.failures import sharing_failures
+from ..step.state import State
+from .agreement import together
+from .contents import Contents, Held, Step, contents_of, group_of
+
+
+def leaves(
+    step: Step,
+    state: State,
+    *,
+    of: str = "params",
+    to: int = 0,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = 2**26,
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole leaves of a state, one after the other, on one rank; the others' loops have no
+    turns.
+
+    Every rank runs the loop to its end. What iterates may be another program's, such as an
+    inference engine's `load_weights`:
+
+        for path, leaf in checkpoint.leaves(step, state, dtype=torch.bfloat16):
+            server.send(path, leaf)
+
+    Leaves travel in packs, each by one all-to-all: S bytes arrive in all. The receiver holds two
+    packs at most, and what the loop keeps; the others hold no more than their pieces of one pack
+    besides.
+
+    Args:
+        step: that the state belongs to, sharded or not.
+        state: is only read.
+        of: a path in the state, as checkpoints have them: "params", "opt_state", "buffers"; of a
+            program, one in its value, such as "generator". "": all leaves but `State.parts`.
+        to: the rank that gets them.
+        dtype: to cast leaves of floating point to, before they travel.
+        max_bytes: of one pack. A larger leaf is a pack by itself.
+
+    Yields:
+        The path below `of`, and the leaf in its own shape, on the device of the receiver's piece: a
+        tensor of the loop's own.
+
+    Raises:
+        StructureError: nothing lies at `of`, or the state is not of this step; on all ranks.
+        PeerError: on the other ranks, where the loop of `to` was left before its end.
+    """
+    group = group_of(step)
+    check_source(group.size, to)
+    chosen: list[Held] = []
+
+    def choose() -> str:
+        """What ranks must have alike, and where this rank's elements lie."""
+        chosen[:] = _at(contents_of(step, state), of, group.rank)
+        rows = [(held.path, held.shape, str(held.tensor.dtype)) for held in chosen]
+        return hashlib.sha256(repr((to, of, str(dtype), max_bytes, rows)).encode()).hexdigest()
+
+    if len({*together(group, "send leaves", choose)}) > 1:
+        raise StructureError(
+            "the ranks send leaves of different states, or to different ranks. Remedy: the same "
+            "arguments on every rank"
+        )
+    yield from _send(chosen, of, to, dtype, max_bytes, labelled(group, "leaves"))
+
+
+def _at(contents: Contents, of: str, rank: int) -> list[Held]:
+    """The leaves at a path or below."""
+    found = [held for held in contents.held if not held.path.startswith("parts.")]
+    if not of:
+        return found
+    below = [held for held in found if held.path == of or held.path.startswith(f"{of}.")]
+    if not below:
+        names = sorted({held.path.split(".")[0] for held in found})
+        raise StructureError(
+            explain("no tensors lie there in the state", path=of, expected=names, rank=rank)
+        )
+    return below
+
+
+class _Sent(NamedTuple):
+    """A leaf on its way."""
+
+    path: str  # as it is yielded
+    here: Tensor  # (n,) this rank's elements, in the dtype that travels
+    shape: tuple[int, ...]  # of the whole leaf
+    start: int  # of this rank's elements, in those of the whole leaf
+
+
+def _send(
+    chosen: Sequence[Held],
+    of: str,
+    to: int,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    group: Group,
+) -> Iterator[tuple[str, Tensor]]:
+    with sharing_failures(group, call="leaves", settles=True):
+        for pack in _packs(chosen, dtype, max_bytes):
+            # Cast now, so that no rank has all of its leaves twice
+            whole = _gather([_to_send(held, of, dtype, to, group.rank) for held in pack], to, group)
+            while whole:
+                try:
+                    yield whole.pop(0)
+                except GeneratorExit:
+                    what = "the loop over a state's leaves was left before its end"
+                    group.fail(StructureError(what))
+                    raise
+
+
+def _packs(
+    chosen: Sequence[Held], dtype: torch.dtype | None, max_bytes: int
+) -> Iterator[list[Held]]:
+    """The leaves in runs of at most so many bytes, each on one device."""
+    pack: list[Held] = []
+    size = 0
+    for held in chosen:
+        number = prod(held.shape) * _travels_as(held.tensor, dtype).itemsize
+        if pack and (size + number > max_bytes or held.tensor.device != pack[0].tensor.device):
+            yield pack
+            pack, size = [], 0
+        pack.append(held)
+        size += number
+    if pack:
+        yield pack
+
+
+def _travels_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def _to_send(held: Held, of: str, dtype: torch.dtype | None, to: int, rank: int) -> _Sent:
+    # One of the ranks that have the same elements sends them
+    sends = rank == to if held.everywhere else held.saved
+    here = held.tensor.detach().reshape(-1)[: None if sends else 0]
+    here = here.to(_travels_as(here, dtype)).resolve_conj().resolve_neg().contiguous()
+    return _Sent(held.path.removeprefix(of).strip("."), here, held.shape, held.start)
+
+
+def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Tensor]]:
+    """The leaves of a pack, whole, at the rank that gets them; elsewhere none. One exchange of
+    where each rank's elements lie, and one all-to-all of bytes."""
+    own = torch.tensor([(sent.start, sent.here.numel()) for sent in pack], device="cpu")  # int64
+    spans = [
+        torch.frombuffer(bytearray(told), dtype=torch.int64).view(len(pack), 2).tolist()
+        for told in group.exchange(own.numpy().tobytes())
+    ]  # by rank and leaf: start, number of elements
+    widths = [sent.here.element_size() for sent in pack]
+    sizes = [sum(n * width for (_, n), width in zip(rows, widths, strict=True)) for rows in spans]
+    source = torch.cat([sent.here.view(torch.uint8) for sent in pack])
+    is_here = group.rank == to
+    out = source.new_empty(sum(sizes) if is_here else 0)
+    out_sizes = sizes if is_here else [0] * group.size
+    in_sizes = [source.numel() if rank == to else 0 for rank in range(group.size)]
+    group.all_to_all(out, out_sizes, source, in_sizes).wait()
+    if not is_here:
+        return []
+    runs = out.split(sizes)  # by rank, bytes of its elements of all leaves
+    offsets = [0] * group.size
+    whole = []
+    for n, (sent, width) in enumerate(zip(pack, widths, strict=True)):
+        leaf = sent.here.new_empty(sent.shape)
+        flat = leaf.view(-1).view(torch.uint8)
+        for rank, rows in enumerate(spans):
+            start, number = (width * x for x in rows[n])
+            flat[start : start + number] = runs[rank][offsets[rank] :][:number]
+            offsets[rank] += number
+        whole.append((sent.path, leaf))
+    return whole
