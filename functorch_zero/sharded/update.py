@@ -13,7 +13,7 @@ from torch import Tensor
 from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
-from ..optim.base import Transform, split_fused
+from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.ferry import Ferry
@@ -40,7 +40,8 @@ class PreparedUpdate:
         across: the answers to the optimizer's questions.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
         takes_rows: whether gradients of tables may be rows; not where all of the optimizer is a
-            kernel or a pointwise function, of dense ones.
+            kernel or a pointwise function, of dense ones, nor where a NaN in one leaf may reach
+            all others by a norm.
     """
 
     def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
@@ -72,7 +73,11 @@ class PreparedUpdate:
         """That of a training step. Only a step that donates lets a kernel write to its params, and
         only one that doesn't measure the updates, which nobody else sees then."""
         fuse = options.donate and "update_norm" not in step.metrics
-        return cls(step.optimizer, layout, options, fuse=fuse)
+        made = cls(step.optimizer, layout, options, fuse=fuse)
+        # A factor that is no number makes NaNs of zeros, too, which rows lack
+        if step.policy.nonfinite == "pass" and _asks_statistics(step.optimizer):
+            made.takes_rows = False
+        return made
 
     def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
@@ -183,3 +188,8 @@ class KernelRun:
 def _trained_flats(pieces: ShardedTree) -> list[Tensor]:
     """The flats (piece,) of the trained buckets."""
     return [flat for flat in pieces.flats() if flat is not None]
+
+
+def _asks_statistics(optimizer: Transform) -> bool:
+    """Whether a part of it asks for norms or other sums."""
+    return optimizer.needs is Needs.STATISTICS or any(map(_asks_statistics, optimizer.parts))

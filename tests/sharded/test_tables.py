@@ -340,6 +340,27 @@ def test_rows_that_are_not_finite(nonfinite: str) -> None:
         assert metrics["update_norm"] == 0 and metrics["skipped"] == 1
 
 
+def test_a_norm_that_is_no_number_reaches_all_rows() -> None:
+    """As it does in one process, where nothing is asked of non-finite gradients."""
+    apply, params = made()
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), apart(optim.rows.sgd(0.1)))
+    step = fz.train_step(predicting(apply, summed), optimizer)
+    batch = make_batches(1)[0]
+    batch["y"][0] = torch.inf
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=TABLE, group=group)
+        state, _ = sharded(sharded.init(params, {}), halves(batch, group))
+        return sharded.unshard(state).params
+
+    whole, _ = step(step.init(params, {}), batch)
+    assert all(bool(leaf.isnan().all()) for leaf in optree.tree_leaves(whole.params["emb"]))
+    for found in run_ranks(run, 2):
+        ours = fz.named_leaves(found)
+        for path, leaf in fz.named_leaves(whole.params).items():
+            assert torch.equal(leaf.isnan(), ours[path].isnan()), path
+
+
 def test_no_tensor_is_as_large_as_the_piece() -> None:
     """From the ids to the params that are written over, of one rank."""
     step, params, ids = large(4_000, 50)
