@@ -275,6 +275,7 @@ class _Kind(NamedTuple):
     reads_values: bool  # on the host
     makes_alias: bool
     makes_new: bool  # from nothing but a dtype and a device
+    moves: bool  # the tensor itself, to another place or shape
     written: list[tuple[int, str]]  # arguments, by position and by name
 
 
@@ -299,6 +300,7 @@ def _kind_of(func: Any) -> _Kind:
         reads_values=reads_values,
         makes_alias=packet in _ALIASES,
         makes_new=packet.startswith("new_"),
+        moves=torch.Tag.inplace_view in tags and packet != "detach_",
         written=written,
     )
 
@@ -508,6 +510,8 @@ def _run_on_foreach(call: _Call) -> Any:
 
 def _run_on_whole(call: _Call) -> Any:
     """Any operator, on leaves that every rank holds whole."""
+    if call.kind.moves:
+        refuse(f"{call.func} moves them", call.first, "`p.t()`, say, instead of `p.t_()`")
     call.check_written()
     extents = {piece.extent for piece in call.pieces}
     plain = [x for x in _tensors_among(*call.args, *call.kwargs.values()) if type(x) is not Piece]

@@ -139,6 +139,23 @@ def test_pointwise_operators_run(name: str) -> None:
         assert torch.equal(plain(local), want)
 
 
+MOVES: dict[str, Callable[[Tensor], Any]] = {
+    "t_.default": lambda leaf: leaf.t_(),
+    "unsqueeze_.default": lambda leaf: leaf.unsqueeze_(0),
+    "set_.source_Tensor": lambda leaf: leaf.set_(torch.zeros(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_whole_leaf_stays_where_it_lies(name: str) -> None:
+    """Under the shape that it shows, its values would be turned."""
+    leaf = whole(1)
+    before = leaf.local.clone()
+    with pytest.raises(StructureError, match=f"{name} moves them"):
+        MOVES[name](leaf)
+    assert torch.equal(leaf.local, before)
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "sum": (lambda p, q: p.sum(), "not elementwise"),
     "max": (lambda p, q: p.max(), "not elementwise"),
