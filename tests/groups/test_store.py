@@ -163,6 +163,7 @@ def test_whether_the_store_is_served_on_this_machine(host: str, is_here: bool) -
 
 LAST = """
 import os, signal, sys, time
+from pathlib import Path
 import torch.distributed as dist
 from functorch_zero.groups.store import Store, StoreError
 
@@ -171,6 +172,9 @@ torchs = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=Fals
 store = Store(torchs.clone, 0.3)
 store.connect()
 os.kill(pid, signal.SIGSTOP)
+# Its threads stop one after the other, and one may answer until then
+while not all("State:\\tT" in x.read_text() for x in Path(f"/proc/{pid}/task").glob("*/status")):
+    time.sleep(0.01)
 try:
     store.read("a")
 except StoreError as error:
