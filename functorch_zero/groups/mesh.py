@@ -264,10 +264,10 @@ class Axes:
         return next((axis.group for axis in axes if axis.holds_different_data), SingleRank())
 
     @property
-    def of_same_data(self) -> list[str]:
+    def of_same_data(self) -> list[SameData]:
         """The names of the axes along which all ranks have the same data."""
-        axes = self.shard, self.replicate
-        return [axis.name for axis in axes if not axis.holds_different_data]
+        axes: dict[SameData, Axis] = {"shard": self.shard, "replicate": self.replicate}
+        return [name for name, axis in axes.items() if not axis.holds_different_data]
 
     @property
     def mesh(self) -> str:

@@ -193,7 +193,7 @@ def imagined_like(axes: Axes, journal: Journal, *, swaps: bool) -> Axes:
         axes.shard.size if axes.mesh else None,
         "both" if axes.both else "shard",
         swaps=swaps,
-        same_data=next(iter(axes.of_same_data), None),  # type: ignore[arg-type]
+        same_data=next(iter(axes.of_same_data), None),
     )
 
 

@@ -12,16 +12,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups.single import SingleRank
 from tests.gpu.report import CUDA, DEVICE, Report
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
+from tests.places import Layer
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optim.adamw(1e-3),
