@@ -371,14 +371,6 @@ def reads_number(operator: Any) -> bool:
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-# ---- CUDA ----
-
-
-# Keeps the current stream of the current device busy for so many cycles of its clock. In public, a
-# stream waits only for other work.
-spin_on_device: Callable[[int], None] = torch.cuda._sleep
-
-
 # ---- torch.compile ----
 
 

@@ -538,20 +538,6 @@ def test_value_needed(ask: Any) -> None:
             ask(fake)
 
 
-# ---- CUDA ----
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_spin_on_device() -> None:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    private.spin_on_device(100_000_000)
-    end.record()
-    assert not end.query()  # the host goes on
-    end.synchronize()
-    assert start.elapsed_time(end) > 30  # milliseconds, of clocks up to 3 GHz
-
-
 # ---- torch.compile ----
 
 

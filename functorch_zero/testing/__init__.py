@@ -1,6 +1,5 @@
 """For users: run ranks as threads, check a transform, prove a step, of this library or of any
-engine, simulate a rank of many.
-`strategies` needs Hypothesis, the rest doesn't."""
+engine. `strategies` needs Hypothesis, the rest doesn't."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,6 @@ from ..groups import run_ranks
 from .equality import Equality, ProvesNothing, assert_equal_updates, assert_equal_values
 from .parallel import assert_parallel_equals_reference
 from .recorder import Recorder
-from .simulated import SimulatedGroup, Wire
 from .step import assert_sharded_equals_unsharded
 from .transforms import check_transform
 
@@ -20,8 +18,6 @@ __all__ = [
     "Equality",
     "ProvesNothing",
     "Recorder",
-    "SimulatedGroup",
-    "Wire",
     "assert_equal_updates",
     "assert_equal_values",
     "assert_parallel_equals_reference",

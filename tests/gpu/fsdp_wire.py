@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from functorch_zero.testing import Wire
+from tests.benchmarks.simulated import Wire
 
 
 class _OverWire:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from functorch_zero.testing import Wire
+from tests.benchmarks.simulated import Wire
 from tests.gpu.model import GPT, Run, model_and_batch
 from tests.gpu.report import DEVICE
 

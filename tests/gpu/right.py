@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, SingleRank
-from functorch_zero.testing import SimulatedGroup, Wire
+from tests.benchmarks.simulated import SimulatedGroup, Wire
 from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import cuda_calls, noting_waits, profiled, synchronize, warm_up
 from tests.gpu.model import BF16, Run, our_step, start_one_rank

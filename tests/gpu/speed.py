@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.testing import SimulatedGroup, Wire
+from tests.benchmarks.simulated import SimulatedGroup, Wire
 from tests.gpu.collectives import SentToItself
 from tests.gpu.measure import (
     FEW,

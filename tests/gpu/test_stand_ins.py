@@ -1,5 +1,5 @@
 """Branches for CUDA, over tensors that say they lie there and have no values, on a machine that
-needs no GPU. Other stand-ins: played streams in tests/testing/test_simulated.py and
+needs no GPU. Other stand-ins: played streams in tests/benchmarks/test_simulated.py and
 tests/checkpoint/test_async_save.py, generators in tests/model/test_generators.py, gloo under
 another name in tests/groups/test_accelerated.py."""
 

@@ -14,7 +14,8 @@ from functorch_zero.groups import Group, HybridGroup
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from functorch_zero.testing import SimulatedGroup, Wire, simulated
+from tests.benchmarks import simulated
+from tests.benchmarks.simulated import SimulatedGroup, Wire
 
 WIDTH, LAYERS, UNITS = 64, 3, 6
 FORWARD, BACKWARD = 3.0, 6.0  # seconds of one unit, of which each layer takes its part

@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import spin_on_device
-from ..groups.checks import (
+from functorch_zero.groups.checks import (
     check_all_gather,
     check_all_to_all,
     check_flat,
     check_reduce_scatter,
     check_source,
 )
-from ..groups.counting import CountingGroup
-from ..groups.forwarding import Forwarding
-from ..groups.protocol import Done, ReduceOp, Work, check_reducible
+from functorch_zero.groups.counting import CountingGroup
+from functorch_zero.groups.forwarding import Forwarding
+from functorch_zero.groups.protocol import Done, ReduceOp, Work, check_reducible
+
+# Keeps the current stream of the current device busy for so many cycles of its clock. In public, a
+# stream waits only for other work.
+spin_on_device: Callable[[int], None] = torch.cuda._sleep
 
 # 25 ms on a GPU of 2 GHz
 _CYCLES_TO_MEASURE = 50_000_000

@@ -15,7 +15,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, Done, Group, HybridGroup, counted
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from functorch_zero.testing import SimulatedGroup, Wire
+from tests.benchmarks.simulated import SimulatedGroup, Wire, spin_on_device
 from tests.collectives import bad_arguments
 from tests.groups.test_counting import call_each
 from tests.local import local_leaves
@@ -336,3 +336,14 @@ def test_a_step_on_played_streams(played: Stream) -> None:
     expected = trained(CountingGroup(4, 1), 3, "gpt")
     assert same(expected, trained(SimulatedGroup(4, 1, wire=wire), 3, "gpt"))
     assert 0 < wire.exposed_seconds <= wire.busy_seconds
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_spin_on_device() -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    spin_on_device(100_000_000)
+    end.record()
+    assert not end.query()  # the host goes on
+    end.synchronize()
+    assert start.elapsed_time(end) > 30  # milliseconds, of clocks up to 3 GHz
