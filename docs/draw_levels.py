@@ -1,4 +1,4 @@
-"""Draw a rank's memory by level, as `fz.plan` tells it: `python docs/draw_levels.py`.
+"""Draw a rank's memory by level, as `fz.plan` tells it: `python -m docs.draw_levels`.
 
 It writes `levels.svg` beside this file. `tests/test_docs.py` compares the two.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import functorch_zero as fz
+from examples.plan_decoder import Shape, params_of
 from functorch_zero import optim
-from functorch_zero.planning.decoder import Shape
 from functorch_zero.planning.report import KINDS, Sample, bytes_text
 
 DRAWN = {**KINDS, "activations": "temporaries"}  # without a batch there are no activations
@@ -31,7 +31,7 @@ STYLE = """text { font: 12px sans-serif; fill: #333 } .title { font-weight: bold
 
 def peaks() -> tuple[int, list[Sample]]:
     """The number of params; by level, the moment of a step with most memory."""
-    params, adamw = MODEL.params(torch.float32), optim.adamw(1e-3)
+    params, adamw = params_of(MODEL, torch.float32, None), optim.adamw(1e-3)
     plans = [fz.plan(params, adamw, level=level, ranks=RANKS) for level in range(4)]
     return plans[0].num_params, [plan.peak for plan in plans]
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from .checkpoint import CheckpointError
 from .checkpoint import cli as checkpoint
 from .groups import doctor
-from .planning import cli as plan
 
-COMMANDS = (checkpoint, doctor, plan)
+COMMANDS = (checkpoint, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -242,7 +242,9 @@ def test_ci_runs_the_thorough_tests() -> None:
 
 def test_the_picture_of_the_levels_is_what_plan_says() -> None:
     svg = run_path(str(ROOT / "docs" / "draw_levels.py"))["svg"]
-    assert svg() == (ROOT / "docs" / "levels.svg").read_text(), "run docs/draw_levels.py again"
+    assert svg() == (ROOT / "docs" / "levels.svg").read_text(), (
+        "run python -m docs.draw_levels again"
+    )
 
 
 def test_decisions_are_what_holds() -> None:
