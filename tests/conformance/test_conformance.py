@@ -226,7 +226,9 @@ def test_a_compiled_chain_is_a_row_too() -> None:
     assert launch(conforms, 1, start_method="fork", timeout=110)[0] > 0
 
 
-OTHERS = sorted(TABLE.keys() - known_optimizers())  # test_testing.py checks some of the known
+OTHERS = sorted(
+    TABLE.keys() - known_optimizers()
+)  # some of the known are in testing/test_transforms.py
 
 
 @pytest.mark.parametrize("name", tiers(OTHERS[::24], OTHERS[::6], sorted(TABLE)))

@@ -25,7 +25,8 @@ from functorch_zero.places import File
 from functorch_zero.planning.program import held_and_others
 from tests.local import part
 from tests.planning.test_plan import allocations, calls_of, held
-from tests.programs.cases import BY_RANK, CASES, Case, applied, gan, net
+from tests.programs.case import Case, applied, net
+from tests.programs.cases import BY_RANK, CASES, gan
 from tests.tiers import tiers
 
 

@@ -15,7 +15,8 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.testing import assert_equal_values
-from tests.programs.cases import applied, gan, net
+from tests.programs.case import applied, net
+from tests.programs.cases import gan
 from tests.tiers import crossed
 
 CASE = gan()

@@ -12,7 +12,8 @@ from optree import tree_map
 import functorch_zero as fz
 from functorch_zero.groups import HybridGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.programs.cases import BY_RANK, BY_VALUES, CASES, OF_ONE_THREAD, Case
+from tests.programs.case import Case
+from tests.programs.cases import BY_RANK, BY_VALUES, CASES, OF_ONE_THREAD
 from tests.tiers import crossed, tiers
 
 LEVELS = [0, 1, 2, 3]

@@ -40,17 +40,14 @@ from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
 from tests.models import GPT, Block, Shared, even, tokens
 from tests.runtime.test_memory import RANKS, LiveBytes
-from tests.runtime.test_unit import (
+from tests.runtime.test_skipped_units import (
     Skipping,
-    batches_of,
-    build,
-    check,
     half_chosen,
-    next_token,
     skipping,
     some_rows_reach,
     with_negative_half,
 )
+from tests.runtime.test_unit import batches_of, build, check, next_token
 from tests.tiers import thinned, tiers
 
 OVERLAPS: list[Any] = ["memory", "time"]

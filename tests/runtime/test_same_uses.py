@@ -22,7 +22,8 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even, rows, split
-from tests.runtime.test_unit import Skipping, batches_of, build, half_chosen, skipping
+from tests.runtime.test_skipped_units import Skipping, half_chosen, skipping
+from tests.runtime.test_unit import batches_of, build
 from tests.tiers import THOROUGH, crossed, tiers
 
 Route = Sequence[int]

@@ -45,7 +45,8 @@ from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors
 from tests.local import local_leaves
 from tests.models import ZOO, even, rows, split
-from tests.runtime.test_unit import Ordered, build
+from tests.runtime.test_skipped_units import Ordered
+from tests.runtime.test_unit import build
 from tests.tiers import thinned, tiers
 
 LEVELS = (0, 1, 2, 3)

@@ -30,7 +30,8 @@ from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.local import local_leaves
 from tests.models import ZOO, Shared, even, uneven
-from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_half
+from tests.runtime.test_skipped_units import some_rows_reach, with_negative_half
+from tests.runtime.test_unit import batches_of
 from tests.runtime.test_unit import build as build_module
 from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.sharded.test_processes import OPTIMIZERS, on_processes

@@ -27,16 +27,15 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
-from tests.runtime.test_unit import (
+from tests.runtime.test_skipped_units import (
     Ordered,
     Skipping,
-    batches_of,
-    build,
     half_chosen,
     skipping,
     some_rows_reach,
     with_negative_half,
 )
+from tests.runtime.test_unit import batches_of, build
 from tests.tiers import THOROUGH, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)

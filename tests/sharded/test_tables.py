@@ -3,11 +3,7 @@ unsharded step, whose tables are whole."""
 
 from __future__ import annotations
 
-import gc
-import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import GroupError, NonFiniteError, StructureError
+from functorch_zero.errors import NonFiniteError, StructureError
 from functorch_zero.groups import SingleRank, counted, run_ranks
 from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
@@ -34,7 +30,6 @@ from tests.compare import (
 from tests.conformance.table import TABLE as CONFORMANCE
 from tests.planning.test_plan import allocations
 from tests.runtime.test_exchange import Summing
-from tests.sharded.test_processes import on_processes
 from tests.sharded.test_seams import Rounded
 from tests.tiers import THOROUGH, thinned, tiers
 
@@ -691,25 +686,6 @@ def test_states_and_evaluations() -> None:
         assert_equal_leaves(whole.params, got, start=params)
 
 
-def test_what_a_rank_holds_and_describes() -> None:
-    step, params, _ = build()
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=1, group=group)
-        state = sharded.init(params, {})
-        items, tags, *_ = state.params.flats()
-        row = next(row for row in fz.describe(sharded, state).rows if row.unit == "items.weight")
-        assert row.where == row.state_where == "1/3"
-        assert [message for message, _ in row.wire] == ["rows", "reduce"]
-        return items.view(-1, COLUMNS), tags.view(-1, COLUMNS)
-
-    held = run_ranks(run, 3)
-    for k, name in enumerate(("items.weight", "tags.weight")):
-        rows = torch.cat([pieces[k] for pieces in held])
-        assert torch.equal(rows[: len(params[name])], params[name])
-        assert len({len(pieces[k]) for pieces in held}) == 1
-
-
 def large(rows: int, asked: int) -> tuple[Any, Any, Tensor]:
     """A step, its params with a table, and ids of so many rows for each of two ranks."""
     apply, net, _ = fz.functionalize(nn.Linear(16, 1))
@@ -717,226 +693,3 @@ def large(rows: int, asked: int) -> tuple[Any, Any, Tensor]:
     step = fz.train_step(predicting(apply, summed), optim.adamw(0.1))
     ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: 2 * asked]
     return step, params, ids.view(2, -1, 5)
-
-
-LARGE = tiers([(50_000, 250)], [(1_000_000, 5_000)], rows=True)
-
-
-@pytest.mark.parametrize(("rows", "asked"), LARGE)
-def test_bytes(rows: int, asked: int) -> None:
-    """Of a table of 1 M x 16, of which each rank asks for 5,000 rows, at most 0.01 of level 0's
-    bytes are sent; and those that a plan says."""
-    step, params, ids = large(rows, asked)
-    batch = {"ids": ids, "y": torch.zeros(2, asked // 5)}
-
-    def run(group: Any, level: Any) -> int:
-        watched = counted(group)
-        sharded = fz.shard(step, level=level, group=watched)
-        state, _ = sharded(sharded.init(params, {}), {k: x[group.rank] for k, x in batch.items()})
-        watched.reset()
-        sharded(state, {name: x[group.rank] for name, x in batch.items()})
-        return sum(call.sent_bytes for call in watched.calls)
-
-    level = {"": 0, "emb": "table"}
-    whole, *_ = run_ranks(lambda group: run(group, 0), 2)
-    by_rows = run_ranks(lambda group: run(group, level), 2)
-    planned = fz.plan(params, step, level=level, ranks=2, rows={"emb": asked}).sent_bytes
-    assert max(by_rows) <= 0.01 * whole
-    # Halves of what a rank asks for lie on the other, up to chance
-    assert planned == pytest.approx(sum(by_rows) / 2, rel=0.1)
-
-
-def peak_of(rows: int, asked: int) -> int:
-    """The most bytes of tensors in a step on a real rank, by torch's own allocator."""
-    torch.set_num_threads(1)
-    step, params, ids = large(rows, asked)
-    sharded = fz.shard(step, level={"": 0, "emb": "table"})
-    state = sharded.init(params, {})
-    del params
-    batch = {"ids": ids[sharded.group.rank], "y": torch.zeros(asked // 5)}
-    for _ in range(2):
-        state, _ = sharded(state, batch)
-    held = sum(flat.nbytes for flat in state.params.flats())
-    held += sum(x.nbytes for x in optree.tree_leaves(state.opt_state))
-    peaks = []
-    for _ in range(2):  # gloo's threads may hold tensors longer: the least counts
-        gc.collect()
-        events: list[int] = []
-        with allocations(events):
-            state, _ = sharded(state, batch)
-        peaks.append(held + max(itertools.accumulate(events)))
-    return min(peaks)
-
-
-@pytest.mark.parametrize(("rows", "asked"), tiers(thorough=[(200_000, 1_000)], rows=True))
-def test_the_peak_is_the_plans(rows: int, asked: int) -> None:
-    most, _ = fz.launch(peak_of, 2, rows, asked, timeout=100, start_method="fork")
-    step, params, _ = large(rows, asked)
-    planned = fz.plan(params, step, level={"": 0, "emb": "table"}, ranks=2, rows={"emb": asked})
-    assert planned.peak.total == pytest.approx(most, rel=0.1)
-    whole = fz.plan(params, step, level=0, ranks=2)
-    assert planned.peak.total < 0.55 * whole.peak.total
-
-
-def on_gloo(group: Any) -> list[Run]:
-    step, params, buffers = build()
-    return [
-        train_sharded(group, step, params, buffers, make_batches(), [6, 6], level=level)
-        for level in (3, 1)
-    ]
-
-
-@THOROUGH
-def test_on_processes() -> None:
-    step, params, buffers = build()
-    expected = train(step, params, buffers, make_batches())
-    first, second = on_processes(on_gloo, 2)
-    for a, b in zip(first, second, strict=True):
-        assert_same_on_all_ranks([a, b])
-        assert_equal_updates(expected, a)
-
-
-def failing(look_up: Callable[[Any, Any], Tensor], ranks: int = 2, level: Any = TABLE) -> list[str]:
-    """What each rank raises."""
-    apply, params = made()
-    step = fz.train_step(predicting(apply, look_up), adamw())
-    batch = make_batches(1)[0]
-
-    def run(group: Any) -> str:
-        sharded = fz.shard(step, level=level, group=group)
-        state = sharded.init(params, {})
-        own = {**halves(batch, group), "rank": group.rank}
-        with pytest.raises((StructureError, GroupError, IndexError)) as raised:
-            sharded(state, own)
-        return str(raised.value)
-
-    return run_ranks(run, ranks)
-
-
-@pytest.mark.parametrize("wrong", [ROWS, -1])
-@pytest.mark.parametrize("level", tiers([TABLE], [{"": 0, "emb": "table"}]))
-def test_ids_out_of_range(wrong: int, level: Any) -> None:
-    def look_up(params: Any, batch: Any) -> Tensor:
-        return summed(params, {"ids": batch["ids"].masked_fill(batch["ids"] == 0, wrong)})
-
-    def on_one_rank(params: Any, batch: Any) -> Tensor:
-        return look_up(params, batch) if batch["rank"] == 1 else summed(params, batch)
-
-    for said in (*failing(look_up, level=level), *failing(on_one_rank, ranks=3, level=level)):
-        assert f"path emb, expected ids from 0 to {ROWS - 1}, got {wrong}, on rank" in said
-    assert all("on rank 1" in said for said in failing(on_one_rank, ranks=3, level=level))
-
-
-def vmapped(params: Any, batch: Any) -> Tensor:
-    found: Tensor = torch.func.vmap(lambda ids: F.embedding(ids, params["emb"]).sum(0))(
-        batch["ids"]
-    )
-    return found
-
-
-def penalty_inside(params: Any, batch: Any) -> Tensor:
-    rows = F.embedding(batch["ids"], params["emb"])
-    (inner,) = torch.autograd.grad(rows.square().sum(), [params["emb"]], create_graph=True)
-    return rows.sum(1) + inner.sum()
-
-
-def in_two_checkpoints(params: Any, batch: Any) -> Tensor:
-    def inner() -> Tensor:
-        found: Tensor = recomputed(lambda: summed(params, batch).sin(), use_reentrant=False)
-        return found
-
-    outer: Tensor = recomputed(lambda: inner().cos(), use_reentrant=False)
-    return outer
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
-    "a tied head": (
-        lambda p, b: F.linear(summed(p, b), p["emb"])[:, :4],
-        "tied to it.*linear",
-    ),
-    "a penalty": (lambda p, b: summed(p, b) + p["emb"].square().sum(), "read as a whole"),
-    "rows by index": (lambda p, b: p["emb"][b["ids"]].sum(1), "read as a whole"),
-    "unshard": (lambda p, b: F.embedding(b["ids"], fz.unshard(p["emb"])).sum(1), "fz.unshard"),
-    "max_norm": (lambda p, b: F.embedding(b["ids"], p["emb"], max_norm=1.0).sum(1), "max_norm"),
-    "frequencies": (
-        lambda p, b: F.embedding(b["ids"], p["emb"], scale_grad_by_freq=True).sum(1),
-        "how often the whole batch",
-    ),
-    "max_norm of bags": (
-        lambda p, b: F.embedding_bag(b["ids"], p["emb"], max_norm=1.0),
-        "max_norm",
-    ),
-    "two checkpoints": (in_two_checkpoints, "ran again in backward"),
-    "vmap": (vmapped, "torch.func"),
-    "differentiated inside": (penalty_inside, "got grad"),
-}
-
-
-@pytest.mark.parametrize("name", thinned(REFUSED, 2))
-def test_refused(name: str) -> None:
-    look_up, reason = REFUSED[name]
-    for said in failing(look_up):
-        assert re.search(reason, said) and re.search(r"path (rows of )?emb", said), said
-        assert "level={" in said
-
-
-def test_second_derivatives_are_refused() -> None:
-    apply, params = made()
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return predicting(apply, summed)(params, {}, batch)
-
-    def program(value: Any, batch: Any) -> Any:
-        loss, grads = fz.value_and_grad(loss_fn)(value, batch)
-        return fz.hvp(loss_fn)(value, grads, batch)[1], {"loss": loss}
-
-    step = fz.program_step(program, init=lambda params: params)
-    batch = make_batches(1)[0]
-
-    def run(group: Any) -> str:
-        sharded = fz.shard(step, level={"params": 3, "params.emb": "table"}, group=group)
-        state = sharded.init(params)
-        with pytest.raises((StructureError, GroupError)) as raised:
-            sharded(state, halves(batch, group))
-        return str(raised.value)
-
-    for said in run_ranks(run, 2):
-        assert "got fz.unshard" in said and "level={" in said  # whole params have derivatives
-
-
-@pytest.mark.parametrize("level", tiers([0], [3]))
-def test_a_lookup_that_a_rank_leaves_out(level: int) -> None:
-    def look_up(params: Any, batch: Any) -> Tensor:
-        if batch["rank"] == 1:
-            return batch["y"][:, None].expand(-1, COLUMNS)
-        return summed(params, batch)
-
-    for said in failing(look_up, level={"": level, "emb": "table"}):
-        assert "rows of emb" in said and "look up a table" in said
-
-
-def test_what_can_not_be_a_table() -> None:
-    step = fz.train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1))
-    for w in (torch.ones(3), torch.ones(2, 3, 4), torch.ones(3, 0)):
-        with pytest.raises(StructureError, match="path w, expected the shape"):
-            fz.shard(step, level="table", group=SingleRank()).init({"w": w.requires_grad_()}, {})
-    blocks = fz.Precision(reduce=fz.compress.Blocks(torch.int8, 4))
-    params = fz.functionalize(Ranker(sparse=False), precision=blocks)[1]
-    with pytest.raises(NotImplementedError, match=r"path items.weight.*rows travel|rows travel"):
-        fz.shard(step, level={"": 3, "items": "table"}, group=SingleRank()).init(params, {})
-
-
-def test_the_plan_of_rows() -> None:
-    _, params = made()
-    plan = partial(fz.plan, params, optim.adamw(0.1), level=TABLE, ranks=2)
-    with pytest.raises(StructureError, match=r"path emb\. Remedy: plan\(..., rows=\{"):
-        plan()
-    with pytest.raises(StructureError, match=r"no table: path net, expected one of \['emb'\]"):
-        plan(rows={"emb": 3, "net": 3})
-    with pytest.raises(ValueError, match=r"a number of rows, got 2\.5"):
-        plan(rows={"emb": 2.5})
-    rows = [c for c in plan(rows={"e*": 6}).collectives if c.unit == "emb" and c.dtype == D]
-    assert [(c.phase, c.kind, c.num_elements) for c in rows] == [
-        ("forward", "all_to_all", 6 * COLUMNS),
-        ("backward", "all_to_all", 6 * COLUMNS),
-    ]
