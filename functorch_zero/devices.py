@@ -80,7 +80,7 @@ def divided(flat: Tensor, divisor: Tensor) -> Tensor:
 
 
 def divide_(flat: Tensor, divisor: Tensor) -> None:
-    """The same in place. Halves take room for a quotient meanwhile."""
+    """`divided` in place. Halves take room for a quotient meanwhile."""
     if flat.dtype.itemsize < torch.float32.itemsize:
         flat.copy_(divided(flat, divisor))
     else:

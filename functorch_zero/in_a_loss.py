@@ -57,7 +57,11 @@ def refuse_gradient(what: str) -> None:
 
 
 def refuse_update(what: str) -> None:
-    """The same, of an optimizer or of updates that are added."""
+    """Raise if a loss runs: an optimizer's update, or the addition of one, has no place in it.
+
+    Args:
+        what: asked for it, as a clause.
+    """
     refuse(what, _AS_EXPRESSION)
 
 

@@ -121,7 +121,7 @@ class OnEngine:
         raise NotImplementedError
 
     def with_local(self, tree: Any) -> Any:
-        """The same of other plain tensors, which lie where these do."""
+        """This tree, of other plain tensors, which lie where these do."""
         raise NotImplementedError
 
 

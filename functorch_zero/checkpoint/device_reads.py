@@ -25,7 +25,7 @@ class DeviceReads:
             self._written[device] = torch.cuda.current_stream(device).record_event()
 
     def around(self, job: Callable[[], T]) -> Callable[[], T]:
-        """The same job, for the thread that reads."""
+        """The job as the thread that reads runs it."""
 
         def run() -> T:
             with ExitStack() as stack:

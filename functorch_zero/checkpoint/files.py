@@ -137,7 +137,7 @@ def _new_folder(target: Path) -> Path:
 
 
 def _new_locked_folder(target: Path) -> tuple[Path, int]:
-    """The same, and its lock.
+    """A new folder under a temporary name of the target, and its lock.
 
     Until the lock is held, another export to the target may take the folder for a leftover. Then
     this makes another one, under another name.

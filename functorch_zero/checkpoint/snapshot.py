@@ -68,8 +68,8 @@ class Snapshot:
                 )
 
     def copied(self) -> Snapshot:
-        """The same in CPU tensors of its own: a copy of this rank's share, nothing else. Those of a
-        GPU are still under way."""
+        """The snapshot in CPU tensors of its own: a copy of this rank's share, nothing else.
+        Those of a GPU are still under way."""
         copies = DeviceCopies()
         own = copies.start(part.flat() for part in self.parts)  # (numel,), in the leaf's dtype
         pairs = zip(self.parts, own, strict=True)

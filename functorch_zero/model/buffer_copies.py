@@ -40,7 +40,8 @@ class BufferCopy(NamedTuple):
         return dense_float or after.is_inference()
 
     def is_surely_changed(self, after: Tensor) -> bool:
-        """The same, but False where a buffer only counts as changed."""
+        """Whether it was replaced or written to by values that differ, and doesn't only count as
+        changed."""
         if self._is_written(after):
             return True
         return _is_comparable(after) and not _equal(after, self.old)

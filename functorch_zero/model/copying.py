@@ -148,7 +148,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
-    """The same for the functions among the values of one dict, in place."""
+    """Put functions about the copy in the place of those among a dict's values."""
     for name, value in held.items():
         if callable(value):
             held[name] = _about_copy(value, memo)

@@ -61,7 +61,7 @@ class DeferredInit:
         return treedef.unflatten(self.fill_leaves(paths(tree), leaves))
 
     def fill_leaves(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The same for leaves of these paths."""
+        """`fill` for the leaves of a tree, given with their paths."""
         # Leaves with values are kept: they were made off the meta device on purpose
         wanted = [name for name, leaf in zip(names, leaves, strict=True) if leaf.is_meta]
         made = self._make(wanted)

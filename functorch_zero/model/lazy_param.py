@@ -63,7 +63,7 @@ def _getter(name: str) -> Any:
 
 
 def _setter(name: str) -> Any:
-    """The same, when it is written."""
+    """An attribute of a tensor as it reaches `__torch_function__` when it is written."""
     return getattr(torch.Tensor, name).__set__
 
 

@@ -270,7 +270,7 @@ class Across(ABC):
 
     @abstractmethod
     def select(self, mask: PyTree[bool]) -> Across:
-        """The same for the leaves where `mask` is true; the others are None in every tree."""
+        """An `across` for the leaves where `mask` is true; the others are None in every tree."""
 
     @abstractmethod
     def keep(self, state: Any, *passing: Tree) -> Any:

@@ -137,7 +137,7 @@ def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
 
 
 def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
-    """The same to the bit, in `x` where its dtype is the result's."""
+    """`add_scaled` to the bit, in `x` where its dtype is the result's."""
     # The result may be wider than x, and not fit there
     if x.dtype != y.dtype:
         return add_scaled(x, y, factor)

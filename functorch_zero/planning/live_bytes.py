@@ -233,7 +233,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _on_meta(value: Any) -> Any:
-    """The same with every tensor on the meta device."""
+    """The value with every tensor in it on the meta device."""
     if isinstance(value, Tensor) and has_values(value):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     if type(value) in (tuple, list):

@@ -249,7 +249,7 @@ class _AnnouncedEngine:
             self._places["params"].written = before["params"] + bytes_held(written)
 
     def _adopt_state(self, state: ShardedOptState, before: Mapping[str, int]) -> None:
-        """The same of an optimizer's state."""
+        """Note an optimizer's state that was made, or written over, since this was `_written`."""
         self._watch.live.adopt(_tensors(state), "state")
         if "state" in before:
             written = filter(self._places["state"].holds, _tensors(state))

@@ -115,7 +115,7 @@ class MemoryWatch:
 
 
 def _with_known_weight(result: Any) -> Any:
-    """The same result of a loss, its weight 1.0 where it has one."""
+    """A loss's result, its weight 1.0 where it has one."""
     has_aux = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)
     if not has_aux:
         return result
@@ -125,7 +125,7 @@ def _with_known_weight(result: Any) -> Any:
 
 
 def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Passed:
-    """The same on which ranks can agree: with means that have values, and with new buffers only
+    """The passes' result on which ranks can agree: means have values, and buffers are new only
     where the old ones were written to.
 
     Args:

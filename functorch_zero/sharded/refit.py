@@ -273,7 +273,7 @@ def _everywhere(leaf: Any, num_ranks: int) -> Part:
 
 
 def _laid_out(value: PyTree[Any]) -> PyTree[Any]:
-    """The same with leaves as views of flats, as `init` makes them."""
+    """The value with leaves as views of flats, as `init` makes them."""
 
     def lay_out(node: Any) -> Any:
         if isinstance(node, ShardedTree):

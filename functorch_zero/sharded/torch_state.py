@@ -156,7 +156,8 @@ class TorchState:
         return self._by_param(self._values())
 
     def saved(self) -> ByParam:
-        """The same with all elements. One all-to-all per dtype where leaves have owners."""
+        """Tensors by param and name, with all elements. One all-to-all per dtype where leaves have
+        owners."""
         leaves = self._values()
         for spread in self._spreads(
             leaves, [i for i, e in enumerate(self._entries) if e.has_owner]

@@ -191,7 +191,7 @@ def opened(batch: Any) -> list[Any]:
 
 
 def opened_by_path(batch: Any, inside: str = "") -> list[tuple[str, Any]]:
-    """The same leaves with their paths, which take long."""
+    """The leaves that `opened` gives, with their paths, which take long."""
     found = []
     is_leaf = _is_leaf_of(batch)
     leaves = optree.tree_leaves(batch, is_leaf=is_leaf)

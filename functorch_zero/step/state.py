@@ -43,8 +43,8 @@ class Trained:
         return cls(tuple(zip(paths(tree), flags, strict=True)), _policies_of(tree))
 
     def names(self, tree: PyTree[Any]) -> PyTree[bool]:
-        """The same of a tree whose leaves may be others by now: by path. One of a path that is not
-        known is trained if it requires grad."""
+        """Which leaves are trained of a tree whose leaves may be others by now: by path. One of a
+        path that is not known is trained if it requires grad."""
         leaves, treedef = optree.tree_flatten(tree)
         known = dict(self.by_path)
         rows = zip(paths(tree), leaves, strict=True)

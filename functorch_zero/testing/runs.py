@@ -112,7 +112,7 @@ class Start(NamedTuple):
 
 
 class ProgramStart(NamedTuple):
-    """The same of a program."""
+    """The beginning of a program's run: the arguments of `step.init`."""
 
     args: tuple[Any, ...]  # whole trees, and whatever else init takes
     seed: int | None
@@ -136,7 +136,7 @@ class ProgramStart(NamedTuple):
         return state.replace(value=TrainValue(params, {}, others), trained=None)
 
     def jittered(self, seed: int) -> ProgramStart:
-        """The same with trained leaves that are off in their last places."""
+        """The beginning with trained leaves that are off in their last places."""
         leaves, treedef = optree.tree_flatten(self.args)
         trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         with torch.no_grad():

@@ -294,12 +294,12 @@ class _Oracle:
         return run
 
     def run_again(self, parts: list[list[Any]]) -> Run:
-        """The same, run once more."""
+        """Run the step once more from the same start and batches."""
         return self._run_on(self._given(parts))
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """The same several times, with gradients that are off in their last places; of a program,
-        from trained leaves that are."""
+        """Several runs with gradients that are off in their last places; of a program, from trained
+        leaves that are."""
         given = self._given(parts)
         return [self._run_on(given, jitter=seed) for seed in range(JITTERED_RUNS)]
 

@@ -79,7 +79,7 @@ def scale_by_adam(
     def in_place(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
-        """The same to the bit, over donated gradients and moments: one temporary per leaf."""
+        """`update` to the bit, over donated gradients and moments: one temporary per leaf."""
         count = state.count + 1
         c1 = bias_correction(b1, count)
         root_of_c2 = bias_correction(b2, count).sqrt()
