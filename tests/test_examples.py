@@ -180,6 +180,12 @@ def test_finetune_prints_the_same_losses_on_1_and_2_ranks(
     assert losses["1"] == pytest.approx(losses["2"], abs=1e-5)
 
 
+def test_plan_decoder(run_example: RunExample) -> None:
+    """What it prints is in planning/test_plan_decoder.py."""
+    counts = ["--layers", "2", "--width", "8", "--vocab", "100"]
+    assert "level fits" not in run_example("plan_decoder.py", *counts, "--ranks", "4")
+
+
 def test_resume(run_example: RunExample, tmp_path: Path) -> None:
     """What happens to it is in test_restarts.py."""
     first = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))

@@ -21,6 +21,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, Block, even
+from tests.runtime import test_skipped_units as skipped_units
 from tests.runtime import test_unit as unit_tests
 from tests.runtime.test_memory import LiveBytes
 from tests.tiers import THOROUGH, crossed, tiers
@@ -332,13 +333,13 @@ def test_a_unit_that_runs_again_is_gathered_once_for_it() -> None:
 @pytest.mark.parametrize("accumulate", tiers([1], [2]))
 def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     """It sends zeros, and gathers when the others run them again."""
-    batches = unit_tests.batches_of(unit_tests.half_chosen)
+    batches = unit_tests.batches_of(skipped_units.half_chosen)
 
     def make() -> tuple[Any, Any, Any]:
-        apply, params, buffers = build(lambda: unit_tests.Skipping("a b? c? a b?"), remat=True)
+        apply, params, buffers = build(lambda: skipped_units.Skipping("a b? c? a b?"), remat=True)
         optimizer = optim.sgd(0.05, momentum=0.9)
         return (
-            train_step(unit_tests.skipping(apply), optimizer, accumulate=accumulate),
+            train_step(skipped_units.skipping(apply), optimizer, accumulate=accumulate),
             params,
             buffers,
         )
@@ -354,9 +355,9 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
 
 
 def test_a_backward_inside_the_loss_that_runs_every_unit_again() -> None:
-    apply, params, buffers = build(lambda: unit_tests.Skipping("a b"), remat=True)
-    step = train_step(unit_tests.skipping(apply, inner=True), optim.sgd(0.05))
-    batches = unit_tests.batches_of(unit_tests.half_chosen)
+    apply, params, buffers = build(lambda: skipped_units.Skipping("a b"), remat=True)
+    step = train_step(skipped_units.skipping(apply, inner=True), optim.sgd(0.05))
+    batches = unit_tests.batches_of(skipped_units.half_chosen)
     assert_sharded_equals_unsharded(step, params, buffers, batches, levels=LEVELS, ranks=(2,))
 
 
