@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import functorch_zero as fz
 from functorch_zero import optim
@@ -137,18 +139,27 @@ def plainly() -> list[Tensor]:
 
 def by_accelerate(kind: str) -> list[Tensor]:
     import accelerate
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
 
-    os.environ["ACCELERATE_USE_CPU"] = "1"
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update(told, ACCELERATE_USE_CPU="1")
     options: dict[str, Any] = {}
     if kind == "fsdp2":
         options["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
         )
     accelerator = accelerate.Accelerator(cpu=True, step_scheduler_with_optimizer=False, **options)
+    assert accelerator.num_processes == dist.get_world_size()
+    if kind == "fsdp2":  # which accelerate itself refuses to CPUs, without a word: it takes DDP
+        state = AcceleratorState()
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, options["fsdp_plugin"]
     model: Any = small()
     optimizer: Any = optim.to_torch(clipped, model, lr=0.1)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert isinstance(model, FSDPModule if kind == "fsdp2" else DistributedDataParallel)
     for x in inputs():
         own = x.chunk(accelerator.num_processes)[accelerator.process_index]
         accelerator.backward(model(own).square().mean())
