@@ -358,8 +358,8 @@ def run(
         return [], f"not done after {limit:.0f} s"
     except Exception as error:
         text = " ".join(str(error).split("\n")[0].split()).replace("|", "/")
-        short = text if len(text) <= 90 else text[:90].rsplit(" ", 1)[0] + " …"
-        return [], f"{type(error).__name__}: {short}".removesuffix(": ")
+        told = f"{type(error).__name__}: {text}".removesuffix(": ")
+        return [], told if len(told) <= 60 else told[:60].rsplit(" ", 1)[0] + " …"
 
 
 def distance(found: Tensors, wanted: Tensors) -> float:
