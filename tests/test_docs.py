@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -226,6 +227,66 @@ def test_links_between_pages_exist() -> None:
             if not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
     assert not broken
+
+
+def headings() -> str:
+    """Of users' pages; the site's search ranks these first."""
+    pages = [page for page in PAGES[1:] if "maintain" not in page.parts]
+    found = (re.findall(r"^#+ (.+)$", blanked(page.read_text()), re.MULTILINE) for page in pages)
+    return "\n".join(heading for page in found for heading in page).lower()
+
+
+def blanked(text: str) -> str:
+    """Without fenced blocks, whose comments would be headings."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "sought",
+    [
+        *(
+            "activation checkpointing",
+            "batchnorm",
+            "compression",
+            "distillation",
+            "ema",
+            "embedding",
+        ),
+        *("gan", "gradient accumulation", "gradient clipping", "hsdp", "hugging face", "lora"),
+        *(
+            "meta device",
+            "mixed precision",
+            "offload",
+            "optax",
+            "resume",
+            "several networks",
+            "srun",
+        ),
+        *("tables", "teacher", "torch.compile", "torchrun", "whole batch"),
+    ],
+)
+def test_what_people_search_for_has_a_heading(sought: str) -> None:
+    assert re.search(rf"\b{re.escape(sought)}", headings())
+
+
+def test_every_option_of_torch_has_its_row() -> None:
+    from torch.distributed import fsdp
+    from torch.nn.parallel import DistributedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch itself imports is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    makers = [
+        *(DistributedDataParallel, ZeroRedundancyOptimizer, fsdp.FullyShardedDataParallel),
+        *(fsdp.fully_shard, fsdp.CPUOffload, fsdp.CPUOffloadPolicy),
+        *(fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy),
+    ]
+    options = {name for maker in makers for name in inspect.signature(maker).parameters}
+    options |= {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
+    pages = [ROOT / "docs" / page for page in ("begin/migration.md", "howto/precision.md")]
+    text = "".join(page.read_text() for page in pages)
+    missing = {name for name in options if not re.search(rf"\b{name}\b", text)}
+    assert not missing, "docs/begin/migration.md lacks a row"
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
