@@ -15,6 +15,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
 from ..precision import short
+from ..sharded.drawing import Bar, table_html
 from ..sharded.placed import Stored
 from ..sharded_optim.state_plan import make_planner
 
@@ -79,6 +80,10 @@ class Sample(NamedTuple):
     def total(self) -> int:
         """All kinds."""
         return sum(self[1:])
+
+    def by_kind(self) -> dict[str, int]:
+        """The bytes by the kinds' names for people."""
+        return {name: getattr(self, field) for field, name in KINDS.items()}
 
 
 class Owned(NamedTuple):
@@ -177,7 +182,8 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
 class Plan:
     """The memory of one rank between steps and in a step, and the bytes that it sends.
 
-    Print it for a table; `to_json` has everything; `draw` makes a picture.
+    Print it for a table; `to_json` has everything; `draw` makes a picture. A notebook shows the
+    peak as bars.
 
     Attributes:
         level: 0 to 3; None where leaves may differ in it.
@@ -321,6 +327,16 @@ class Plan:
         lines += ["a step's collectives:", format_collectives(self.collectives)]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        peak = self.peak
+        bars = [
+            Bar((kind, bytes_text(nbytes)), {kind: nbytes})
+            for kind, nbytes in peak.by_kind().items()
+        ]
+        bars.append(Bar((f"peak, at {peak.moment}", bytes_text(peak.total)), peak.by_kind()))
+        title = f"{self._title}: the most memory of rank {self.rank} in a step"
+        return table_html(title, ("", "bytes"), bars, text=str(self))
+
     @property
     def _title(self) -> str:
         return f"{level_in_words(self.level, self.levels)}, {self.num_ranks} ranks"
@@ -337,6 +353,42 @@ class Plan:
         made["collectives"] = [_collective_as_dict(call) for call in self.collectives]
         made["balance"] = None if self.balance is None else _balance_as_dict(self.balance)
         return made
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several plans side by side, each at its peak. It prints as a table; a notebook shows bars.
+
+    Attributes:
+        plans: by label: "level 3", say.
+
+    >>> import torch
+    >>> from functorch_zero import optim, plan
+    >>> params = {"w": torch.empty(1000, 1000, device="meta", requires_grad=True)}
+    >>> Comparison({f"{n} ranks": plan(params, optim.sgd(0.1), level=3, ranks=n) for n in (4, 8)})
+             params  optimizer state  gradients  gathered params  activations, temporaries     peak
+    4 ranks  1.0 MB             16 B     5.0 MB              0 B                    4.0 MB  10.0 MB
+    8 ranks  500.0 kB           16 B     4.5 MB              0 B                    8.0 MB  13.0 MB
+    """
+
+    plans: Mapping[str, Plan]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows = [["", *KINDS.values(), "peak"]]
+        for label, made in self.plans.items():
+            peak = made.peak
+            rows.append([label, *map(bytes_text, [*peak.by_kind().values(), peak.total])])
+        return align(rows)
+
+    def _repr_html_(self) -> str:
+        bars = []
+        for label, made in self.plans.items():
+            peak = made.peak
+            bars.append(Bar((label, bytes_text(peak.total)), peak.by_kind()))
+        return table_html("The most memory of a rank in a step", ("", "peak"), bars, text=str(self))
 
 
 def _collective_as_dict(collective: Collective) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
 from .checks import sharding_of
+from .drawing import Bar, table_html
 from .notes import found_units, notes_of, wire_of
 from .options import Options
 from .placed import StatePlaces, Stored, stored_flats, stored_tensors
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The holdings of one rank. It prints as a table."""
+    """The holdings of one rank. It prints as a table; a notebook shows bars."""
 
     rows: tuple[Row, ...]
     rank: int
@@ -101,11 +102,8 @@ class Description(NamedTuple):
         table = [_HEAD, *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [_line(cells, widths) for cells in table]
-        holder = "this process"
-        if self.num_ranks > 1:
-            holder = f"rank {self.rank} of {self.num_ranks}"
         with_seams = f"; {self.seams}" if self.seams else ""
-        lines.append(f"{holder} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}")
+        lines.append(f"{self._total}; {self.optimizer}{with_seams}")
         if self.mesh:
             lines.append(f"mesh: {self.mesh}")
         for kind, held, read, written in self.stored:
@@ -117,6 +115,23 @@ class Description(NamedTuple):
             lines.append(_TRAFFIC)
         lines += self.found + self.notes
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        bars = []
+        for row in self.rows:
+            held, state = f"{row.nbytes:,}", f"{row.state_nbytes:,}"
+            cells = (row.unit, row.where, held, row.state_where or "-", state)
+            kind = "params" if row.leaves else "other tensors"
+            bars.append(Bar(cells, {kind: row.nbytes, "optimizer state": row.state_nbytes}))
+        head = ("unit", "where", "bytes", "optimizer state", "bytes")
+        return table_html(self._total, head, bars, text=str(self))
+
+    @property
+    def _total(self) -> str:
+        holder = "this process"
+        if self.num_ranks > 1:
+            holder = f"rank {self.rank} of {self.num_ranks}"
+        return f"{holder} holds {self.nbytes:,} bytes"
 
 
 # Which a loss decides: a plan runs it
