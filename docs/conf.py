@@ -105,7 +105,8 @@ def write_llms_txt(app: Sphinx, error: Exception | None) -> None:
         lines += [f"## {node['caption']}", ""]
         for _, page in node["entries"]:
             title = app.env.titles[page].astext()
-            lines.append(f"- [{title}](_sources/{page}.md.txt): {_first_sentence(app, page)}")
+            source = app.env.doc2path(page, base=False)
+            lines.append(f"- [{title}](_sources/{source}.txt): {_first_sentence(app, page)}")
         lines.append("")
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines))
 

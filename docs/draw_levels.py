@@ -10,23 +10,15 @@ from pathlib import Path
 import torch
 
 import functorch_zero as fz
+from docs.pictures import Picture
 from examples.plan_decoder import Shape, params_of
 from functorch_zero import optim
 from functorch_zero.planning.report import KINDS, Sample, bytes_text
+from functorch_zero.sharded.drawing import COLORS
 
-DRAWN = {**KINDS, "activations": "temporaries"}  # without a batch there are no activations
 RANKS = 8
 MODEL = Shape(layers=24, width=2048, vocab=32000)
-HEIGHT, LEFT, WIDTH, ROW = 176, 64, 560, 30  # pixels
-COLORS = {
-    "params": "#1769aa",
-    "state": "#e08a1e",
-    "gradients": "#5a9e4b",
-    "gathered": "#b0b0b0",
-    "activations": "#8d6bb0",
-}
-STYLE = """text { font: 12px sans-serif; fill: #333 } .title { font-weight: bold }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } }"""
+LEFT, LONGEST, ROW = 52, 286, 26  # pixels
 
 
 def peaks() -> tuple[int, list[Sample]]:
@@ -39,30 +31,17 @@ def peaks() -> tuple[int, list[Sample]]:
 def svg() -> str:
     """The picture: a bar per level, by what is in memory."""
     num_params, samples = peaks()
-    scale = WIDTH / max(sample.total for sample in samples)
-    title = f"A rank's memory: {num_params / 1e9:.1f} billion params, AdamW, {RANKS} ranks"
-    body = [f'<text class="title" x="4" y="16">{title}</text>']
+    scale = LONGEST / max(sample.total for sample in samples)
+    made = Picture(f"A rank's memory: {num_params / 1e9:.1f} billion params, AdamW, {RANKS} ranks")
     for level, sample in enumerate(samples):
-        x, y = float(LEFT), 28 + level * ROW
-        body.append(f'<text x="4" y="{y + 15}">level {level}</text>')
-        for kind in DRAWN:
-            width = getattr(sample, kind) * scale
-            body.append(
-                f'<rect fill="{COLORS[kind]}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="20"/>'
-            )
-            x += width
-        body.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{bytes_text(sample.total)}</text>')
-    x, y = LEFT, 28 + len(samples) * ROW
-    for kind, name in DRAWN.items():
-        body.append(f'<rect fill="{COLORS[kind]}" x="{x}" y="{y + 6}" width="12" height="12"/>')
-        body.append(f'<text x="{x + 18}" y="{y + 16}">{name}</text>')
-        x += 36 + 7 * len(name)
-    size = f'width="{LEFT + WIDTH + 76}" height="{HEIGHT}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-        f"<title>{title}</title>",
-    ]
-    return "\n".join([*lines, f"<style>{STYLE}</style>", *body, "</svg>"]) + "\n"
+        x, y = float(LEFT), 24 + level * ROW
+        made.text(4, y + 14, f"level {level}")
+        for kind, nbytes in sample.by_kind().items():
+            made.rect(x, y, nbytes * scale, 18, COLORS[kind])
+            x += nbytes * scale
+        made.text(x + 6, y + 14, bytes_text(sample.total))
+    made.memory_legend(30 + len(samples) * ROW, [*KINDS.values()])
+    return made.svg()
 
 
 if __name__ == "__main__":

@@ -301,10 +301,11 @@ def test_ci_runs_the_thorough_tests() -> None:
     ] == ".venv/bin/pytest -m thorough -n auto"
 
 
-def test_the_picture_of_the_levels_is_what_plan_says() -> None:
-    svg = run_path(str(ROOT / "docs" / "draw_levels.py"))["svg"]
-    assert svg() == (ROOT / "docs" / "levels.svg").read_text(), (
-        "run python -m docs.draw_levels again"
+@pytest.mark.parametrize("name", ["levels", "life"])
+def test_the_pictures_are_what_plan_says(name: str) -> None:
+    svg = run_path(str(ROOT / "docs" / f"draw_{name}.py"))["svg"]
+    assert svg() == (ROOT / "docs" / f"{name}.svg").read_text(), (
+        f"run python -m docs.draw_{name} again"
     )
 
 
