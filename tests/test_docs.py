@@ -13,6 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from runpy import run_path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -314,9 +315,17 @@ def test_decisions_are_what_holds() -> None:
     assert len((ROOT / "docs" / "decisions.md").read_text().split()) <= 6000
 
 
-def test_the_pages_name_every_example() -> None:
-    text = docs_text() + (ROOT / "README.md").read_text()
-    missing = [
-        path.name for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in text
-    ]
-    assert not missing
+def test_every_example_is_in_the_gallery() -> None:
+    """A page with its code, a picture that is small, and few words; a card."""
+    gallery = ROOT / "docs" / "examples"
+    names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+    assert names == sorted(path.stem for path in gallery.glob("*.svg"))
+    assert names == sorted(page.stem for page in gallery.glob("*.md") if page.stem != "index")
+    for name in names:
+        page = (gallery / f"{name}.md").read_text()
+        assert f"]({name}.svg)" in page and f"{{literalinclude}} ../../examples/{name}.py" in page
+        assert len(page.split()) < 100, name
+        picture = (gallery / f"{name}.svg").read_text()
+        assert ElementTree.fromstring(picture).tag.endswith("svg") and len(picture) < 10_000, name
+    cards = re.findall(r"^:link: (\w+)$", (gallery / "index.md").read_text(), re.MULTILINE)
+    assert sorted(cards) == names
