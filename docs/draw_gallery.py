@@ -1,6 +1,6 @@
-"""Draw the gallery's pictures from runs of the examples: `python docs/draw_gallery.py [clip ...]`.
+"""Draw the gallery's pictures from runs of the examples: `python -m docs.draw_gallery [clip ...]`.
 
-It writes `examples/NAME.svg` beside this file; without names, of all examples. That takes about ten
+It writes `gallery/NAME.svg` beside this file; without names, of all examples. That takes about ten
 minutes on two cores. `ray_train` needs Ray, which isn't among the project's packages.
 """
 
@@ -20,14 +20,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from pictures import BLUE, GRAY, GREEN, ORANGE, WIDTH, Picture
 
 import functorch_zero as fz
+from docs.pictures import BLUE, GRAY, GREEN, ORANGE, WIDTH, Picture
 from functorch_zero import checkpoint, optim, testing
+from functorch_zero.planning.report import bytes_text
 from functorch_zero.sharded.drawing import COLORS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OUT = Path(__file__).with_name("examples")
+OUT = Path(__file__).with_name("gallery")
 LEFT, TOP, HEIGHT = 44, 28, 130  # pixels, of a chart
 
 
@@ -231,6 +232,19 @@ def pinn() -> Picture:
     return made
 
 
+def plan_decoder() -> Picture:
+    example, rows = module_of("plan_decoder"), {}
+    shape = example.Shape(layers=32, width=4096, vocab=32000, hidden=11008, gated=True)
+    params = example.params_of(shape, torch.bfloat16, None)
+    for level in range(4):
+        plan = fz.plan(params, optim.adamw(1e-3), level=level, ranks=64, bandwidth=50e9)
+        held = {kind: float(nbytes) for kind, nbytes in plan.peak.by_kind().items()}
+        rows[f"level {level}"] = (held, f"{bytes_text(plan.peak.total)}, {plan.seconds():.2f} s")
+    made = Picture("6.7 billion params on 64 ranks: peak, and time to send")
+    bars(made, rows, left=52)
+    return made
+
+
 def property_test() -> Picture:
     """The cases that Hypothesis draws, all of which hold."""
     from hypothesis import settings  # here: Ray's own environment may lack it
@@ -340,6 +354,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
         gan,
         lora,
         pinn,
+        plan_decoder,
         property_test,
         ray_train,
         recommender,

@@ -1,4 +1,4 @@
-"""Run the tutorial in a fresh kernel: `python docs/run_tutorial.py`.
+"""Run the tutorial in a fresh kernel: `python -m docs.run_tutorial`.
 
 It writes the outputs into `begin/tutorial.ipynb`. `tests/test_tutorial.py` compares them.
 """

@@ -317,7 +317,7 @@ def test_decisions_are_what_holds() -> None:
 
 def test_every_example_is_in_the_gallery() -> None:
     """A page with its code, a picture that is small, and few words; a card."""
-    gallery = ROOT / "docs" / "examples"
+    gallery = ROOT / "docs" / "gallery"
     names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
     assert names == sorted(path.stem for path in gallery.glob("*.svg"))
     assert names == sorted(page.stem for page in gallery.glob("*.md") if page.stem != "index")

@@ -39,7 +39,7 @@ def test_the_tutorial_shows_what_a_fresh_kernel_shows(monkeypatch: pytest.Monkey
     stored = read()
     made = executed(stored, monkeypatch)
     for before, after in zip(code_cells(stored), code_cells(made), strict=True):
-        assert before.outputs == after.outputs, "run docs/run_tutorial.py again"
+        assert before.outputs == after.outputs, "run python -m docs.run_tutorial again"
 
 
 @THOROUGH

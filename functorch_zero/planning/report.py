@@ -405,12 +405,6 @@ def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
     figure_of_step(samples, title=title).savefig(path)
 
 
-def draw_levels(plans: Mapping[str, Sample], path: str, *, title: str) -> None:
-    """The peaks of several plans side by side, by label ("level 3, 64 ranks", say), stacked by
-    kind."""
-    figure_of_levels(plans, title=title).savefig(path)
-
-
 def figure_of_step(samples: Sequence[Sample], *, title: str) -> Any:
     """The figure of `draw`: one area per kind, one place per sample, in MB."""
     figure, axes = _figure(title)
@@ -423,21 +417,6 @@ def figure_of_step(samples: Sequence[Sample], *, title: str) -> Any:
     names = [samples[i].moment for i in named]
     axes.set_xticks(list(named), names, rotation=90, fontsize=6)
     axes.set_ylabel("MB of a rank")
-    figure.legend(loc="outside right upper", fontsize=8)
-    return figure
-
-
-def figure_of_levels(plans: Mapping[str, Sample], *, title: str) -> Any:
-    """The figure of `draw_levels`: one bar per plan, in GB."""
-    figure, axes = _figure(title)
-    bottom = [0.0] * len(plans)
-    for field, kind in KINDS.items():
-        heights = [getattr(peak, field) / 1e9 for peak in plans.values()]
-        axes.bar(list(plans), heights, bottom=bottom, label=kind)
-        # The next kind stands on this one
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.tick_params(axis="x", rotation=90)
-    axes.set_ylabel("GB of a rank")
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 

@@ -14,8 +14,6 @@ from functorch_zero.planning import Plan
 from functorch_zero.planning.report import (
     KINDS,
     bytes_text,
-    draw_levels,
-    figure_of_levels,
     figure_of_step,
 )
 
@@ -37,12 +35,11 @@ def a_plan() -> Plan:
     return plan(PARAMS, optim.adamw(1e-3), level=3, ranks=4)
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
+def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    step, levels = tmp_path / "step.png", tmp_path / "levels.png"
+    step = tmp_path / "step.png"
     a_plan().draw(str(step))
-    draw_levels({"level 3": a_plan().peak}, str(levels), title="")
-    assert step.read_bytes()[:4] == levels.read_bytes()[:4] == b"\x89PNG"
+    assert step.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_step_is_drawn_stacked_by_kind() -> None:
@@ -72,23 +69,6 @@ def test_a_step_is_drawn_stacked_by_kind() -> None:
         zip(axes.get_xticks(), (t.get_text() for t in axes.get_xticklabels()), strict=True)
     )
     assert moments and all(samples[int(i)].moment == text for i, text in moments.items())
-
-
-def test_levels_and_ranks_are_drawn_stacked_by_kind() -> None:
-    pytest.importorskip("matplotlib")
-    plans = {
-        (i, n): plan(PARAMS, optim.adamw(1e-3), level=i, ranks=n) for n in (1, 4) for i in range(4)
-    }
-    peaks = {f"level {i}, {n} ranks": made.peak for (i, n), made in plans.items()}
-    (axes,) = figure_of_levels(peaks, title="").axes
-    assert [t.get_text() for t in axes.get_xticklabels()] == [*peaks]
-    for bars, (field, kind) in zip(axes.containers, KINDS.items(), strict=True):
-        assert bars.get_label() == kind
-        assert [b.get_height() for b in bars] == pytest.approx(
-            [getattr(peak, field) / 1e9 for peak in peaks.values()]
-        )
-    tops = [b.get_y() + b.get_height() for b in axes.containers[-1]]
-    assert tops == pytest.approx([peak.total / 1e9 for peak in peaks.values()])
 
 
 def test_without_matplotlib_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
