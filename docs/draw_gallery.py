@@ -29,7 +29,7 @@ from functorch_zero.sharded.drawing import COLORS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OUT = Path(__file__).with_name("gallery")
-LEFT, TOP, HEIGHT = 44, 28, 130  # pixels, of a chart
+LEFT, TOP, HEIGHT = 52, 28, 130  # pixels, of a chart
 
 
 class Line(NamedTuple):
@@ -60,11 +60,8 @@ def chart(made: Picture, lines: dict[str, Line], *, x: str, y: str, log: bool = 
     made.text(WIDTH - 8, bottom + 15, f"{max(xs):g}", at="end")
     made.text((LEFT + WIDTH) / 2, bottom + 15, f"{y} by {x}", at="middle")
     for line in lines.values():
-        if line.dotted:
-            for point in line.points:
-                made.dot(*at(point), line.color)
-        else:
-            made.line(map(at, line.points), line.color)
+        draw = made.dots if line.dotted else made.line
+        draw(map(at, line.points), line.color)
     made.legend(bottom + 24, {name: line.color for name, line in lines.items()}, left=LEFT)
 
 
@@ -197,8 +194,7 @@ def gan() -> Picture:
             made.rect(middle + 65 * x - 4, 105 - 65 * y - 4, 8, 8, GREEN)
         with torch.no_grad():
             points = example.generate(params, {}, noise)[0].clamp(-1.4, 1.4)
-        for x, y in points.tolist():
-            made.dot(middle + 65 * x, 105 - 65 * y, ORANGE)
+        made.dots(((middle + 65 * x, 105 - 65 * y) for x, y in points.tolist()), ORANGE)
     return made
 
 

@@ -37,18 +37,19 @@ class Picture:
             size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
             self._add(y + height, f'<rect fill="{color}" {size}/>')
 
-    def line(self, points: Iterable[tuple[float, float]], color: str, *, dashes: str = "") -> None:
+    def line(self, points: Iterable[tuple[float, float]], color: str) -> None:
         """Through these points."""
-        at = [(f"{x:.1f}", f"{y:.1f}") for x, y in points]
-        kept = [point for before, point in zip([None, *at], at, strict=False) if point != before]
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-        path = " ".join(",".join(point) for point in kept)
-        style = f'fill="none" stroke="{color}" stroke-width="1.5"{dashed}'
-        self._add(max(float(y) for _, y in at), f'<polyline {style} points="{path}"/>')
+        at = [*points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        style = f'fill="none" stroke="{color}" stroke-width="1.5"'
+        self._add(max(y for _, y in at), f'<polyline {style} points="{path}"/>')
 
-    def dot(self, x: float, y: float, color: str) -> None:
-        """A small one."""
-        self._add(y + 2, f'<circle fill="{color}" cx="{x:.1f}" cy="{y:.1f}" r="1.5"/>')
+    def dots(self, points: Iterable[tuple[float, float]], color: str) -> None:
+        """A small one at each point."""
+        at = [*points]
+        path = "".join(f"M{x:.1f},{y:.1f}h0" for x, y in at)
+        style = f'stroke="{color}" stroke-width="3" stroke-linecap="round"'
+        self._add(max(y for _, y in at) + 2, f'<path {style} d="{path}"/>')
 
     def legend(self, y: float, colors: dict[str, str], *, left: float = 4) -> None:
         """Each name beside its color, in as many lines as it takes."""
