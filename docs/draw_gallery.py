@@ -222,7 +222,7 @@ def pinn() -> Picture:
     made = Picture("Largest error of the equation's solution")
     lines = {
         "1 rank": Line(BLUE, errors(1, 0)),
-        "3 ranks, level 3": Line(ORANGE, errors(3, 3), dotted=True),
+        "4 ranks, level 3": Line(ORANGE, errors(4, 3), dotted=True),
     }
     chart(made, lines, x="steps", y="error", log=True)
     return made
