@@ -333,8 +333,8 @@ class Plan:
             Bar((kind, bytes_text(nbytes)), {kind: nbytes})
             for kind, nbytes in peak.by_kind().items()
         ]
-        bars.append(Bar((f"peak, at {peak.moment}", bytes_text(peak.total)), peak.by_kind()))
-        title = f"{self._title}: the most memory of rank {self.rank} in a step"
+        bars.append(Bar(("peak", bytes_text(peak.total)), peak.by_kind()))
+        title = f"{self._title}: the peak of rank {self.rank}, at {peak.moment}"
         return table_html(title, ("", "bytes"), bars, text=str(self))
 
     @property
@@ -388,7 +388,7 @@ class Comparison:
         for label, made in self.plans.items():
             peak = made.peak
             bars.append(Bar((label, bytes_text(peak.total)), peak.by_kind()))
-        return table_html("The most memory of a rank in a step", ("", "peak"), bars, text=str(self))
+        return table_html("The peak of a rank in a step", ("", "peak"), bars, text=str(self))
 
 
 def _collective_as_dict(collective: Collective) -> dict[str, Any]:

@@ -34,7 +34,10 @@ def table_html(title: str, head: Sequence[str], bars: Sequence[Bar], *, text: st
     """
     longest = max((sum(bar.nbytes.values()) for bar in bars), default=0) or 1
     kinds = [kind for kind in COLORS if any(bar.nbytes.get(kind) for bar in bars)]
-    legend = "".join(f"{_swatch(kind, '0.9em')} {escape(kind)} &#160; " for kind in kinds)
+    legend = " &#160; ".join(
+        f'<span style="white-space: nowrap">{_swatch(kind, "0.9em")} {escape(kind)}</span>'
+        for kind in kinds
+    )
     rows = "".join(_row("td", bar.cells, _bar(bar, longest)) for bar in bars)
     return (
         f'<div style="overflow-x: auto"><p><b>{escape(title)}</b></p>'
@@ -45,8 +48,9 @@ def table_html(title: str, head: Sequence[str], bars: Sequence[Bar], *, text: st
 
 
 def _row(tag: str, cells: Sequence[str], bar: str) -> str:
-    texts = [f'<{tag} style="text-align: left">{escape(cell)}</{tag}>' for cell in cells]
-    return f'<tr>{"".join(texts)}<{tag} style="min-width: 14em; width: 50%">{bar}</{tag}></tr>'
+    style = "text-align: left; white-space: nowrap; padding-right: 1em"
+    texts = [f'<{tag} style="{style}">{escape(cell)}</{tag}>' for cell in cells]
+    return f'<tr>{"".join(texts)}<{tag} style="min-width: 9em; width: 60%">{bar}</{tag}></tr>'
 
 
 def _bar(bar: Bar, longest: int) -> str:
