@@ -48,8 +48,13 @@ def table_html(title: str, head: Sequence[str], bars: Sequence[Bar], *, text: st
 
 
 def _row(tag: str, cells: Sequence[str], bar: str) -> str:
-    style = "text-align: left; white-space: nowrap; padding-right: 1em"
-    texts = [f'<{tag} style="{style}">{escape(cell)}</{tag}>' for cell in cells]
+    # On a phone the first cell, a name, gets narrow, so that bars can be seen
+    whole = "; white-space: nowrap"
+    texts = [
+        f'<{tag} style="text-align: left; padding-right: 1em{whole if i else ""}">'
+        f"{escape(cell)}</{tag}>"
+        for i, cell in enumerate(cells)
+    ]
     return f'<tr>{"".join(texts)}<{tag} style="min-width: 9em; width: 60%">{bar}</{tag}></tr>'
 
 
