@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from operator import attrgetter
-from types import CodeType
 from typing import Any
 
 import torch
@@ -263,15 +261,10 @@ def kept_by_region(hooks: tuple[Any, Any]) -> dict[str, Any] | None:
 def in_custom_function() -> bool:
     """Whether the forward of a custom `autograd.Function` runs now in this thread.
 
-    Torch has no question for it. What runs the forward, `Function.apply`, is then among the
-    callers.
+    Torch has no question for it. It runs the forward with forward-mode differentiation switched
+    off, which nothing else does but inference mode.
     """
-    callers = traceback.walk_stack(sys._getframe(1))
-    return any(frame.f_code is _APPLY for frame, _ in callers)
-
-
-# A method of the class, whose type says no function
-_APPLY: CodeType = vars(torch.autograd.Function)["apply"].__func__.__code__
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def function_of(node: Any) -> type[Any] | None:

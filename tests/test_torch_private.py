@@ -360,7 +360,9 @@ def test_in_custom_function() -> None:
     SetUpApart.apply(x)
     torch.no_grad()(note)(x)
     torch.func.vmap(note)(x)
-    assert found == [False, True, False, True, False, False]
+    torch.func.jvp(note, (x,), (x,))
+    torch.inference_mode()(note)(x)
+    assert found == [False, True, False, True, False, False, False, False]
 
 
 class Twice(torch.autograd.Function):
