@@ -83,6 +83,8 @@ def test_what_has_no_graph_is_refused(name: str, level: int | None) -> None:
         with pytest.raises(StructureError, match=story) as caught:
             fz.value_and_grad(with_part(part))(tree)
         assert ("on rank" in str(caught.value)) == (level is not None)
+        # In torch 2.11 a checkpoint's hooks stay as long as the traceback of its error
+        del caught
         with pytest.raises(StructureError, match=story):
             fz.hvp(with_part(part))(tree, fz.zero_updates(tree))
         # No loss runs any more
