@@ -31,6 +31,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "--count", type=int, help="the step; by default all (verify), or the newest (export)"
         )
     out.add_argument("--trees", nargs="+", default=list(TREES), help="paths in the state")
+    out.add_argument(
+        "--frozen", action=argparse.BooleanOptionalAction, default=True, help="frozen params, too"
+    )
     out.add_argument("--max-file-bytes", type=int, default=5 * 10**9, help="of tensors in one file")
 
 
@@ -50,6 +53,8 @@ def _line(root: Path, count: int) -> str:
     except (CheckpointError, OSError) as error:
         return f"step {count}  damaged: {error}"
     size = f"{bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves"
+    if manifest.left_out:
+        size += f" ({len(manifest.left_out)} frozen ones left out)"
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
     level = "unsharded" if manifest.level is None else f"level {manifest.level}"
     optimizer = manifest.optimizer or ""
@@ -69,7 +74,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     folder = export_weights(
-        args.root, args.out, count=args.count, trees=args.trees, max_file_bytes=args.max_file_bytes
+        args.root,
+        args.out,
+        count=args.count,
+        trees=args.trees,
+        frozen=args.frozen,
+        max_file_bytes=args.max_file_bytes,
     )
     names = sorted(path.name for path in folder.iterdir())
     print(f"wrote {', '.join(names)} to {folder}")

@@ -29,7 +29,7 @@ from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
-from ..step.state import State
+from ..step.state import State, trained
 from ..step.train import TrainStep
 from ..tree import check_savable, paths
 
@@ -53,6 +53,11 @@ class Held(NamedTuple):
     saved: bool = True
     # The leaf is a row per rank, of which the sum counts, and this rank has one row
     summed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Of the whole leaf."""
+        return prod(self.shape)
 
     @property
     def whole(self) -> bool:
@@ -158,6 +163,27 @@ def names_in(state: State) -> dict[str, Names]:
     nodes = optree.tree_leaves(state, is_leaf=_is_params)
     rows = zip(paths(state, _is_params), nodes, strict=True)
     return {path: node.names for path, node in rows if _is_params(node)}
+
+
+def frozen_in(step: Step, state: State) -> frozenset[str]:
+    """The paths of a state's frozen params.
+
+    Raises:
+        StructureError: the state is a program's, in which no leaf is known to stay as it is.
+    """
+    if not isinstance(step, TrainingStep):
+        raise StructureError(
+            "frozen=False is for training steps: a program may change leaves that no gradient "
+            "trains, such as a teacher's average. Remedy: leave it out"
+        )
+    if state.sharding is not None:
+        specs = state.sharding.layout.leaves
+        names = [spec.path for spec in specs if not spec.trainable]
+    else:
+        rows = zip(paths(state.params), optree.tree_leaves(trained(state)), strict=True)
+        names = [path for path, on in rows if not on]
+    # Of a tree that is one leaf, the path is empty
+    return frozenset(f"params.{name}".rstrip(".") for name in names)
 
 
 def _is_params(node: Any) -> bool:

@@ -22,7 +22,7 @@ from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import chosen
-from .contents import Held, TrainingStep, contents_of, group_of, names_in
+from .contents import Held, TrainingStep, contents_of, frozen_in, group_of, names_in
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, blank_state, not_chosen, some_of
@@ -69,6 +69,7 @@ def export_weights(
     *,
     count: int | None = None,
     trees: Sequence[str] = TREES,
+    frozen: bool = True,
     aliases: Aliases = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> Path:
@@ -86,6 +87,7 @@ def export_weights(
         count: the step; None: the newest complete one.
         trees: paths in the state. A leaf's name is the rest of its path after one of them, so
             `("opt_state.1.ema", "buffers")` exports averages under the model's names.
+        frozen: False: without the params that the training step did not train.
         aliases: names under which to write a leaf once more: for tied weights, which a state holds
             once and `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that
             `functionalize` made, which also says which buffers are not persistent: these are left
@@ -94,13 +96,13 @@ def export_weights(
         max_file_bytes: of tensors in one file; a larger leaf has a file for itself.
 
     Raises:
-        CheckpointError: there is no such checkpoint, `out` exists, no leaf lies under `trees`, or
-            one is of a dtype that safetensors lacks.
+        CheckpointError: there is no such checkpoint, `out` exists, no leaf lies under `trees`, one
+            is of a dtype that safetensors lacks, or the checkpoint was saved without frozen params.
         CorruptError: the checkpoint is damaged; the file is named.
         TypeError: `root` is no path: a `State`, say.
     """
     manifest, folder = chosen(root, count)
-    named = named_leaves_in(manifest, trees, names_of(aliases))
+    named = named_leaves_in(manifest, trees, names_of(aliases), frozen=frozen)
     for one in named:
         if one.leaf.dtype in LACKING:
             raise CheckpointError(f"safetensors files can't hold {one.leaf.path}: {one.leaf.dtype}")
@@ -137,15 +139,29 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names | None) -> list[Named]:
+def named_leaves_in(
+    manifest: Manifest, trees: Sequence[str], names: Names | None, *, frozen: bool = True
+) -> list[Named]:
     """The leaves under `trees` by the names that files have for them, aliases included.
 
-    `names`: None: those that the trees had when they were saved.
+    `names`: None: those that the trees had when they were saved. `frozen`: as of `export_weights`.
     """
+    lacking = [leaf.path for leaf, _ in manifest.left_out if name_in(leaf.path, trees) is not None]
+    if frozen and lacking:
+        raise CheckpointError(
+            f"the checkpoint was saved without the frozen {some_of(lacking)}. Remedy: load it over "
+            "them and save the whole, or export_weights(..., frozen=False)"
+        )
+    if not frozen and manifest.frozen is None:
+        raise CheckpointError(
+            "the checkpoint doesn't say which leaves are frozen, being a program's or of an "
+            "earlier version. Remedy: of a training step, load it and save it anew"
+        )
+    left_out = frozenset() if frozen else manifest.frozen or frozenset()
     found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
-        if name is None:
+        if name is None or leaf.path in left_out:
             continue
         if name in found:
             other = found[name].leaf.path
@@ -158,7 +174,10 @@ def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names | Non
         names = _saved_names(manifest, trees, found)
     # Aliases come last: the same elements written once more
     again = []
+    unnamed = {name_in(path, trees) for path in left_out}
     for name, target in names.aliases.items():
+        if target in unnamed:
+            continue
         if name in found:
             raise CheckpointError(f"the alias {name} is a leaf itself")
         if target not in found:
@@ -270,6 +289,7 @@ def import_weights(
     like: State,
     aliases: Aliases = None,
     rename: Rename = None,
+    frozen: bool = True,
     allow_missing: Chosen = False,
     allow_extra: Chosen = False,
     cast: bool = False,
@@ -294,6 +314,8 @@ def import_weights(
             params know it, those of `functionalize` do.
         rename: the model's names for those of the source: a dict, in which other names stay as they
             are, or a function. None in place of a name leaves the entry out.
+        frozen: False: the source may lack the params that the step does not train, which keep
+            `like`'s values, as `export_weights(..., frozen=False)` writes it.
         allow_missing: leaves that the source lacks keep `like`'s values: all, or those of one or
             several patterns of paths ("**.adapter.*"; `*` is one name, `**` any number).
         allow_extra: entries that `like` lacks are left out, chosen in the same way: tensors, and
@@ -307,7 +329,8 @@ def import_weights(
         CheckpointError: the safetensors package is not installed.
     """
     name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
-    job = Import(f"import {name}", lambda: _sources(source), step, like, names_of(aliases), rename)
+    names = names_of(aliases)
+    job = Import(f"import {name}", lambda: _sources(source), step, like, names, rename, frozen)
     return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
 
@@ -321,6 +344,7 @@ class Import:
         like: a state of it.
         names: of the model, in files; None: those that `like` knows.
         rename: the model's names for those that are found.
+        frozen: whether frozen params must be found.
     """
 
     def __init__(
@@ -331,6 +355,7 @@ class Import:
         like: State,
         names: Names | None,
         rename: Rename,
+        frozen: bool = True,
     ):
         if not isinstance(step, TrainingStep):
             raise TypeError(
@@ -344,6 +369,7 @@ class Import:
         self._like = like
         self._names = names
         self._rename = rename
+        self._frozen = frozen
         self._sources: dict[str, Source] = {}  # those that `like` has leaves for
         self._state: State | None = None  # the result, but for the optimizer's state
 
@@ -370,7 +396,10 @@ class Import:
         # Patterns name what is left out unread; True doesn't say that a name is to lose
         patterns = False if allowed.extra is True else allowed.extra
         again = [(leaf, name) for leaf, name in again if not_chosen([name], patterns)]
-        lacking = not_chosen(set(leaves) - set(read) - names.unsaved, allowed.missing)
+        unread = set(leaves) - set(read) - names.unsaved
+        if not self._frozen:
+            unread -= {name_in(path, TREES) for path in frozen_in(self._step, self._like)}
+        lacking = not_chosen(unread, allowed.missing)
         extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
         problems = []
         if lacking:

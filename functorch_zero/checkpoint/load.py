@@ -30,7 +30,8 @@ from .catalogue import check_sizes, latest, read_manifest
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
 from .errors import CheckpointError
 from .files import counts_in, step_folder
-from .manifest import Leaf, Manifest, encode_manifest
+from .frozen import crc_shares, crcs_from
+from .manifest import Leaf, LeftOut, Manifest, encode_manifest
 from .places import Place, Places, find_places
 from .safetensors_file import DTYPES
 
@@ -86,11 +87,13 @@ def load(
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`: its structure, dtypes, devices and layout. If
             `step` donates, its storage is used for the result, and it can't be used again, whether
-            loading succeeds or not.
+            loading succeeds or not. Frozen params that the checkpoint was saved without are its
+            own, and must be the same to the bit.
         count: the step to load; None: the newest whose manifest and file sizes are right (see
             `latest`).
         allow_missing: leaves that the checkpoint lacks keep `like`'s values: all, or those of one
-            or several patterns of paths ("params.adapter.**").
+            or several patterns of paths ("params.adapter.**"). Frozen params among them may be
+            others than those that it was saved without.
         allow_extra: leaves of the checkpoint that `like` lacks are left out, chosen in the same
             way.
         cast: convert dtypes.
@@ -98,7 +101,8 @@ def load(
     Raises:
         CheckpointError: on every rank, with the same words: there is no such checkpoint.
         CorruptError: it is damaged; the file is named.
-        StructureError: leaves, shapes or dtypes are not `like`'s; they are named.
+        StructureError: leaves, shapes or dtypes are not `like`'s, or frozen params have other
+            values; they are named.
         DonatedError: `like` was used up by a step.
     """
     allowed = Allowed(allow_missing, allow_extra, cast)
@@ -117,6 +121,8 @@ class _Load:
         self._manifest: Manifest | None = None
         self._old: Contents | None = None  # of `like`
         self._numbers: dict[str, int] = {}  # of the checkpoint's leaves, by path
+        # Left out of the checkpoint: `like` must have them as they were
+        self._frozen: list[LeftOut] = []
         self._places: Places | None = None  # of the elements that this rank reads
         self._state: State | None = None  # the result
 
@@ -127,14 +133,15 @@ class _Load:
         chosen = together(self._group, f"load from {self._root}", lambda: self._choose(count))[0]
         what = f"load step {chosen} from {self._root}"
         # Every rank reads the manifest itself: a local disk would show another one, or none
-        digests = together(self._group, what, lambda: self._prepare(chosen))
-        if len(set(digests)) > 1:
+        told = together(self._group, what, lambda: self._prepare(chosen))
+        if len({one["digest"] for one in told}) > 1:
             raise MismatchError(
                 f"could not {what}: the ranks see different manifests. Remedy: a folder they all "
                 "share"
             )
+        shares = [one["shares"] for one in told]
         # All ranks agree by now, and the first write comes
-        together(self._group, what, self._read)
+        together(self._group, what, lambda: self._read(shares))
         assert self._state is not None and self._manifest is not None
         return Restored(self._state, self._manifest.user)
 
@@ -154,8 +161,8 @@ class _Load:
             check_sizes(self._root, count)
         return found
 
-    def _prepare(self, count: int) -> str:
-        """Check all that can be checked before a tensor is written to."""
+    def _prepare(self, count: int) -> dict[str, Any]:
+        """Check all that this rank can check before a tensor is written to."""
         self._manifest = manifest = read_manifest(self._root, count)
         self._old = contents_of(self._step, self._like)
         optimizer = optimizer_of(self._step)
@@ -164,7 +171,27 @@ class _Load:
         check_match(self._old, manifest, self._allowed, printed)
         self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
         self._places = find_places(manifest, step_folder(self._root, count), self._wanted())
-        return hashlib.sha256(encode_manifest(manifest)).hexdigest()
+        own = {held.path: held for held in self._old.held}
+        self._frozen = [one for one in left_out_of(manifest, self._allowed) if one.leaf.path in own]
+        kept = [own[leaf.path] for leaf, _ in self._frozen]
+        dtypes = [DTYPES[leaf.dtype] for leaf, _ in self._frozen]
+        return {
+            "digest": hashlib.sha256(encode_manifest(manifest)).hexdigest(),
+            "shares": crc_shares(kept, dtypes, self._group.rank, self._group.size),
+        }
+
+    def _check_frozen(self, shares: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Raise unless `like` has the frozen leaves that the checkpoint was saved without, by all
+        ranks' shares."""
+        found = crcs_from(shares, len(self._frozen))
+        pairs = zip(self._frozen, found, strict=True)
+        others = [leaf.path for (leaf, before), now in pairs if before != now]
+        if others:
+            raise StructureError(
+                "`like` has other values in frozen leaves that the checkpoint was saved without: "
+                f"{some_of(others)}. Remedy: give step.init the params of the run that saved it; "
+                "allow_missing= takes others"
+            )
 
     def _wanted(self) -> dict[int, tuple[int, int]]:
         """The elements [start, stop) that this rank reads, by the leaf's number."""
@@ -178,8 +205,9 @@ class _Load:
                 wanted[number] = (held.start, stop)
         return wanted
 
-    def _read(self) -> None:
+    def _read(self, shares: Sequence[Sequence[Sequence[int]]]) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
+        self._check_frozen(shares)
         manifest = self._manifest
         assert manifest is not None and self._old is not None and self._places is not None
         state = self._state_to_fill()
@@ -249,6 +277,8 @@ def check_match(
         optimizer: the present one, as it prints; None: a program has any number.
     """
     saved = {leaf.path: leaf for leaf in manifest.leaves}  # path -> leaf
+    # Not saved, and yet it says what they were
+    saved |= {leaf.path: leaf for leaf, _ in left_out_of(manifest, allowed)}
     # Paths of tensors and of plain values: each must be in both
     have = {*saved, *manifest.values}
     want = {*(h.path for h in contents.held), *contents.values}
@@ -287,6 +317,12 @@ def check_match(
             'allow_extra="opt_state.**"'
         )
     raise StructureError(text)
+
+
+def left_out_of(manifest: Manifest, allowed: Allowed) -> list[LeftOut]:
+    """The frozen leaves that a checkpoint was saved without, but for those that may be missing."""
+    needed = {*not_chosen((leaf.path for leaf, _ in manifest.left_out), allowed.missing)}
+    return [one for one in manifest.left_out if one.leaf.path in needed]
 
 
 def some_of(names: Iterable[str]) -> str:

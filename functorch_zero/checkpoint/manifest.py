@@ -27,7 +27,7 @@ from .plain_data import encoded
 from .safetensors_file import DTYPES, strict_json
 
 FORMAT = "functorch_zero checkpoint"
-VERSION = 2
+VERSION = 3  # of checkpoints without frozen params; all others are of version 2
 NAME = "manifest.json"
 MAX_BYTES = 2**26  # bytes of the file
 MAX_RANKS = 99_999
@@ -59,6 +59,13 @@ class Leaf(NamedTuple):
         return self.numel * self.width
 
 
+class LeftOut(NamedTuple):
+    """A frozen leaf that the checkpoint was saved without."""
+
+    leaf: Leaf
+    crc: int  # CRC-32 of its bytes, row by row
+
+
 class File(NamedTuple):
     """The file of one rank."""
 
@@ -82,7 +89,9 @@ class Manifest:
         values: the others, by path.
         files: in rank order.
         user: the user's own data.
-        about: the versions, optimizer, units and names it was saved with; for people.
+        about: the versions, optimizer, units, names and frozen leaves it was saved with; for
+            people.
+        left_out: frozen leaves that it was saved without.
         old_rows: the rows by the file's name, of version 1, which had them in the manifest.
     """
 
@@ -96,6 +105,7 @@ class Manifest:
     files: tuple[File, ...]
     user: Any
     about: dict[str, Any]
+    left_out: tuple[LeftOut, ...] = ()
     old_rows: dict[str, bytes] = field(default_factory=dict)
 
     @cached_property
@@ -115,6 +125,14 @@ class Manifest:
         entry = self.about.get("optimizer")
         printed = entry.get("printed") if isinstance(entry, dict) else None
         return printed if isinstance(printed, str) and printed.isprintable() else None
+
+    @property
+    def frozen(self) -> frozenset[str] | None:
+        """The paths of frozen leaves; None of a program, and in files of earlier versions."""
+        listed = self.about.get("frozen")
+        if isinstance(listed, list) and all(isinstance(path, str) for path in listed):
+            return frozenset(listed)
+        return None
 
     @property
     def names(self) -> dict[str, Names]:
@@ -137,7 +155,7 @@ def file_name(rank: int, ranks: int) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes."""
     # The order of keys is fixed, so equal manifests are equal bytes: ranks compare digests
-    rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    rows: dict[str, Any] = {"format": FORMAT, "version": VERSION if manifest.left_out else 2}
     for name in _HEAD:
         rows[name] = getattr(manifest, name)
     # NamedTuples of plain data: JSON has them as lists of their fields
@@ -146,6 +164,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     rows["values"] = encoded(manifest.values, "values")
     rows["user"] = encoded(manifest.user, "user")
     rows["about"] = manifest.about
+    if manifest.left_out:
+        rows["left_out"] = [(*leaf, crc) for leaf, crc in manifest.left_out]
     body = json.dumps(rows, allow_nan=False, separators=(",", ":")).encode()
     # Over the body alone; the newline at the end is for people
     return f"crc32 {zlib.crc32(body):08x}\n".encode() + body + b"\n"
@@ -173,7 +193,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     known = type(version) is int and 1 <= version <= VERSION
     rows.need(known, f"of version {_short(version)}, which this library doesn't know")
     # Exact, both ways: an unknown key could change the meaning of the others
-    odd = sorted(set(rows.value) ^ _KEYS)
+    odd = sorted(set(rows.value) ^ (_KEYS | {"left_out"} if version == VERSION else _KEYS))
     rows.need(not odd, f"has the keys {odd[:5]} too many or too few")
     old_rows: dict[str, bytes] = {}
     if version == 1:
@@ -181,7 +201,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     # The head first: the number of ranks is needed to check the files
     _check_head(rows)
     head = {name: rows[name] for name in (*_HEAD, "values", "user", "about")}
-    return Manifest(leaves=_leaves(rows), files=_files(rows), old_rows=old_rows, **head)
+    leaves, left_out = _leaves(rows), _left_out(rows) if version == VERSION else ()
+    paths = [*(leaf.path for leaf in leaves), *(leaf.path for leaf, _ in left_out), *rows["values"]]
+    rows.need(len(set(paths)) == len(paths), "a path occurs twice")
+    return Manifest(leaves=leaves, files=_files(rows), left_out=left_out, old_rows=old_rows, **head)
 
 
 class _Checked:
@@ -265,10 +288,18 @@ def _check_shape(shape: Any, what: str) -> None:
 def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
     table = rows["leaves"]
     rows.need(isinstance(table, list), "leaves is no list")
-    leaves = tuple(_leaf(rows, row) for row in table)
-    paths = [leaf.path for leaf in leaves] + list(rows["values"])
-    rows.need(len(set(paths)) == len(paths), "a path occurs twice")
-    return leaves
+    return tuple(_leaf(rows, row) for row in table)
+
+
+def _left_out(rows: _Checked) -> tuple[LeftOut, ...]:
+    table = rows["left_out"]
+    rows.need(isinstance(table, list) and bool(table), "left_out is no list of leaves")
+    found = []
+    for row in table:
+        rows.need(_is_list(row, 5), f"no leaf and its CRC: {_short(row)}")
+        rows.need(_is_between(row[4], 0, 2**32 - 1), f"no CRC-32: {_short(row[4])}")
+        found.append(LeftOut(_leaf(rows, row[:4]), row[4]))
+    return tuple(found)
 
 
 def _leaf(rows: _Checked, row: Any) -> Leaf:

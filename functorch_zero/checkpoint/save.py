@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from .snapshot import Progress, Snapshot, devices_of, snapshot_of
 PathLike = str | os.PathLike[str]
 
 
-def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
+def save(
+    root: PathLike, step: Step, state: State, *, user: Any = None, frozen: bool = True
+) -> Path:
     """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's
     group calls this.
 
@@ -44,6 +47,9 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
         user: data of your own, the same on every rank: the data loader's position, say. Plain JSON
             (dicts by strings, lists), and infinities and NaNs besides. With all else in the
             manifest, it may have 64 MiB.
+        frozen: False: without the params that a training step does not train. The checkpoint has
+            their shapes and CRC-32s, and `load` takes them from `like`, where they must be the
+            same. To make the CRCs, each rank reads its pieces once, and tells 30 bytes of each.
 
     Raises:
         CheckpointError: on every rank, with the same words: the step is saved already, the disk is
@@ -56,10 +62,13 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
     """
     # The `async_save` under way ends first, and its error is raised rather than lost
     wait_for_saves(step)
-    return SaveJob(Path(root), group_of(step), lambda: snapshot_of(step, state, user)).run()
+    take = partial(snapshot_of, step, state, user, frozen=frozen)
+    return SaveJob(Path(root), group_of(step), take).run()
 
 
-def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Saving:
+def async_save(
+    root: PathLike, step: Step, state: State, *, user: Any = None, frozen: bool = True
+) -> Saving:
     """Save as `save` does, but beside training: return when `state` may be used up.
 
     If the step donates, that is after a copy of this rank's share, on the CPU. A GPU's tensors are
@@ -83,7 +92,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     problem: Exception | None = None
     try:
         # On the caller's thread: after this call the step may overwrite its storage
-        snapshot = snapshot_of(step, state, user)
+        snapshot = snapshot_of(step, state, user, frozen=frozen)
         # Without donation the tensors stay as they are, and the job checks that they did
         if donates(step):
             with torch.no_grad():

@@ -19,14 +19,17 @@ from ..sharded.agreement import first_difference, first_unlike
 from ..sharded.readable import told_apart
 from .agreement import together
 from .block_io import BLOCK, CHECKSUM, write_rank_file
+from .contents import Held
 from .errors import CheckpointError
 from .files import Temporary, step_folder, write_file
+from .frozen import crc_shares, crcs_from
 from .manifest import (
     HUGE,
     MAX_BYTES,
     NAME,
     File,
     Leaf,
+    LeftOut,
     Manifest,
     encode_manifest,
     file_name,
@@ -107,7 +110,8 @@ class SaveJob:
         held, values = self._snapshot.contents
         return {
             "the level": str(self._snapshot.level),
-            "leaves": [f"{h.path}: {h.tensor.dtype} of shape {tuple(h.shape)}" for h in held],
+            "leaves": list(map(_words, held)),
+            "frozen leaves that are left out": list(map(_words, self._snapshot.left_out)),
             "numbers": [f"{path}: {value!r}" for path, value in values.items()],
             "user": told(self._snapshot.user),
         }
@@ -117,11 +121,15 @@ class SaveJob:
         assert self._snapshot is not None
         name = file_name(self._group.rank, self._group.size)
         file, its_borders = write_rank_file(folder / name, self._snapshot)
+        left_out = self._snapshot.left_out
+        dtypes = [held.tensor.dtype for held in left_out]
+        shares = crc_shares(left_out, dtypes, self._group.rank, self._group.size)
         # Written while it changed: an error now, and the folder is discarded
         self._snapshot.check_unchanged()
-        # Every rank gets this from every rank: of fixed size, but for leaves that few have whole
-        orders = orders_of(self._snapshot, everywhere=False)
-        return {"file": file, "borders": its_borders, "orders": list(orders.items())}
+        # Every rank gets this from every rank: of fixed size, but for leaves that few have whole,
+        # and frozen ones that are left out
+        orders = list(orders_of(self._snapshot, everywhere=False).items())
+        return {"file": file, "borders": its_borders, "orders": orders, "shares": shares}
 
     def _commit(self, told: Sequence[dict[str, Any]]) -> None:
         """On rank 0, write the manifest and give the folder its name.
@@ -135,7 +143,8 @@ class SaveJob:
         orders = orders_of(self._snapshot, everywhere=True)
         for one in told:
             orders |= {number: tuple(order) for number, order in one["orders"]}
-        manifest = _manifest(self._snapshot, [File(*one["file"]) for one in told], orders)
+        crcs = crcs_from([one["shares"] for one in told], len(self._snapshot.left_out))
+        manifest = _manifest(self._snapshot, [File(*one["file"]) for one in told], orders, crcs)
         whole = [Piece(number, 0, leaf.numel) for number, leaf in enumerate(manifest.leaves)]
         # Our own bug would show here, before the checkpoint has a name
         if sum(one["borders"] for one in told) % 2**128 != borders(whole):
@@ -152,7 +161,8 @@ def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
     names = [file_name(rank, num_ranks) for rank in range(num_ranks)]
     files = [File(name, HUGE, HUGE, 2**32 - 1) for name in names]
     orders = {i: tuple(range(len(h.shape))) for i, h in enumerate(snapshot.contents.held)}
-    data = encode_manifest(_manifest(snapshot, files, orders))
+    crcs = [2**32 - 1] * len(snapshot.left_out)
+    data = encode_manifest(_manifest(snapshot, files, orders, crcs))
     if len(data) > MAX_BYTES:
         user = len(json.dumps(snapshot.user, separators=(",", ":")))
         is_user = user > len(data) // 2
@@ -181,6 +191,10 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
                 f"{row['root']}. Remedy: pass the same root on every rank, with no rank's number "
                 "or time in its name"
             )
+
+
+def _words(held: Held) -> str:
+    return f"{held.path}: {held.tensor.dtype} of shape {tuple(held.shape)}"
 
 
 def _in_texts(data: Any) -> Any:
@@ -222,12 +236,14 @@ def orders_of(snapshot: Snapshot, *, everywhere: bool) -> Orders:
     return orders
 
 
-def _manifest(snapshot: Snapshot, files: Sequence[File], orders: Orders) -> Manifest:
-    """The manifest of all ranks' files, in rank order."""
+def _manifest(
+    snapshot: Snapshot, files: Sequence[File], orders: Orders, crcs: Sequence[int]
+) -> Manifest:
+    """The manifest of all ranks' files, in rank order; `crcs` of the leaves that are left out."""
     leaves = []
     for i, held in enumerate(snapshot.contents.held):
-        dtype = NAMES[held.tensor.dtype]
-        leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
+        leaves.append(_leaf(held)._replace(order=orders.get(i)))
+    left_out = [LeftOut(_leaf(h), crc) for h, crc in zip(snapshot.left_out, crcs, strict=True)]
     return Manifest(
         step=snapshot.step,
         ranks=len(files),
@@ -239,7 +255,12 @@ def _manifest(snapshot: Snapshot, files: Sequence[File], orders: Orders) -> Mani
         files=tuple(files),
         user=snapshot.user,
         about=snapshot.about,
+        left_out=tuple(left_out),
     )
+
+
+def _leaf(held: Held) -> Leaf:
+    return Leaf(held.path, NAMES[held.tensor.dtype], held.shape)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..layout.layout import Layout
 from ..model.untouched import versions_of
@@ -15,10 +17,13 @@ from ..optim.naming import described
 from ..step.state import State
 from .contents import (
     Contents,
+    Held,
     Part,
     ShardedStep,
     Step,
+    TrainingStep,
     contents_of,
+    frozen_in,
     group_of,
     names_in,
     optimizer_of,
@@ -46,62 +51,75 @@ class Progress:
 class Snapshot:
     """This rank's share of a state. Its tensors must not be written to until it is on disk."""
 
-    contents: Contents  # the whole state's leaves, with this rank's tensors
+    contents: Contents  # the leaves to save, with this rank's tensors
+    left_out: list[Held]  # the frozen params, if they are left out
     parts: list[Part]  # the elements that this rank saves
     step: int
     level: int | None  # None: the state is unsharded
     user: Any  # plain JSON data
     about: dict[str, Any]  # for people, see `Manifest.about`
-    versions: list[int]  # of the parts' tensors, when the snapshot was made
+    versions: list[int]  # of `_tensors`, when the snapshot was made
     progress: Progress = field(default_factory=Progress)
     copies: DeviceCopies = field(default_factory=DeviceCopies)  # under way to the parts' tensors
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if a tensor was written to since the snapshot was made."""
-        now = versions_of([part.tensor for part in self.parts])
-        for part, before, after in zip(self.parts, self.versions, now, strict=True):
+        now = versions_of(_tensors(self.parts, self.left_out))
+        leaves = [self.contents.held[part.leaf] for part in self.parts] + self.left_out
+        for leaf, before, after in zip(leaves, self.versions, now, strict=True):
             if before != after:
-                path = self.contents.held[part.leaf].path
                 raise CheckpointError(
-                    f"{path} was changed in place while it was being saved. Remedy: don't write to "
-                    "a state's tensors, or wait for the save first"
+                    f"{leaf.path} was changed in place while it was being saved. Remedy: don't "
+                    "write to a state's tensors, or wait for the save first"
                 )
 
     def copied(self) -> Snapshot:
         """The snapshot in CPU tensors of its own: a copy of this rank's share, nothing else.
-        Those of a GPU are still under way."""
+        Those of a GPU are still under way. Frozen params that are left out are not copied: no step
+        writes to them."""
         copies = DeviceCopies()
         own = copies.start(part.flat() for part in self.parts)  # (numel,), in the leaf's dtype
         pairs = zip(self.parts, own, strict=True)
         parts = [part._replace(tensor=copy, first=0) for part, copy in pairs]
         # The copies' own versions: the old ones belong to the tensors left behind
-        versions = versions_of([part.tensor for part in parts])
+        versions = versions_of(_tensors(parts, [])) + self.versions[len(parts) :]
         return replace(self, parts=parts, versions=versions, copies=copies)
 
 
-def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
-    """This rank's share of a state, as references to its tensors."""
+def _tensors(parts: Sequence[Part], left_out: Sequence[Held]) -> list[Tensor]:
+    """The tensors that a save reads."""
+    return [part.tensor for part in parts] + [held.tensor for held in left_out]
+
+
+def snapshot_of(step: Step, state: State, user: Any, *, frozen: bool = True) -> Snapshot:
+    """This rank's share of a state, as references to its tensors. `frozen`: as of `save`."""
     # References only: nothing is copied, and no collective runs
     contents = contents_of(step, state)
+    left_out: list[Held] = []
+    if not frozen:
+        names = frozen_in(step, state)
+        left_out = [held for held in contents.held if held.path in names]
+        contents = contents._replace(held=[h for h in contents.held if h.path not in names])
     group = group_of(step)
     parts = parts_to_save(contents.held, group.rank, group.size)
-    tensors = [part.tensor for part in parts]
     num_bytes = sum(part.nbytes for part in parts)
     return Snapshot(
         contents,
+        left_out,
         parts,
         step=int(state.step),
         level=step.level if isinstance(step, ShardedStep) else None,
         user=checked_user(user),
         about=_about(step, state),
-        versions=versions_of(tensors),
+        versions=versions_of(_tensors(parts, left_out)),
         progress=Progress(total=num_bytes),
     )
 
 
 def devices_of(snapshot: Snapshot) -> set[torch.device]:
     """The GPUs on which its tensors lie."""
-    return {part.tensor.device for part in snapshot.parts if part.tensor.is_cuda}
+    tensors = _tensors(snapshot.parts, snapshot.left_out)
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def checked_user(user: Any) -> Any:
@@ -119,7 +137,8 @@ def checked_user(user: Any) -> Any:
 
 
 def _about(step: Step, state: State) -> dict[str, Any]:
-    """The manifest's entry for people, and for exports: versions, optimizer, units and names."""
+    """The manifest's entry for people, and for exports: versions, optimizer, units,
+    names and frozen params."""
     optimizer = optimizer_of(step)
     units = {} if state.sharding is None else _units(state.sharding.layout)
     names = {}
@@ -132,6 +151,8 @@ def _about(step: Step, state: State) -> dict[str, Any]:
         "units": units,
         "names": names,
     }
+    if isinstance(step, TrainingStep):
+        about["frozen"] = sorted(frozen_in(step, state))
     if optimizer is not None:
         about["optimizer"] = {
             "printed": repr(optimizer),

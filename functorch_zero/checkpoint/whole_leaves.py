@@ -17,7 +17,7 @@ from ..groups.protocol import Group
 from ..sharded.failures import sharing_failures
 from ..step.state import State
 from .agreement import together
-from .contents import Contents, Held, Step, contents_of, group_of
+from .contents import Contents, Held, Step, contents_of, frozen_in, group_of
 
 
 def leaves(
@@ -25,6 +25,7 @@ def leaves(
     state: State,
     *,
     of: str = "params",
+    frozen: bool = True,
     to: int = 0,
     dtype: torch.dtype | None = None,
     max_bytes: int = 2**26,
@@ -47,6 +48,7 @@ def leaves(
         state: is only read.
         of: a path in the state, as checkpoints have them: "params", "opt_state", "buffers"; of a
             program, one in its value, such as "generator". "": all leaves but `State.parts`.
+        frozen: False: without the params that a training step does not train.
         to: the rank that gets them.
         dtype: to cast leaves of floating point to, before they travel.
         max_bytes: of one pack. A larger leaf is a pack by itself.
@@ -66,6 +68,9 @@ def leaves(
     def choose() -> str:
         """What ranks must have alike, and where this rank's elements lie."""
         chosen[:] = _at(contents_of(step, state), of, group.rank)
+        if not frozen:
+            names = frozen_in(step, state)
+            chosen[:] = [held for held in chosen if held.path not in names]
         rows = [(held.path, held.shape, str(held.tensor.dtype)) for held in chosen]
         return hashlib.sha256(repr((to, of, str(dtype), max_bytes, rows)).encode()).hexdigest()
 

@@ -242,7 +242,7 @@ def test_json_that_is_refused(saved: Path, name: str) -> None:
             "expected the file rank-00001-of-00002",
         ),
         (("files", 0, 0), "/etc/passwd", "expected the file"),
-        (("version",), 3, "of version 3"),
+        (("version",), 4, "of version 4"),
         (("extra",), 1, "keys"),
         (("ranks",), 10**9, "number of ranks"),
         (("leaves", 0, 2), [2**40, 2**40], "is not a shape"),

@@ -103,10 +103,10 @@ def test_blocks_are_not_read_straight_into_a_device(fake: FakeTensorMode) -> Non
 
 
 def test_the_devices_of_a_snapshot(fake: FakeTensorMode) -> None:
-    places = ("cpu", CUDA, "cuda:1", CUDA)
-    parts = [SimpleNamespace(tensor=torch.empty(1, device=device)) for device in places]
-    found = devices_of(SimpleNamespace(parts=parts))  # type: ignore[arg-type]
-    assert found == {CUDA, torch.device("cuda", 1)}
+    places = ("cpu", CUDA, "cuda:1", CUDA, "cuda:2")
+    read = [SimpleNamespace(tensor=torch.empty(1, device=device)) for device in places]
+    found = devices_of(SimpleNamespace(parts=read[:4], left_out=read[4:]))  # type: ignore[arg-type]
+    assert found == {CUDA, torch.device("cuda", 1), torch.device("cuda", 2)}
 
 
 # ---- Updates ----
