@@ -1,3 +1,3 @@
 """The version, which ranks compare before they train together."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -6,12 +6,15 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import functorch_zero as fz
-from tests.tiers import THOROUGH
+from tests.test_docs import blocks
+from tests.tiers import FULL, THOROUGH
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,3 +74,41 @@ def test_all_errors_have_one_base_class() -> None:
     }
     for error in (*errors, fz.checkpoint.CheckpointError, fz.checkpoint.CorruptError):
         assert issubclass(error, fz.errors.FunctorchZeroError)
+
+
+@FULL
+def test_the_readme_runs_on_a_built_wheel(tmp_path: Path) -> None:
+    """Made from the sdist, which has all that git has; away from the repository. The tools to build
+    it come from the package index."""
+    tools, dist, installed = (tmp_path / name for name in ("tools", "dist", "installed"))
+
+    def run(python: Path | str, *arguments: object, **env: str) -> str:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | env
+        command = [str(python), *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    run(sys.executable, "-m", "venv", tools)
+    python = tools / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "build", "twine")
+    run(python, "-m", "build", "-o", dist, ROOT)
+    (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    run(python, "-m", "twine", "check", "--strict", sdist, wheel)
+    listed = run("git", "-C", ROOT, "ls-files", "-z").split("\0")[:-1]
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert [name for name in listed if name not in packed and (ROOT / name).exists()] == []
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "functorch_zero/py.typed" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"functorch_zero"}
+
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", installed, wheel)
+    script = tmp_path / "script.py"
+    script.write_text(blocks((ROOT / "README.md").read_text())[0])
+    path = str(installed)
+    found = run(
+        sys.executable, "-c", "import functorch_zero as f; print(f.__file__)", PYTHONPATH=path
+    )
+    assert found.startswith(path)
+    assert "loss " in run(sys.executable, "-W", "error", script, PYTHONPATH=path)
