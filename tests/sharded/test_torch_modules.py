@@ -170,9 +170,10 @@ TABLE: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], Inputs]] = {
         (4, 8, [2, 5], 2.0),
         (x(4), labels(below=8)),
     ),
-    "LinearCrossEntropyLoss": (nn.LinearCrossEntropyLoss, (4, 5), (x(4), labels())),
     "Sequential": (Sequence, (), (x(3),)),
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+    TABLE["LinearCrossEntropyLoss"] = (nn.LinearCrossEntropyLoss, (4, 5), (x(4), labels()))
 # Classes without a row, and why
 APART = {
     **dict.fromkeys(["Module", "Container", "RNNBase", "RNNCellBase"], "only base classes"),
@@ -313,8 +314,8 @@ def seeded(makes: Mapping[str, Make], how: str, mode: str) -> Net:
 
 
 def test_every_class_has_a_row() -> None:
-    """Also those of a newer torch."""
-    assert {*nn.modules.__all__} == TABLE.keys() | APART.keys()
+    """Also those of a newer torch; an older one lacks some of APART."""
+    assert {*nn.modules.__all__} <= TABLE.keys() | APART.keys()
     assert not TABLE.keys() & APART.keys()
 
 
