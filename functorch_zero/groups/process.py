@@ -50,12 +50,13 @@ from .device_watch import (
     mark_on,
     spoilt_key,
 )
-from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
+from .exchanges import Exchanges, Pair, all_to_all
+from .functorch_guard import refuse_collectives_in_transforms
 from .members import Member, culprits, without_store
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .rendezvous import join_launched_world
 from .store import Store, StoreError
-from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
+from .work import Then, TorchWork, as_bytes, copy_alone, nan_apart, through_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +93,7 @@ class ProcessGroup:
     The way of each collective (N ranks, S bytes in the whole tensor, sent by each rank):
 
     - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks
-      over gloo is an all-to-all, which does not copy this rank's own half.
+      over gloo is a swap, which does not copy this rank's own half.
     - reduce_scatter: NCCL's own, beside other collectives after `reduce_apart`. gloo: an all-to-all
       (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own moves as much as an all-reduce
       and takes twice as long.
@@ -193,7 +194,7 @@ class ProcessGroup:
             return copy_alone(out, piece)
         if self._must_stage(out):
             return through_host(self.all_gather, out, piece)
-        return self._gather("all_gather", out, piece)
+        return self._exchanges(out).all_gather("all_gather", out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,)."""
@@ -207,13 +208,7 @@ class ProcessGroup:
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
             return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
-        # Two ranks swap halves straight into `out`, without room for the other ranks' slices
-        if self.size == 2:
-            return self._swap_halves(out, whole)
-        slices = torch.empty_like(whole).view(self.size, -1)  # (N, k), each rank's for this one
-        runs = [as_bytes(out).numel()] * self.size  # bytes to, and from, each rank
-        work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
-        return Then(work, lambda: fold_into(out, slices, "sum"))
+        return self._exchanges(whole).reduce_scatter(out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on
@@ -228,7 +223,7 @@ class ProcessGroup:
             return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
         small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
         if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
-            return self._gather_and_fold(tensor, op)
+            return self._exchanges(tensor).all_reduce(tensor, op)
         if op == "sum":
             return self._launch("all_reduce", "allreduce", [tensor])
         # A maximum: NaN travels as a mask, behind the values
@@ -255,7 +250,7 @@ class ProcessGroup:
         width = source.element_size()
         out_runs = [num * width for num in out_sizes]
         in_runs = [num * width for num in in_sizes]
-        return self._all_to_all("all_to_all", out, out_runs, source, in_runs)
+        return all_to_all(self._launch, "all_to_all", out, out_runs, source, in_runs)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
@@ -682,51 +677,11 @@ class ProcessGroup:
             return self._reducing_group
         return self._device_group if self._device_type(tensor) in self._of_device else group
 
-    def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
-        """An all-gather, by way of which small sums and exchanges go, too."""
-        # `out` (N * k,), `piece` (k,); both travel as bytes, so no dtype is out of reach
-        if self.size != 2 or self._backend(out) != "gloo":
-            return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
-        refuse_in_transform(kind)
-        halves = out.chunk(2)  # two views (k,) of `out`
-        if halves[self.rank].data_ptr() != piece.data_ptr():  # else the piece lies in its place
-            halves[self.rank].copy_(piece)
-        return self._swap(kind, halves[1 - self.rank], piece)
-
-    def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
-        """Two ranks: the other's `source` comes into `out`, with no copy of one's own."""
-        # Of ranks 0 and 1: one's own run is empty. Sent and received are equally long.
-        runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
-        return self._all_to_all(kind, out, runs, source, runs)
-
-    def _all_to_all(
-        self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]
-    ) -> Work:
-        """As `all_to_all`, with the sizes of runs in bytes."""
-        return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), runs, in_runs)
-
-    def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
-        """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more
-        room is needed."""
-        halves = whole.chunk(2)  # two views (k,) of `whole`
-        work = self._swap("reduce_scatter", out, halves[1 - self.rank])
-        return Then(work, lambda: out.add_(halves[self.rank]))  # in `wait`, on the waiting thread
-
-    def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
-        """An all-reduce of few bytes, or of a dtype that no backend adds."""
-        if self.size == 2 and self._backend(tensor) == "gloo":
-            return self._swap_and_fold(tensor, op)
-        parts = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
-        work = self._gather("all_reduce", parts.view(-1), tensor)
-        return Then(work, lambda: fold_into(tensor, parts, op))
-
-    def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
-        theirs = torch.empty_like(tensor)  # (k,), the other rank's
-        # In rank order, so that both ranks get the same bits
-        first, second = (tensor, theirs) if self.rank == 0 else (theirs, tensor)
-        fold_pair = torch.add if op == "sum" else torch.maximum  # both keep NaN
-        work = self._swap("all_reduce", theirs, tensor)
-        return Then(work, lambda: fold_pair(first, second, out=tensor))
+    def _exchanges(self, tensor: Tensor) -> Exchanges:
+        """The ways of a collective that is an exchange of such tensors."""
+        are_pair = self.size == 2 and self._backend(tensor) == "gloo"
+        # Made anew, since kept it would be in a cycle with this group, and keep its connections
+        return (Pair if are_pair else Exchanges)(self.rank, self.size, self._launch)
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. `kind` names
@@ -734,7 +689,7 @@ class ProcessGroup:
         if self._alone:
             return part
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device="cpu")
-        self._gather(kind, out, part).wait()
+        self._exchanges(out).all_gather(kind, out, part).wait()
         return out
 
     def _device_type(self, tensor: Tensor) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # The methods of torch groups for 1-D tensors. Newer releases give them public names besides,
 # `all_gather_single` and `reduce_scatter_single`.
 ALL_GATHER, REDUCE_SCATTER = "_allgather_base", "_reduce_scatter_base"
+ALL_TO_ALL = "alltoall_base"
 
 # Set by a rank whose function raised under `launch`, as it ends
 WORLD_FAILURE_KEY = "functorch_zero/failed"
@@ -205,7 +206,7 @@ def named_group(
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
-    # By torch's internals: no public function takes a name; see Note [eras] in `process`
+    # By torch's internals: no public function takes a name; see Note [eras] in `membership`
     backend = c10d.Backend(_config_of(backends))
 
     def make() -> dist.ProcessGroup:

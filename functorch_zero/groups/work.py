@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import GroupError
-from .checks import fold
 from .protocol import Done, Work
 
 
@@ -39,7 +38,7 @@ class TorchWork:
     """
 
     # A work is under way (a handle), done (none), or was cut off (none, and an era): see Note
-    # [eras] in `process`
+    # [eras] in `membership`
     _era: int | None = None  # of the group, when it left with this under way
 
     def __init__(self, group: CanLosePeers, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
@@ -114,11 +113,6 @@ def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, sour
     in_place = out is source
     host_out = host_source if in_place else torch.empty(out.shape, dtype=out.dtype, device="cpu")
     return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
-
-
-def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
-    """`out` (k,) becomes the sum or the maximum of the rows of `parts` (N, k), in rank order."""
-    out.copy_(fold(parts.unbind(), op))
 
 
 def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
