@@ -39,7 +39,8 @@ _SECONDS_WHILE_IT_GOES_ON = 1.0
 _SECONDS_WHILE_IT_WAITS = 0.5
 _SECONDS_AT_EXIT = 5.0  # for threads to come to an end
 # At most so long for a device to finish earlier calls, or to become idle
-SECONDS_TO_FINISH = 60.0
+_SECONDS_TO_FINISH = 60.0
+_SECONDS_IN_VAIN = 1.0  # for this device and others, before an abort after which nobody comes back
 
 
 class Mark(Protocol):
@@ -222,6 +223,66 @@ class LettingGo:
             key = f"{self._key}/finished"
             torch_distributed.roll_call(self._store, key, self._ranks, self._seconds)
         torch_distributed.abort(self._groups)
+
+
+class DeviceSide:
+    """A group's side on a device: what its collectives have queued there, the thread that watches
+    it, and its end. Of a group over gloo alone nothing happens here."""
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None  # of the last collective
+        self._earlier: Mark | None = None  # behind the calls before the present one
+        self._watch: DeviceWatch | None = None  # while connected
+        self._letting_go: LettingGo | None = None  # after this rank has left
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a thread hears of failures while this rank's host waits for its device."""
+        return self._watch is not None
+
+    def watch(self, group: CanHear, era: int, limit: float) -> None:
+        """Start the thread; see `DeviceWatch`."""
+        self._watch = DeviceWatch(group, era, limit)
+
+    def launched(self, device: torch.device) -> None:
+        """This thread has started a collective on its current stream of this device."""
+        self._device = device
+        watch = self._watch  # its thread may leave at any time
+        if watch is not None:
+            watch.launched(device)
+
+    def begin_call(self) -> None:
+        """What is queued now is of earlier calls, whose results must not be lost."""
+        self._earlier = self.mark()
+
+    def mark(self) -> Mark | None:
+        """A mark behind all that is queued now; None where there was no collective."""
+        return None if self._device is None else mark_on(current_stream(self._device))
+
+    def let_go(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        key: str,
+        ranks: tuple[int, int],
+        store: Store,
+        limit: float | None,
+    ) -> None:
+        """Stop the thread, and let `LettingGo` end the groups. `limit`: the group's, in seconds;
+        None: nobody comes back."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if groups:
+            seconds = _SECONDS_IN_VAIN if limit is None else min(_SECONDS_TO_FINISH, limit)
+            self._letting_go = LettingGo(groups, self._earlier, key, ranks, seconds, store)
+            self._earlier = None
+
+    def becomes_idle(self) -> bool:
+        """After `let_go`: whether the device has nothing of the group left to do, in the end."""
+        if self._letting_go is None:
+            return True
+        let_go, mark = self._letting_go.wait(3 * _SECONDS_TO_FINISH), self.mark()
+        return let_go and (mark is None or is_reached(mark, _SECONDS_TO_FINISH))
 
 
 def alarm_key(key: str) -> str:

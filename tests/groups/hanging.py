@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from functorch_zero.groups import ProcessGroup, device_watch, torch_distributed
-from functorch_zero.groups import process as process_module
 
 _FOREVER = timedelta(days=1000)  # gloo's own limit is no part of this
 # gloo's groups end by waiting for what is under way, which NCCL's abort doesn't
@@ -183,7 +182,6 @@ def on_device(timeout: float = 20.0) -> OnDevice:
     torch_distributed.accelerator = lambda: "cuda"
     device_watch.mark_on = MarkOfDevice  # type: ignore[assignment]
     torch.accelerator.current_stream = DEVICE.current_stream
-    process_module.mark_on = MarkOfDevice  # type: ignore[assignment]
     parent = dist.new_group(backend="cuda:hanging")
     assert isinstance(parent, dist.ProcessGroup)
     return OnDevice(parent, timeout=timeout)

@@ -45,9 +45,9 @@ def noting_groups(noted: list[tuple[str, str]]) -> Iterator[None]:
     launch_now = ProcessGroup._launch
 
     def noting(self: ProcessGroup, kind: str, method: str, *arguments: Any) -> Any:
-        first = arguments[0]  # a tensor, or a list of one
-        tensor = first if isinstance(first, torch.Tensor) else first[0]
-        apart = self._group_for(method, tensor) is not self._torch_group
+        connections = self._connections
+        group = connections.group_for(method, on_device=False)
+        apart = group is not connections.host
         noted.append((kind, "apart" if apart else "common"))
         return launch_now(self, kind, method, *arguments)
 
@@ -82,7 +82,7 @@ def test_gloo_has_one_torch_group() -> None:
     def fn() -> Any:
         group = ProcessGroup()
         group.reduce_apart()
-        return group._reduces_apart, group._reducing_group
+        return group._connections._reduces_apart, group._connections.reducing
 
     assert on_ranks(fn, 2) == [(False, None)] * 2
 
@@ -99,7 +99,7 @@ def test_a_failure_ends_both_torch_groups_and_both_come_back() -> None:
             with pytest.raises(GroupError) as caught:
                 group.reduce_scatter(torch.empty(4), torch.ones(8)).wait()
             heard.append("bad batch" in str(caught.value))
-            assert group._reducing_group is None
+            assert group._connections.reducing is None
             group.rejoin()
             noted: list[tuple[str, str]] = []
             with noting_groups(noted):
@@ -118,7 +118,7 @@ def test_a_call_after_a_failure_leaves_the_connecting_to_rejoin() -> None:
         group.reduce_apart()
         group.rejoin()
         check_all(group)
-        return group._reducing_group is not None
+        return group._connections.reducing is not None
 
     assert on_ranks(fn, 2) == [True, True]
 

@@ -78,9 +78,9 @@ def test_collectives() -> None:
         check_all(group)
         group.reduce_apart()
         check_all(group)
-        return group._of_host, group._of_device
+        return group._connections.backends, group._connections.of_device
 
-    assert on_ranks(fn, 3) == [({"cpu": "gloo"}, {"cuda": "hanging"})] * 3
+    assert on_ranks(fn, 3) == [({"cpu": "gloo", "cuda": "hanging"}, {"cuda": "hanging"})] * 3
 
 
 @pytest.mark.parametrize("patience", [float("inf"), AHEAD])
@@ -161,9 +161,7 @@ def test_earlier_calls_that_were_cut_off() -> None:
 
 def test_a_device_that_stays_busy_after_the_abort() -> None:
     def fn() -> Any:
-        from functorch_zero.groups import process
-
-        process.SECONDS_TO_FINISH = 0.3
+        device_watch._SECONDS_TO_FINISH = 0.3
         group = on_device(timeout=2.0)
         group.all_gather(torch.zeros(2), torch.ones(1)).wait()
         group.fail(ValueError("bad batch"))
@@ -175,7 +173,7 @@ def test_a_device_that_stays_busy_after_the_abort() -> None:
             def query(self) -> bool:
                 return False
 
-        process.mark_on = Never  # type: ignore[assignment]
+        device_watch.mark_on = Never  # type: ignore[assignment]
         return outcome(group.rejoin)
 
     for ended in on_ranks(fn, 2):
@@ -224,7 +222,8 @@ def test_closing_waits_for_the_device() -> None:
         group.all_gather(x, torch.ones(1)).wait()
         group.close()
         group.close()
-        assert group._letting_go is not None and group._letting_go.wait(5.0)
+        assert group._membership.device._letting_go is not None
+        assert group._membership.device._letting_go.wait(5.0)
         return x.tolist(), DEVICE.num_cut, outcome(group.barrier).text
 
     for rank, found in enumerate(on_ranks(fn, 2)):
@@ -240,7 +239,7 @@ def test_a_rank_that_is_busy_hears_of_a_failure() -> None:
             group.fail(ValueError("bad batch"))
         elif group.rank == 2:
             begin = time.monotonic()
-            while group._torch_group is not None and time.monotonic() < begin + SOON:
+            while group._connections.host is not None and time.monotonic() < begin + SOON:
                 time.sleep(0.01)
         return outcome(lambda: group.all_gather(torch.zeros(3), torch.ones(1)).wait()), outcome(
             group.barrier
@@ -271,14 +270,18 @@ def test_asking_whether_a_rank_is_there_leaves_nothing_behind() -> None:
         group = on_device()
         asked = []
         for _ in range(3):
-            asked += [group.news(True) for _ in range(300)]
+            asked += [group._membership.news(True) for _ in range(300)]
             check_all(group)
         if group.rank == 1:
             group.close()
         begin = time.monotonic()
-        while group.rank == 0 and group.news(True) is None and time.monotonic() < begin + SOON:
+        while (
+            group.rank == 0
+            and group._membership.news(True) is None
+            and time.monotonic() < begin + SOON
+        ):
             time.sleep(0.01)
-        return set(asked), group.news(True)
+        return set(asked), group._membership.news(True)
 
     first, second = on_ranks(fn, 2)
     assert first == ({None}, "rank 1 has ended or can't be reached from rank 0")
@@ -290,7 +293,7 @@ def test_a_watch_that_is_late_leaves_no_later_era() -> None:
 
     def fn() -> Any:
         group, has_heard, go_on = on_device(), threading.Event(), threading.Event()
-        news = group.news
+        news = group._membership.news
 
         def late(waits: bool) -> str | None:
             text = news(waits)
@@ -299,7 +302,7 @@ def test_a_watch_that_is_late_leaves_no_later_era() -> None:
                 go_on.wait(SOON)
             return text
 
-        group.news = late  # type: ignore[method-assign]
+        group._membership.news = late  # type: ignore[method-assign]
         if group.rank == 0:
             group.fail(ValueError("bad batch"))
         else:
@@ -323,7 +326,7 @@ def test_torchs_watchdog_spares_the_process() -> None:
                 os.environ[name] = own
             group = on_device(timeout=7.0)
             for _ in range(2):
-                made = group._device_group
+                made = group._connections.device
                 assert isinstance(made, HangingGroup)
                 found.append((made.env, made.timeout.total_seconds(), os.environ.get(name)))
                 group.fail(ValueError("bad batch"))
@@ -663,7 +666,7 @@ def test_a_rank_is_killed_while_the_others_wait_for_a_gather(
             group.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
         group.all_gather(torch.zeros(2), torch.ones(1)).wait()
-        device_group = group._device_group
+        device_group = group._connections.device
         assert isinstance(device_group, HangingGroup)
         threading.Timer(0.1, device_group.abort).start()
         monkeypatch.setattr(device_watch, "_SECONDS_WHILE_IT_WAITS", 1000.0)

@@ -460,7 +460,7 @@ def test_a_group_without_a_backend_for_the_cpu() -> None:
         heard = outcome(group.barrier)[0]
         group.rejoin()
         check_all(group)
-        return [group._backends, heard]
+        return [group._connections.backends, heard]
 
     backends = {"cpu": "gloo", "cuda": "gloo"}
     assert on_ranks(fn, 2) == [[backends, "PeerError"], [backends, "GroupError"]]

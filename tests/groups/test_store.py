@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from functorch_zero.groups import ProcessGroup, launch, torch_distributed
-from functorch_zero.groups import process as process_module
+from functorch_zero.groups import ProcessGroup, launch, membership, torch_distributed
 from functorch_zero.groups.addresses import way_to
 from functorch_zero.groups.members import Member, culprits, without_store
 from functorch_zero.groups.store import Store, StoreError
@@ -232,7 +231,7 @@ def test_a_rank_is_lost_and_nobody_can_be_asked() -> None:
 
     def fn() -> Any:
         group = ProcessGroup(timeout=limit)
-        group._store = silent()
+        group._membership.store = silent()
         if group.rank == 1:
             time.sleep(limit + 0.2)  # late
             return outcome(group.barrier)
@@ -245,12 +244,12 @@ def test_a_rank_is_lost_and_nobody_can_be_asked() -> None:
 
 def test_a_rank_fails_and_can_tell_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections close all the same."""
-    monkeypatch.setattr(process_module, "_SECONDS_FOR_ROLL_CALL", 0.3)
+    monkeypatch.setattr(membership, "_SECONDS_FOR_ROLL_CALL", 0.3)
 
     def fn() -> Any:
         group = ProcessGroup(timeout=20.0)
         if group.rank == 1:
-            group._store = silent()
+            group._membership.store = silent()
             failed = outcome(lambda: group.fail(ValueError("bad batch")))
             return failed, outcome(group.barrier)
         return outcome(group.barrier)
@@ -271,7 +270,7 @@ def test_a_question_that_nobody_hears() -> None:
 
     def fn() -> Any:
         group = ProcessGroup(timeout=limit)
-        group._store = silent()
+        group._membership.store = silent()
         return outcome(lambda: group.all_say("words", 20.0))
 
     for error, text, seconds in on_ranks(fn, 2):
@@ -283,7 +282,7 @@ def test_nobody_comes_back_without_a_store() -> None:
     def fn() -> Any:
         group = ProcessGroup(timeout=20.0)
         group.fail(ValueError("bad batch"))
-        group._store = silent()
+        group._membership.store = silent()
         return outcome(group.rejoin)
 
     for error, text, seconds in on_ranks(fn, 2):
@@ -296,7 +295,7 @@ def test_a_device_hangs_and_nobody_can_be_asked() -> None:
 
     def fn() -> Any:
         group = on_device(timeout=limit)
-        group._store = silent()
+        group._membership.store = silent()
         if group.rank == 0:
             return outcome(lambda: group.all_reduce(torch.ones(3)).wait() or group.barrier())
         time.sleep(limit + SOON)  # it never starts that collective
@@ -393,7 +392,7 @@ def test_who_is_lost() -> None:
 
 def test_a_lost_rank_is_named_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three, one of which is late."""
-    monkeypatch.setattr(process_module, "_SECONDS_FOR_ROLL_CALL", 0.3)
+    monkeypatch.setattr(membership, "_SECONDS_FOR_ROLL_CALL", 0.3)
 
     def fn() -> Any:
         group = ProcessGroup(timeout=0.3)
