@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tree import has_values
 from .checks import (
     check_all_gather,
     check_all_to_all,
@@ -140,7 +141,7 @@ class CountingGroup(RecordingGroup):
     def __init__(self, size: int, rank: int = 0) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be from 0 to size - 1, got rank {rank} and size {size}")
-        super().__init__(_MirrorGroup(rank, size))
+        super().__init__(MirrorGroup(rank, size))
 
 
 def counted(group: Group) -> RecordingGroup:
@@ -148,19 +149,22 @@ def counted(group: Group) -> RecordingGroup:
     return RecordingGroup(group)
 
 
-class _MirrorGroup:
-    """A group whose other ranks all hold the same as this rank. Outputs are there at once."""
+class MirrorGroup:
+    """A group whose other ranks all hold the same as this rank. Outputs are there at once; those
+    without values are left alone."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
-    def subgroup(self, ranks: Sequence[int]) -> _MirrorGroup:
-        return _MirrorGroup(list(ranks).index(self.rank), len(ranks))
+    def subgroup(self, ranks: Sequence[int]) -> MirrorGroup:
+        return MirrorGroup(list(ranks).index(self.rank), len(ranks))
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         check_all_gather(self.size, out, piece)
+        if not has_values(out):
+            return Done()
         # (N * k,) as N rows (k,), all equal
         rows = out.view(self.size, piece.numel())
         rows.copy_(piece.clone())  # a copy, since the piece may lie in out
@@ -170,6 +174,8 @@ class _MirrorGroup:
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
+        if not has_values(out):
+            return Done()
         # All ranks bring the same, so the sum is `size` times this rank's own slice
         start = self.rank * out.numel()
         out.copy_(whole[start : start + out.numel()] * self.size)
@@ -179,7 +185,8 @@ class _MirrorGroup:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
-        if op == "sum":  # the largest of equals is there already
+        # The largest of equals is there already
+        if op == "sum" and has_values(tensor):
             tensor.mul_(self.size)
         return Done()
 
@@ -188,6 +195,8 @@ class _MirrorGroup:
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        if not has_values(out):
+            return Done()
         # The run that this rank sends to itself stands for the runs from all ranks
         own = torch.split(source, list(in_sizes))[self.rank].clone()
         for run in torch.split(out, list(out_sizes)):

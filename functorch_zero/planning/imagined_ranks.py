@@ -1,18 +1,19 @@
-"""The ranks of a plan: groups that record their collectives and do nothing else, and the axes made
-of them."""
+"""The ranks of a plan: groups that record their collectives, and the axes made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import copy
+from typing import Any
 
 from torch import Tensor
 
-from ..groups.counting import RecordingGroup
+from ..groups.counting import Call, MirrorGroup, RecordingGroup
 from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
-from ..groups.protocol import Done, ReduceOp, Work
+from ..groups.protocol import Work
+from ..groups.thread_scheduler import Signature
 from ..sharded.options import check_state_axes
-from ..tree import has_values
 from .report import Collective
 
 _OF_NO_UNIT = {"step", "gradient", "loss", "optimizer", "unshard"}  # begins of labels
@@ -45,73 +46,59 @@ class Journal:
 
 
 class Recorder(LabelledGroup):
-    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its
-    tensors as they are.
+    """Rank `rank` of `size`: every collective is recorded with its phase and unit. Tensors without
+    values stay as they are; numbers become those of ranks that all have the same.
 
     Args:
         name: of these ranks, for people: "shard 4", say.
         swaps: whether a reduce-scatter takes room for the other ranks' slices, as over gloo.
     """
 
-    def __init__(
-        self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = ""
-    ) -> None:
-        super().__init__(_Silent(rank, size), label)
+    inner: RecordingGroup  # which knows the bytes that each call sends
+
+    def __init__(self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool) -> None:
+        super().__init__(RecordingGroup(MirrorGroup(rank, size)))
         # All groups of a step share one journal, so that collectives keep one order
         self.journal, self.name, self.swaps = journal, name, swaps
-        self._counting = RecordingGroup(self.inner)  # which knows the bytes that each call sends
 
     def at(self, label: str) -> Recorder:
-        return Recorder(
-            self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label
-        )
+        made = copy(self)
+        made.label = label
+        return made
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        if self._in_pass:  # an update gathers, too, and those tensors are temporaries
-            self.journal.notice("gathered", out)
-        elif self._phase == "publish":
-            self.journal.notice("params", out)
-        # Outputs stay as they are: on tensors without values there is nothing to write
-        return self._noted(self._counting.all_gather(out, piece))
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        # Both count as gradients, for as long as somebody holds them
-        self.journal.notice("gradients", out)
-        self.journal.notice("gradients", whole)
-        noted = self._noted(self._counting.reduce_scatter(out, whole))
-        if self.size == 1:  # a copy, made at once
-            return noted
+    def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
+        for kind, tensor in self._kinds_of(call.kind, *arguments):
+            self.journal.notice(kind, tensor)
+        work: Work = getattr(self.inner, call.kind)(*arguments)
+        self._note(self.inner.calls[-1])
+        # One rank copies at once. A backend reads its input until `wait`, and has its room until
+        # then
+        if call.kind != "reduce_scatter" or self.size == 1:
+            return work
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
         takes_room = self.swaps and self.size > 2
-        # A backend reads its input until `wait`, and has its room until then
-        return _Holding(whole, whole.new_empty(whole.numel()) if takes_room else None)
+        return _Holding(brought, brought.new_empty(brought.numel()) if takes_room else None)
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if has_values(tensor) and op == "sum":
-            tensor.mul_(self.size)  # as if every rank had the same numbers
-        # In a pass an all-reduce is of gradients; others carry metrics and counts
-        if self._in_pass:
-            self.journal.notice("gradients", tensor)
-        return self._noted(self._counting.all_reduce(tensor, op))
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._noted(self._counting.broadcast(tensor, source))
+    def _kinds_of(self, call: str, out: Tensor, *others: Any) -> list[tuple[str, Tensor]]:
+        """The kinds of memory of a collective's tensors, as far as they are any."""
+        # Both count as gradients, for as long as somebody holds them
+        if call == "reduce_scatter":
+            return [("gradients", out), ("gradients", others[0])]
+        # An update gathers, too, and those tensors are temporaries
+        if call == "all_gather" and (self._in_pass or self._phase == "publish"):
+            return [("gathered" if self._in_pass else "params", out)]
+        # Others than those of a pass carry metrics and counts
+        return [("gradients", out)] if call == "all_reduce" and self._in_pass else []
 
     @property
     def _in_pass(self) -> bool:
         return self._phase in ("forward", "backward")
 
-    def _noted(self, work: Work) -> Work:
-        """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
+    def _note(self, call: Call) -> None:
+        """Put a call into the journal. The label says where it belongs: "UNIT/..." or
         "UNIT[...]", or one of `_OF_NO_UNIT`."""
         # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
-        call = self._counting.calls[-1]  # `RecordingGroup` has just put it there
         collective = Collective(
             phase=self._phase,
             kind=call.kind,
@@ -123,7 +110,6 @@ class Recorder(LabelledGroup):
         )
         self.journal.recorded.append(collective)
         self.journal.on_call(collective)
-        return work
 
     @property
     def _phase(self) -> str:
@@ -205,36 +191,3 @@ class _Holding:
 
     def wait(self) -> None:
         self._tensors = ()
-
-
-class _Silent:
-    """A group whose collectives do nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return Done()
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return Done()
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return Done()
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        return Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return Done()
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return [payload] * self.size
-
-    def barrier(self) -> None:
-        return None
-
-    def fail(self, error: BaseException) -> None:
-        return None
