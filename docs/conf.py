@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
 from functorch_zero.version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from public_names import with_public_names
 
 project = "functorch_zero"
 author = "the authors of functorch_zero"
@@ -86,6 +91,10 @@ def rewrite_docstring(
     lines[:] = as_rst("\n".join(lines)).split("\n")
 
 
+def list_public_names(app: Sphinx, page: str, source: list[str]) -> None:
+    source[0] = with_public_names(source[0])
+
+
 FETCHED = re.compile(r'<(?:link|script|img|iframe)\b[^>]*\b(?:href|src)="(?:https?:)?//[^"]*"')
 
 
@@ -118,6 +127,7 @@ def _first_sentence(app: Sphinx, page: str) -> str:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)  # before napoleon
+    app.connect("source-read", list_public_names)
     app.connect("build-finished", write_llms_txt)
     app.connect("build-finished", check_nothing_is_fetched)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -24,7 +24,6 @@ from functorch_zero import optim
 from functorch_zero.optim import Transform
 from functorch_zero.optim.naming import NamedFunction, described
 from tests.conformance.table import TABLE
-from tests.parity.cases import POINTWISE
 from tests.tiers import THOROUGH
 
 FACTOR = 2.0  # which a transform below looks up
@@ -87,7 +86,7 @@ def test_names_of_others_are_qualified() -> None:
     assert scale_twice(1.0).name == f"{__name__}.scale_twice"
 
 
-ALIKE: dict[str, Callable[[], Any]] = {name: row.make for name, row in TABLE.items()} | POINTWISE
+ALIKE: dict[str, Callable[[], Any]] = {name: row.make for name, row in TABLE.items()}
 
 
 @pytest.mark.parametrize("name", ALIKE)

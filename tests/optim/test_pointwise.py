@@ -20,9 +20,10 @@ from functorch_zero.optim.naming import described
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.transforms import hostile_params
+from tests.conformance.table import TABLE
 from tests.parity.cases import (
     NUM_STEPS,
-    POINTWISE,
+    RATE,
     assert_close,
     decayed_matrices,
     gradients,
@@ -30,41 +31,42 @@ from tests.parity.cases import (
     run,
     stacked,
 )
-from tests.reference import pointwise as reference
+from tests.reference.pointwise import ORACLES
 from tests.tiers import crossed, thinned, tiers
 
-ORACLES: dict[str, tuple[optim.Transform, Any]] = {
-    "adam": (
-        optim.adam(0.1, 0.8, 0.9, 1e-3),
-        lambda x, g: reference.adam(x, g, 0.1, 0.8, 0.9, 1e-3),
+# Pointwise whatever the grouping: rows of the conformance table, and other arguments
+POINTWISE = {name: row.make for name, row in TABLE.items() if row.make().plain is not None} | {
+    "adam eps_root": lambda: optim.adam(RATE, eps_root=1e-6),
+    "rmsprop centred": lambda: optim.rmsprop(RATE, centered=True, momentum=0.9, nesterov=True),
+    "rmsprop optax": lambda: optim.rmsprop(
+        RATE, 0.9, initial_scale=1.0, eps_in_sqrt=True, bias_correction=True
     ),
-    "adamax": (
-        optim.adamax(0.1, 0.8, 0.9),
-        lambda x, g: reference.adamax(x, g, 0.1, 0.8, 0.9, 1e-8),
+    "ademamix, b3": lambda: optim.contrib.ademamix(
+        RATE, b3=optim.linear_schedule(0.9, 0.99, 4), weight_decay=0.1
     ),
-    "lion": (
-        optim.lion(0.1, weight_decay=0.2),
-        lambda x, g: reference.lion(x, g, 0.1, 0.9, 0.99, 0.2),
+    "ema biased": lambda: optim.ema(0.9, debias=False),
+    "nan_to_num, numbers": lambda: optim.nan_to_num(1.0, 2.0, 3.0),
+    "inject_hyperparams adamw": lambda: optim.inject_hyperparams(optim.adamw)(
+        RATE, b1=0.8, weight_decay=0.1
     ),
-    "adabelief": (
-        optim.contrib.adabelief(0.1, eps=1e-8, eps_root=1e-8),
-        lambda x, g: reference.adabelief(x, g, 0.1, 0.9, 0.999, 1e-8),
+    "inject_hyperparams all": lambda: optim.inject_hyperparams(optim.rmsprop)(
+        0.1, initial_scale=0.1, momentum=0.9, centered=True, weight_decay=0.1
     ),
-    "yogi": (
-        optim.contrib.yogi(0.1),
-        lambda x, g: reference.yogi(x, g, 0.1, 0.9, 0.999, 1e-3, 1e-6),
+    "inject_hyperparams sgd": lambda: optim.inject_hyperparams(optim.sgd)(
+        RATE, momentum=0.9, dampening=0.3
     ),
-    "ademamix": (
-        optim.contrib.ademamix(0.1, weight_decay=0.2),
-        lambda x, g: reference.ademamix(x, g, 0.1, 0.9, 0.999, 0.9999, 5.0, 1e-8, 0.2),
+    "inject_hyperparams nadam": lambda: optim.inject_hyperparams(optim.nadam)(RATE),
+    "inject_hyperparams radam": lambda: optim.inject_hyperparams(optim.radam)(RATE, b2=0.6),
+    "inject_hyperparams yogi": lambda: optim.inject_hyperparams(optim.contrib.yogi)(RATE),
+    "inject_hyperparams rprop": lambda: optim.inject_hyperparams(optim.contrib.rprop)(0.01),
+    "inject_hyperparams adagrad": lambda: optim.inject_hyperparams(optim.adagrad)(
+        0.1, lr_decay=0.1
     ),
-    "schedule_free_sgd": (
-        optim.schedule_free_sgd(0.1, b1=0.8),
-        lambda x, g: reference.schedule_free_sgd(x, g, 0.1, 0.8),
-    ),
-    "lookahead": (
-        optim.lookahead(optim.sgd(0.1), 3, 0.4),
-        lambda x, g: reference.lookahead(x, g, 0.1, 3, 0.4),
+    "inject_hyperparams ademamix": lambda: optim.inject_hyperparams(optim.contrib.ademamix)(RATE),
+    "inject_hyperparams lion": lambda: optim.inject_hyperparams(optim.lion)(RATE),
+    "inject_hyperparams clip": lambda: optim.inject_hyperparams(optim.clip)(0.5),
+    "inject_hyperparams free": lambda: optim.inject_hyperparams(optim.schedule_free_sgd)(
+        0.1, warmup_steps=2
     ),
 }
 

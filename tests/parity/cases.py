@@ -1,4 +1,4 @@
-"""The trees and the rows that tests of pointwise transforms share."""
+"""The trees and the runs that tests of pointwise transforms share."""
 
 from __future__ import annotations
 
@@ -90,71 +90,3 @@ def decayed_matrices(path: str, leaf: Tensor) -> bool:
 
 Schedule = Callable[[Any], Any]
 RATE: Schedule = optim.warmup_cosine_decay_schedule(0.05, 0.3, 2, NUM_STEPS + 1, 0.01)
-
-# Every pointwise optimizer and transform by name, with a schedule and weight decay where they take
-# one.
-POINTWISE: dict[str, Callable[[], optim.Transform]] = {
-    "sgd": lambda: optim.sgd(RATE, weight_decay=0.1),
-    "sgd momentum": lambda: optim.sgd(RATE, 0.9, weight_decay=0.1),
-    "sgd nesterov": lambda: optim.sgd(RATE, 0.9, nesterov=True),
-    "sgd dampening": lambda: optim.sgd(RATE, 0.9, dampening=0.3),
-    "adam": lambda: optim.adam(RATE, weight_decay=0.1),
-    "adam eps_root": lambda: optim.adam(RATE, eps_root=1e-6),
-    "adamw": lambda: optim.adamw(RATE, weight_decay=0.1),
-    "amsgrad": lambda: optim.amsgrad(RATE, weight_decay=0.1),
-    "adamax": lambda: optim.adamax(RATE, weight_decay=0.1),
-    "adamaxw": lambda: optim.contrib.adamaxw(RATE, weight_decay=0.1),
-    "nadam": lambda: optim.nadam(RATE, weight_decay=0.1),
-    "nadamw": lambda: optim.contrib.nadamw(RATE, weight_decay=0.1),
-    "radam": lambda: optim.radam(RATE, b2=0.6, weight_decay=0.1),
-    "adagrad": lambda: optim.adagrad(RATE, lr_decay=0.1, weight_decay=0.1),
-    "adadelta": lambda: optim.adadelta(RATE, weight_decay=0.1),
-    "rmsprop": lambda: optim.rmsprop(RATE, weight_decay=0.1),
-    "rmsprop centred": lambda: optim.rmsprop(RATE, centered=True, momentum=0.9, nesterov=True),
-    "rmsprop optax": lambda: optim.rmsprop(
-        RATE, 0.9, initial_scale=1.0, eps_in_sqrt=True, bias_correction=True
-    ),
-    "rprop": lambda: optim.contrib.rprop(0.01),
-    "sign_sgd": lambda: optim.contrib.sign_sgd(RATE),
-    "lion": lambda: optim.lion(RATE, weight_decay=0.1),
-    "adabelief": lambda: optim.contrib.adabelief(RATE),
-    "yogi": lambda: optim.contrib.yogi(RATE),
-    "ademamix": lambda: optim.contrib.ademamix(
-        RATE, b3=optim.linear_schedule(0.9, 0.99, 4), weight_decay=0.1
-    ),
-    "schedule_free_sgd": lambda: optim.schedule_free_sgd(0.3, warmup_steps=2, weight_decay=0.1),
-    "schedule_free_adamw": lambda: optim.schedule_free_adamw(0.3, warmup_steps=2, weight_decay=0.1),
-    "trace": lambda: optim.trace(0.9),
-    "ema": lambda: optim.ema(0.9),
-    "ema biased": lambda: optim.ema(0.9, debias=False),
-    "clip": lambda: optim.clip(0.5),
-    "nan_to_num": lambda: optim.nan_to_num(1.0, 2.0, 3.0),
-    "scale_by_schedule": lambda: optim.scale_by_schedule(RATE),
-    "lookahead": lambda: optim.lookahead(optim.sgd(RATE, 0.9), 2, 0.5),
-    "params_ema": lambda: optim.params_ema(optim.adam(RATE), 0.9),
-    "named_chain": lambda: optim.named_chain(("clip", optim.clip(1.0)), ("adam", optim.adam(RATE))),
-    "inject_hyperparams": lambda: optim.inject_hyperparams(optim.adamw)(
-        RATE, b1=0.8, weight_decay=0.1
-    ),
-    "inject_hyperparams all": lambda: optim.inject_hyperparams(optim.rmsprop)(
-        0.1, initial_scale=0.1, momentum=0.9, centered=True, weight_decay=0.1
-    ),
-    "inject_hyperparams sgd": lambda: optim.inject_hyperparams(optim.sgd)(
-        RATE, momentum=0.9, dampening=0.3
-    ),
-    "inject_hyperparams nadam": lambda: optim.inject_hyperparams(optim.nadam)(RATE),
-    "inject_hyperparams radam": lambda: optim.inject_hyperparams(optim.radam)(RATE, b2=0.6),
-    "inject_hyperparams yogi": lambda: optim.inject_hyperparams(optim.contrib.yogi)(RATE),
-    "inject_hyperparams rprop": lambda: optim.inject_hyperparams(optim.contrib.rprop)(0.01),
-    "inject_hyperparams adagrad": lambda: optim.inject_hyperparams(optim.adagrad)(
-        0.1, lr_decay=0.1
-    ),
-    "inject_hyperparams ademamix": lambda: optim.inject_hyperparams(optim.contrib.ademamix)(RATE),
-    "inject_hyperparams lion": lambda: optim.inject_hyperparams(optim.lion)(RATE),
-    "inject_hyperparams clip": lambda: optim.inject_hyperparams(optim.clip)(0.5),
-    "inject_hyperparams free": lambda: optim.inject_hyperparams(optim.schedule_free_sgd)(
-        0.1, warmup_steps=2
-    ),
-    "reduce_on_plateau": lambda: optim.chain(optim.adam(RATE), optim.reduce_on_plateau()),
-    "from_torch": lambda: optim.from_torch(torch.optim.Adamax, lr=0.1, weight_decay=0.1),
-}

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from functorch_zero import optim
 
 
 def sign(x: float) -> float:
@@ -134,3 +137,40 @@ def lookahead(x: float, grads: Sequence[float], lr: float, k: int, alpha: float)
         moves.append(fast - x)
         x = fast
     return moves
+
+
+# The library's transform, and its oracle of one element: (x, its gradients) -> updates
+ORACLES: dict[str, tuple[optim.Transform, Any]] = {
+    "adam": (
+        optim.adam(0.1, 0.8, 0.9, 1e-3),
+        lambda x, g: adam(x, g, 0.1, 0.8, 0.9, 1e-3),
+    ),
+    "adamax": (
+        optim.adamax(0.1, 0.8, 0.9),
+        lambda x, g: adamax(x, g, 0.1, 0.8, 0.9, 1e-8),
+    ),
+    "lion": (
+        optim.lion(0.1, weight_decay=0.2),
+        lambda x, g: lion(x, g, 0.1, 0.9, 0.99, 0.2),
+    ),
+    "adabelief": (
+        optim.contrib.adabelief(0.1, eps=1e-8, eps_root=1e-8),
+        lambda x, g: adabelief(x, g, 0.1, 0.9, 0.999, 1e-8),
+    ),
+    "yogi": (
+        optim.contrib.yogi(0.1),
+        lambda x, g: yogi(x, g, 0.1, 0.9, 0.999, 1e-3, 1e-6),
+    ),
+    "ademamix": (
+        optim.contrib.ademamix(0.1, weight_decay=0.2),
+        lambda x, g: ademamix(x, g, 0.1, 0.9, 0.999, 0.9999, 5.0, 1e-8, 0.2),
+    ),
+    "schedule_free_sgd": (
+        optim.schedule_free_sgd(0.1, b1=0.8),
+        lambda x, g: schedule_free_sgd(x, g, 0.1, 0.8),
+    ),
+    "lookahead": (
+        optim.lookahead(optim.sgd(0.1), 3, 0.4),
+        lambda x, g: lookahead(x, g, 0.1, 3, 0.4),
+    ),
+}
