@@ -208,26 +208,49 @@ def plan(
         inputs = tree_map(partial(_without_value, fake=work.fake, device=device), given)
         with _values_refused(journal):
             state = imagined.run(*inputs, order=work.order)
-    # Of the model's layout: the stand-in's has one leaf per bucket, padding included
-    num_params = sum(leaf.numel for leaf in layout.leaves)
+    made = _plan_of(
+        imagined,
+        options,
+        layout,  # the model's: the stand-in's has one leaf per bucket, padding included
+        _bytes_held(state, imagined),
+        notes=found_units(layout.units),
+    )
+    # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
+    balance = balance_of(step.optimizer, layout)
+    return replace(made, balance=balance, traced=batch is not None, bandwidth=bandwidth)
+
+
+def _plan_of(
+    imagined: ImaginedStep | ImaginedProgram,
+    options: Options,
+    layout: Layout,
+    num_bytes: Mapping[str, Any],
+    *,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a step that has run. `num_bytes`: of a rank, by the name in a `Plan`."""
+    group, samples = options.group, imagined.watch.samples
+    assert isinstance(group, Recorder)
     return Plan(
         level=options.levels.number,
         levels=tuple(levels_of(layout)),
-        num_ranks=options.group.size,
-        rank=options.group.rank,
-        num_params=num_params,
-        **_bytes_held(state, imagined),
-        samples=tuple(imagined.watch.samples),
-        collectives=tuple(journal.recorded),
-        # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
-        balance=balance_of(step.optimizer, layout),
-        traced=batch is not None,
-        assumed=imagined.live.assumed,
+        num_ranks=group.size,
+        rank=group.rank,
+        num_params=sum(leaf.numel for leaf in layout.leaves),
+        gradients=imagined.reduced,
+        stored=tuple(own.stored() for own in imagined.places.values()),
+        # The most at one moment, over all
+        gathered=max(sample.gathered for sample in samples),
+        samples=tuple(samples),
+        collectives=tuple(group.journal.recorded),
+        balance=None,
+        traced=True,
+        assumed=imagined.watch.live.assumed,
         mesh=options.axes.mesh,
-        notes=found_units(layout.units)
-        + codecs_of(layout, options.group.size)
-        + notes_of(elements_by_unit(layout), options.group.size, tables_of(layout)),
-        bandwidth=bandwidth,
+        notes=notes
+        + codecs_of(layout, group.size)
+        + notes_of(elements_by_unit(layout), group.size, tables_of(layout)),
+        **num_bytes,
     )
 
 
@@ -345,33 +368,13 @@ def _plan_of_program(
     with _told_of_lists(batch, "program"):
         layout = imagined.run(*inputs)
     _check_rows(rows, layout, all_named=False)
-    group, samples = options.group, imagined.watch.samples
-    assert isinstance(group, Recorder)
-    num_bytes: dict[str, Any] = {
+    num_bytes = {
         "params": imagined.held,
-        "gradients": imagined.reduced,
         "state": imagined.others,
         "buffers": 0,  # among the state
         "parts": imagined.parts,
-        "stored": tuple(own.stored() for own in imagined.places.values()),
-        "gathered": max(sample.gathered for sample in samples),
     }
-    return Plan(
-        level=imagined.level,
-        levels=tuple(levels_of(layout)),
-        num_ranks=group.size,
-        rank=group.rank,
-        num_params=sum(leaf.numel for leaf in layout.leaves),
-        samples=tuple(samples),
-        collectives=tuple(group.journal.recorded),
-        balance=None,
-        traced=True,
-        assumed=imagined.watch.live.assumed,
-        mesh=options.axes.mesh,
-        notes=codecs_of(layout, group.size)
-        + notes_of(elements_by_unit(layout), group.size, tables_of(layout)),
-        **num_bytes,
-    )
+    return _plan_of(imagined, options, layout, num_bytes)
 
 
 def _check_arguments(step: ProgramStep, args: tuple[Any, ...], batch: Any) -> None:
@@ -531,10 +534,6 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "state": bytes_held(state.opt_state),
         "buffers": bytes_held(state.buffers),
         "parts": bytes_held(state.parts),
-        "stored": tuple(own.stored() for own in imagined.places.values()),
-        "gradients": imagined.reduced,
-        # The most at one moment, over all
-        "gathered": max(sample.gathered for sample in imagined.watch.samples),
     }
 
 

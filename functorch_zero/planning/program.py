@@ -56,7 +56,6 @@ class ImaginedProgram:
 
     Attributes:
         watch: the memory from moment to moment.
-        level: 0 to 3; None where there are levels by leaf.
         held: bytes of the first value's trees that are held as params are.
         others: bytes of the rest of that value.
         places: the stand-ins for the user's, by kind.
@@ -77,7 +76,6 @@ class ImaginedProgram:
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
         agreement = _ImaginedAgreement(options, self.watch)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
-        self.level = self._step.level
         self.held = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
