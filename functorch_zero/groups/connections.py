@@ -52,7 +52,7 @@ class Connections:
 
         `name`: all have agreed upon it; None: torch's own.
         """
-        of_host = {d: name for d, name in self.backends.items() if d not in self.of_device}
+        of_host = {d: b for d, b in self.backends.items() if d not in self.of_device}
         self.host = self._made(of_host, name)
         if self.of_device:
             self.device = self._made(self.of_device, name and f"{name}/device")
