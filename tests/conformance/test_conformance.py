@@ -30,6 +30,7 @@ from functorch_zero.testing.slicing import all_gather_tree
 from functorch_zero.testing.strategies import known_optimizers, public_functions
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
+from tests.scripts import ROOT
 from tests.tiers import FULL, THOROUGH, tiers
 
 LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
@@ -257,3 +258,13 @@ def test_every_public_optimizer_has_a_row() -> None:
     # Which has a test above
     missing = public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}
     assert not missing, f"rows are missing for {sorted(missing)}"
+
+
+def test_every_public_optimizer_is_in_the_catalogue() -> None:
+    page = (ROOT / "docs" / "reference" / "optimizers.md").read_text()
+    homes = ("functorch_zero.optim.optimizers", "functorch_zero.optim.contrib")
+    made_there = {
+        n for n in public_transforms() if public_functions()[n].__module__.startswith(homes)
+    }
+    assert len(made_there) > 50
+    assert not {name for name in made_there if f"{name}`" not in page}
