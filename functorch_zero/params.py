@@ -85,6 +85,11 @@ class OnEngine:
     origin: str
 
     @property
+    def is_used_up(self) -> bool:
+        """Whether a step has taken its storage."""
+        raise NotImplementedError
+
+    @property
     def engine(self) -> Engine:
         """The engine of the ranks that hold it."""
         raise NotImplementedError

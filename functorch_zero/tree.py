@@ -233,6 +233,8 @@ def own_copy(leaf: Any) -> Any:
 
 def copied_if_in(tree: PyTree[Any], *others: PyTree[Any]) -> PyTree[Any]:
     """A tree whose tensors lie in none of the storages of the others: copies where they did."""
+    if not optree.tree_leaves(tree):
+        return tree
     shared = storages(others)
 
     def own(x: Any) -> Any:

@@ -617,7 +617,7 @@ STEPS = {
     "state: whole, of the optimizer": Stepping(
         of(optim.adamw(0.1)),
         StructureError,
-        r"path 0.mu.0.weight, expected \(\d\,\), got \(2, 3\), on rank \d. Remedy",
+        r"path 0.mu.0.weight, expected elements .*, got shape \(2, 3\), on rank \d. Remedy",
         levels=(3,),
     ),
     "state: a dict": Stepping(

@@ -245,7 +245,9 @@ def _spots(step: Step, state: State) -> list[_Spot]:
         plan = step.state_plan(layout)
         spots = spots.replace(
             params=_in_tree(state.params, _param_spots(layout, axes)),
-            opt_state=_in_tree(state.opt_state, _state_spots(state.opt_state, plan, layout, axes)),
+            opt_state=_in_tree(
+                state.opt_state, _state_spots(as_local(state.opt_state), plan, layout, axes)
+            ),
         )
     elif isinstance(step, ShardedProgramStep):
         axes = step.options.axes

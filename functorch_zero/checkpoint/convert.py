@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import StructureError
 from ..model.functionalize import Apply
 from ..params import Names
-from ..sharded.train import ShardedTrainStep
 from ..step.state import State, trained
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together
@@ -25,7 +24,7 @@ from .catalogue import chosen
 from .contents import Held, TrainingStep, contents_of, frozen_in, group_of, names_in
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
-from .load import Allowed, Chosen, blank_state, not_chosen, some_of
+from .load import Allowed, Chosen, not_chosen, some_of, state_to_fill
 from .manifest import Leaf, Manifest
 from .places import Places, find_places
 from .safetensors_file import (
@@ -431,15 +430,8 @@ class Import:
 
     def _read(self) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
-        # `like`'s storage becomes the result's
-        reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
         old = _by_name(contents_of(self._step, self._like).held)
-        self._state = state = blank_state(self._like, reuse=reuse)
-        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
-        if reuse and self._like.sharding is not None:
-            donations = self._like.sharding.donations
-            donations.take(self._like.step)
-            donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
+        self._state = state = state_to_fill(self._step, self._like)
         state.step.copy_(self._like.step)
         if state.seed is not None and self._like.seed is not None:
             state.seed.copy_(self._like.seed)

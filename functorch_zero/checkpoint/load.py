@@ -20,7 +20,7 @@ from .._torch_private import base_of, storage_id
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine, map_local
-from ..sharded.program.step import ShardedProgramStep
+from ..sharded.state import adopt_state
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
@@ -210,7 +210,7 @@ class _Load:
         self._check_frozen(shares)
         manifest = self._manifest
         assert manifest is not None and self._old is not None and self._places is not None
-        state = self._state_to_fill()
+        state = state_to_fill(self._step, self._like)
         tensors = [leaf for leaf in optree.tree_leaves(as_local(state)) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):
@@ -247,25 +247,6 @@ class _Load:
             elif held.tensor is not before.tensor:
                 held.tensor.copy_(before.tensor)  # missing, and allowed to be
         return parts
-
-    def _state_to_fill(self) -> State:
-        """A state of `like`'s structure: in `like`'s storage, where the step donates."""
-        like = self._like
-        if not donates(self._step):
-            return blank_state(like, reuse=False)
-        assert like.sharding is not None  # only sharded steps donate
-        donations = like.sharding.donations
-        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
-        if isinstance(self._step, ShardedProgramStep):
-            state = _handed_on(like)
-            donations.take(like.step)
-        else:
-            state = blank_state(like, reuse=True)
-            # Files are read past the counts of writes, by which published flats are known
-            like.params.note_published(())
-            donations.take(like.step)
-            donations.take_counters(like.step, like.opt_state, state.opt_state)
-        return state
 
 
 def check_match(
@@ -395,35 +376,36 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     for node in optree.tree_leaves(finished, is_leaf=is_on_engine):
         if isinstance(node, ShardedTree):
             node.adopt()
+        elif isinstance(node, ShardedOptState):
+            adopt_state(node)
     return finished
 
 
-def blank_state(like: State, *, reuse: bool) -> State:
-    """A state of the same structure whose values are to be overwritten, all of them.
+def state_to_fill(step: Step, like: State) -> State:
+    """A state of the same structure whose values are to be overwritten, all of them: in `like`'s
+    storage, where the step donates."""
+    if not donates(step):
+        return _blank_state(like)
+    assert like.sharding is not None  # only sharded steps donate
+    like.sharding.donations.take()
+    # Before the first write, so that a failure half-way leaves `like` refused, not wrong
+    return _handed_on(like)
 
-    Leaves that are views of one flat are so again, but no two have elements in common. With `reuse`
-    they are `like`'s own tensors, with three exceptions: scalars, since the step counter tells
-    states apart; leaves whose values don't lie row by row; a second use of the same storage.
-    """
+
+def _blank_state(like: State) -> State:
+    """New tensors. Leaves that are views of one flat are so again, but no two have elements in
+    common."""
     flats: dict[int, list[_BlankFlat]] = {}  # by the id of the one that like's leaves are views of
-    used = _Ranges()  # addresses of the tensors taken over
-
-    def blank(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # Donated storage is taken over once: a second leaf in it gets storage of its own
-        if reuse and _can_be_read_into(leaf) and used.take(leaf.data_ptr(), leaf.nbytes):
-            return leaf
-        return _blank(leaf, flats)
-
-    state: State = map_local(blank, like)
+    state: State = map_local(
+        lambda leaf: _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf, like
+    )
     return state
 
 
 def _handed_on(like: State) -> State:
-    """The same of a program's state that is donated: of each tree and optimizer's state in its
-    value the next one, in the storage that nothing else in the value has. The old one is used up.
-    Other tensors are new, since a program's step doesn't write over them either."""
+    """The same of a state that is donated: of each tree and optimizer's state in its value the next
+    one, in the storage that nothing else in the value has. The old one is used up. Other tensors
+    are new, since a step doesn't write over them either."""
     holders: Counter[int] = Counter()
     for node in optree.tree_leaves(like.value, is_leaf=is_on_engine):
         holders.update(storages(as_local(node)))
@@ -452,7 +434,7 @@ def _handed_on(like: State) -> State:
         return _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf
 
     value = tree_map(next_of, like.value, is_leaf=is_on_engine)
-    return blank_state(like.replace(value=None), reuse=False).replace(value=value)
+    return _blank_state(like.replace(value=None)).replace(value=value)
 
 
 def _lie_apart(state: ShardedOptState) -> bool:

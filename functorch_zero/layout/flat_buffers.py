@@ -8,9 +8,7 @@ without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import call, is_
 from typing import Any, TypeGuard
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -129,6 +127,11 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) 
             are_flat = all(piece.dim() == 1 for piece in pieces)
             if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(piece_number)):
                 return flat
+    return pack_pieces(pieces, bucket, piece_number)
+
+
+def pack_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
+    """A new flat piece (piece,) of these 1-D pieces."""
     # Zeros, so that padding is 0 where pieces come from elsewhere
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
     torch._foreach_copy_(cut(flat, bucket, piece_number), list(pieces))
@@ -211,61 +214,6 @@ def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torc
             f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}"
         )
     return dtypes.pop()
-
-
-class Recall:
-    """`find(leaves)`, the flats that leaves lie in, which looks no closer while the leaves are
-    those of the last time.
-
-    A step is given the leaves that the last one returned, where storage is donated. They are
-    remembered weakly, and asked whether they still lie where they lay.
-
-    Args:
-        may_move: whether somebody else has the leaves, who may set their data.
-    """
-
-    def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]], *, may_move: bool = True):
-        self._find, self._may_move = find, may_move
-        self._leaves: list[Callable[[], Tensor | None]] = []  # weak references: dead ones give None
-        self._as_they_were: list[list[Any]] = []
-        self._firsts: list[
-            int
-        ] = []  # for each flat, a leaf that is a view of it, or the flat itself
-
-    def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        # With `map`, since this runs for every leaf at every step
-        same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
-        if same and (not self._may_move or where_they_lie(leaves) == self._as_they_were):
-            return [*map(_base_or_itself, map(leaves.__getitem__, self._firsts))]
-        flats = self._find(leaves)
-        # Id -> the last leaf that is a view of that base
-        known = {id(base): i for i, base in enumerate(map(_base_or_itself, leaves))}
-        self._leaves = []
-        # Only plain tensors, all of whose flats are bases: no copies, which might go stale
-        if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
-            self._leaves, self._as_they_were = [*map(ref, leaves)], where_they_lie(leaves)
-            self._firsts = [known[id(flat)] for flat in flats]
-        return flats
-
-
-def _base_or_itself(leaf: Tensor) -> Tensor:
-    base = base_of(leaf)
-    return leaf if base is None else base
-
-
-def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    """The places of leaves, fact by fact; equal while the leaves lie where they lay. `leaf.data =
-    other` moves a leaf, which stays the same object."""
-    # With `map`, as above
-    return [
-        [*map(storage_id, leaves)],
-        [*map(Tensor.storage_offset, leaves)],
-        [leaf.shape for leaf in leaves],
-        [leaf.dtype for leaf in leaves],
-        [*map(Tensor.is_contiguous, leaves)],
-        [*map(Tensor.is_conj, leaves)],
-        [*map(Tensor.is_neg, leaves)],
-    ]
 
 
 def own_piece(flat: Tensor, bucket: Bucket, piece_number: int) -> Tensor:

@@ -73,6 +73,13 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(slots=True, eq=False)
+class Lease:
+    """Of tensors that a node owns: whether a step has written over them, and so ended it."""
+
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class History:
     """How a piece was made. The piece's aliases share it, so that a write to one shows in all.
 
@@ -82,6 +89,7 @@ class History:
         path: in the value that a program was given, of a leaf of it, which it may not write to.
         version: of the piece, after the last operator that is in the text; 0 as of a new tensor.
         opened: the word of the values, once somebody may write to them without an operator.
+        lease: of the node that owns the tensor; None: it is the piece's own.
     """
 
     text: str
@@ -89,6 +97,7 @@ class History:
     path: str | None = field(default=None, kw_only=True)
     version: int = 0
     opened: str | None = None
+    lease: Lease | None = field(default=None, kw_only=True)
 
 
 class Piece(Tensor):

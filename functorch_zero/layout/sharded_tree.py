@@ -39,7 +39,6 @@ from .flat_buffers import (
     slice_flat,
     to_tree,
     unpack,
-    where_they_lie,
 )
 from .layout import Bucket, Layout
 from .levels import level_of
@@ -210,7 +209,6 @@ class ShardedTree(OnEngine):
         origin: the call of the library that has made the tree, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
         place: its path in the value that a program was given; None: it isn't of that.
-        is_used_up: whether a step has taken its storage.
         num_uses: how often it was read so far, or given to a function of the library.
     """
 
@@ -223,13 +221,19 @@ class ShardedTree(OnEngine):
         self._made: AsMade | None = None  # its leaves, once somebody has read them
         self.origin: str = ""
         self.place: str | None = None
-        self.is_used_up, self.num_uses = False, 0
+        self._is_used_up, self.num_uses = False, 0
 
     @classmethod
-    def of_local(cls, tree: PyTree[Tensor | None], holding: Holding) -> ShardedTree:
-        """The tree of these local tensors."""
+    def of_local(
+        cls,
+        tree: PyTree[Tensor | None],
+        holding: Holding,
+        flats: Sequence[Tensor | None] | None = None,
+    ) -> ShardedTree:
+        """The tree of these local tensors; `flats`: those that they are views of, if known."""
         made = cls(None, holding)
         made._local = tree
+        made._known = None if flats is None else _Known([*flats])
         return made
 
     @classmethod
@@ -302,7 +306,7 @@ class ShardedTree(OnEngine):
         if self._tree is None:
             self._tree = self._as_pieces(self.local_tree)
             if self._known is not None:
-                self._known.remember(self._shown(), self._leaves())
+                self._known.remember(self._shown())
         return self._tree
 
     def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
@@ -382,14 +386,11 @@ class ShardedTree(OnEngine):
             DonatedError: a step has taken its storage.
         """
         self._check_not_used_up()
-        known, buckets = self._known, self.sharding.layout.buckets
-        # Nobody has seen the leaves, so nobody has changed them
-        if known is not None and self._tree is None:
-            return known.flats
-        leaves = self._leaves()
+        known, buckets = self.known_flats, self.sharding.layout.buckets
         # The usual case: one step's result is the next one's argument
-        if known is not None and known.still(self._shown(), leaves) and (known.own or not to_write):
-            return known.flats
+        if known is not None and (self.is_made_of_flats or not to_write or self._tree is None):
+            return known
+        leaves = self._leaves()
         # The updates of a tree that is read only
         if self._is_of_no_updates(leaves):
             return [None] * len(buckets)
@@ -409,8 +410,16 @@ class ShardedTree(OnEngine):
         if all(flat is None or id(flat) in bases for flat in flats):
             self._known = _Known(flats, own=False)
             if self._tree is not None:
-                self._known.remember(self._shown(), leaves)
+                self._known.remember(self._shown())
         return flats
+
+    @property
+    def known_flats(self) -> list[Any] | None:
+        """The flats that the leaves are known to lie in; None: they may lie anywhere."""
+        known = self._known
+        # Nobody has seen the leaves, so nobody has changed them
+        is_known = known is not None and (self._tree is None or known.still(self._shown()))
+        return known.flats if known is not None and is_known else None
 
     def _is_of_no_updates(self, leaves: Sequence[Tensor | None]) -> bool:
         is_noted = self.holding.form == "pieces" and self.holding.read_only
@@ -615,16 +624,21 @@ class ShardedTree(OnEngine):
         if self._known is not None:
             self._known.published.clear()
         self._tree = self._local = self._known = None
-        self.is_used_up = True
+        self._is_used_up = True
         return made
 
     def apart(self) -> ShardedTree:
         """The same, of whose storage no step has taken anything, nor will from another tree."""
         return self._held_as(donated=WeakIdKeyDictionary())
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether a step has taken its storage."""
+        # Or flats of a tree that this one was made of: few trees come there
+        return self._is_used_up or bool(self.holding.donated and self._lies_in_donated_flats())
+
     def _check_not_used_up(self) -> None:
-        # A step has taken flats of a tree that this one was made of: few trees come here
-        if self.is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
+        if self.is_used_up:
             raise _donated()
 
     def _lies_in_donated_flats(self) -> bool:
@@ -658,7 +672,7 @@ class ShardedTree(OnEngine):
         read are made anew for those who come later."""
         if self._tree is not None:
             leaves = self._leaves()
-            if self._known is not None and not self._known.still(self._shown(), leaves):
+            if self._known is not None and not self._known.still(self._shown()):
                 self._known = None
             self._local, self._tree = self.sharding.layout.treedef.unflatten(leaves), None
         self._made, self.origin, self.place = None, origin, place
@@ -826,16 +840,14 @@ class _Known:
         # By bucket; [] has none. Trees of the same flats share it
         self.published: list[_Published | None] = []
         self._shown: list[Any] = []
-        self._as_they_were: list[list[Any]] = []
 
-    def remember(self, shown: list[Any], leaves: list[Any]) -> None:
-        """Note the leaves, as users see them and as they are here."""
-        self._shown, self._as_they_were = shown, _where_they_lie(leaves)
+    def remember(self, shown: list[Any]) -> None:
+        """Note the leaves, as users see them. Pieces stay where they lie."""
+        self._shown = shown
 
-    def still(self, shown: list[Any], leaves: list[Any]) -> bool:
-        """Whether the leaves are those, lying where they lay."""
-        same = all(map(is_, shown, self._shown))
-        return same and _where_they_lie(leaves) == self._as_they_were
+    def still(self, shown: list[Any]) -> bool:
+        """Whether the leaves are those."""
+        return all(map(is_, shown, self._shown))
 
 
 class _Published:
@@ -858,10 +870,6 @@ def _writes_to(*tensors: Tensor) -> list[int] | None:
     if any(tensor.is_inference() for tensor in tensors):
         return None
     return [version_of(tensor) for tensor in tensors]
-
-
-def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
-    return where_they_lie([leaf for leaf in leaves if leaf is not None])
 
 
 def hold(

@@ -406,7 +406,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
     def update_tree(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
     ) -> tuple[PyTree[Tensor], Any]:
-        return run(updates, across.beside(state, params), params, across)
+        return _kept(run, updates, across.beside(state, params), params, across)
 
     return Transform(
         _lift_init(init),
@@ -499,7 +499,8 @@ def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any
         return across.init_whole(part, params)
 
     def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
-        return across.run_whole(part, updates, state, params)
+        new, after = across.run_whole(part, updates, state, params)
+        return new, across.keep(after, updates, new, params)
 
     return Transform(
         init,
@@ -538,7 +539,9 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     def update_tree(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
     ) -> Any:
-        return across.run_whole_tree(run, updates, state, params if wants_params else None, limit)
+        given = params if wants_params else None
+        new, after = across.run_whole_tree(run, updates, state, given, limit)
+        return new, across.keep(after, updates, new, params)
 
     made_with = {"init": init, "update": update, "limit": limit}
     return Transform(
@@ -577,10 +580,8 @@ def chain(*transforms: Transform) -> Transform:
                 new += states
                 continue
             # Statistics, whole leaves, or leaves told apart: a run of one transform
-            before = updates
-            updates, one = run.transforms[0].update(before, old[0], params, across)
-            # The next run may write over updates, which this state may hold
-            new.append(across.keep(one, before, updates, params))
+            updates, one = run.transforms[0].update(updates, old[0], params, across)
+            new.append(one)
         return updates, tuple(new)
 
     # A chain must see as much as its most demanding part; an empty one sees nothing
@@ -612,8 +613,6 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
     def ending(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
         *before, own = state
         updates, states = head.update_fn(updates, tuple(before), params, across)
-        # A kernel writes to the params, which these states may hold
-        states = across.keep(states, params)
         updates, own = last.update_and_add(updates, own, params, across)
         return updates, (*states, own)
 
@@ -780,6 +779,14 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return state
 
     return run
+
+
+def _kept(
+    update: Update, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+) -> tuple[PyTree[Tensor], Any]:
+    """An author's `update`, whose state is kept apart from what later parts may write over."""
+    new, after = update(updates, state, params, across)
+    return new, across.keep(after, updates, new, params)
 
 
 def _returns_pair(author: Update, update: Callable[..., Any]) -> Update:

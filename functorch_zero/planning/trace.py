@@ -22,7 +22,7 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTree, tree_map
+from optree import PyTree
 from torch import Tensor
 
 from .._torch_private import FakeTensorMode, storage_id
@@ -40,6 +40,7 @@ from ..sharded.placed import Stored, moved_tree, stored_flats
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
 from ..sharded_optim.ferry import Coming, home_of, in_turn
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..step.train import TrainStep
 from .imagined_ranks import Recorder
@@ -110,9 +111,7 @@ class ImaginedStep:
         with whole:
             run = self._open(params, buffers, batch)
             # The step uses up the tree that it is given, as donated; the plan counts leaves alone
-            state: State = tree_map(
-                lambda x: x, run.state.replace(params=run.state.params.local_tree)
-            )
+            state: State = as_local(run.state)
         published = [flat for flat in run.state.params.published() if flat is not None]
         self.published = bytes_held(published)
         with whole, uncompiled():
@@ -154,10 +153,15 @@ class ImaginedStep:
         prepared = PreparedUpdate.of_step(step, self._layout, options)
         # No seed: nothing is drawn where nothing has values
         whole = step.init(params, buffers, seed=None)
-        piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)
-        state = shard_state(whole, prepared, sharding, piece_number)
+        sharding = options.sharding(self._layout)
+        state = shard_state(whole, prepared, sharding)
         params_there = moved_tree(options.places.params, state.params)
-        state, flats = state.replace(params=params_there), params_there.flats()
+        beside: ShardedOptState = state.value.opt_state
+        placed = prepared.placed(beside.as_it_lies)
+        cuts = beside.cuts.among(optree.tree_leaves(placed))
+        opt_state = ShardedOptState(placed, beside.holding, cuts)
+        state = state.replace(params=params_there, opt_state=opt_state)
+        flats = params_there.flats()
         updater = _Announced(
             prepared, self.watch.enter, self.places.get("state"), idle=self._only_buckets
         )
@@ -308,12 +312,12 @@ class _Announced:
         self._enter("publish")
         return updated
 
-    def _carried(self, state: Any, *, over: bool) -> Any:
+    def _carried(self, state: ShardedOptState, *, over: bool) -> ShardedOptState:
         """The state after each bucket of it was brought and taken back, as an update does.
         `over`: to where it was."""
         if self._elsewhere is None:
             return state
-        ferry, (leaves, treedef) = self._prepared.ferry, optree.tree_flatten(state)
+        ferry, (leaves, treedef) = self._prepared.ferry, optree.tree_flatten(state.as_it_lies)
         ferry.begin(look=False, over=over)
         slots: dict[int, list[int]] = {}  # positions, by the bucket's one leaf
         for i, planned in enumerate(self._prepared.plan.leaves):
@@ -331,7 +335,7 @@ class _Announced:
                 leaves[i] = ferry.take_back(here, here.tensor)
 
         in_turn([*slots.values()], begin, run, ferry.ahead)
-        return treedef.unflatten(leaves)
+        return ShardedOptState(treedef.unflatten(leaves), state.holding)
 
     def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
         made = self._prepared.placed(state, old, look=look)

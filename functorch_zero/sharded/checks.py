@@ -11,11 +11,12 @@ from optree import tree_map
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import StructureError, explain
+from ..errors import DonatedError, StructureError, explain
 from ..layout.layout import Layout
 from ..layout.levels import level_in_words, levels_of
 from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
+from ..params import is_on_engine
 from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
 from ..step.state import State, check_state
 from .options import Options, StatePlace
@@ -108,6 +109,19 @@ def check_place(state: State, options: Options) -> Sharding:
     return sharding
 
 
+def check_not_donated(state: State) -> None:
+    """Raise if a step has taken the storage of a state, or of a part of it."""
+    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+    if any(is_on_engine(node) and node.is_used_up for node in nodes):
+        # Who took it may have failed since, so no state need have come of it
+        raise DonatedError(
+            f"the state of step {int(state.step)} was donated to a step or a load, which has "
+            "written over its storage. Remedy: use the state that it returned; if it failed, load "
+            "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, state), or "
+            "shard with donate=False"
+        )
+
+
 def sharding_of(state: State, options: Options) -> Sharding:
     """The sharding of a training step's state.
 
@@ -116,8 +130,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
         DonatedError: a step has taken its storage.
     """
     sharding = check_place(state, options)
-    # Before the params are looked at: those of a donated state are used up
-    sharding.donations.check(state.step, state.value.opt_state)
+    check_not_donated(state)
     params = state.params
     if not isinstance(params, ShardedTree):
         raise StructureError(

@@ -19,7 +19,7 @@ from ..layout.layout import Bucket, Cut, Layout, Unit
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..precision import short
-from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
@@ -227,10 +227,9 @@ def describe(step: AnyStep, state: State) -> Description:
     others = state.replace(parts=None)
     rows = _rows(others, sharding.layout, plan, sends=step.group.size > 1)
     rows += _rows_of_parts(step, state)
-    holding = StateHolding(sharding, plan)
     stored = _Elsewhere(step.options)
     stored.see_params(state.params)
-    stored.see_state(ShardedOptState(state.value.opt_state, holding))
+    stored.see_state(state.value.opt_state)
     return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, sharding.layout.units)
 
 
@@ -418,7 +417,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list
     # By the param's number: its leaves of the optimizer's state
     slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
     shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like
-    for planned, x in zip(plan.leaves, optree.tree_leaves(state.opt_state), strict=True):
+    for planned, x in zip(plan.leaves, optree.tree_leaves(as_local(state.opt_state)), strict=True):
         if planned.kind == "replicated":
             shared.append(x)
         else:

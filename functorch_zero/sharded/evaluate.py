@@ -20,7 +20,7 @@ from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
-from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.program import read_only
@@ -37,7 +37,6 @@ from .checks import check_batch, check_place, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
 from .params import make_unit_flats
-from .placed import brought
 from .program.engine import ShardedEngine
 from .publish import chosen_params, flats_of_pass
 
@@ -228,8 +227,7 @@ class ShardedEvalStep:
         params: ShardedTree = state.params
         pieces = params.pieces()
         device = next(flat.device for flat in params.flats())
-        opt_state = brought(self.options.places.state, state.value.opt_state, device)
-        known = _known_as_cut(opt_state, state, self.group.rank)
+        known = _known_as_cut(state.value.opt_state, self.group.rank)
 
         def as_held(tree: Any) -> Any:
             shown = ShardedTree(tree, pieces.holding)
@@ -244,22 +242,20 @@ class ShardedEvalStep:
         return chosen_params(params, chosen, self.options.axes), _words_of(found)
 
 
-def _known_as_cut(opt_state: Any, state: State, rank: int) -> ShardedOptState:
+def _known_as_cut(opt_state: Any, rank: int) -> ShardedOptState:
     """The optimizer's state, which knows how it is cut."""
-    assert state.sharding is not None
-    plan = state.sharding.plan
-    if plan is None or optree.tree_structure(opt_state) != plan.treedef:
+    if not isinstance(opt_state, ShardedOptState):
         raise StructureError(
             explain(
                 "eval_step(params=...) was given a state of whose optimizer's state nobody knows "
                 "how it is cut",
                 expected="a state of a training step",
-                got="one that was pickled, or has another optimizer's state by now",
+                got=f"a {type(opt_state).__name__} in its place",
                 rank=rank,
                 remedy="step.shard_state(step.unshard(state)) with the training step",
             )
         )
-    return ShardedOptState(opt_state, StateHolding(state.sharding, plan))
+    return opt_state
 
 
 def _words_of(trees: Sequence[ShardedTree]) -> str:

@@ -21,7 +21,6 @@ from ..places import ByUnit, Place, settle
 from ..precision import Dtypes
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
-from ..sharded_optim.state_plan import StatePlan
 from ..tree import PyTree, check_patterns
 from .buffers import SyncBuffers, check_sync_buffers
 
@@ -187,15 +186,14 @@ class Options:
             level_in_words=self.levels.in_words,
         )
 
-    def sharding(self, layout: Layout, plan: StatePlan | None = None) -> Sharding:
-        """The static part of a state that is cut so; `plan` of its optimizer's state."""
+    def sharding(self, layout: Layout) -> Sharding:
+        """The static part of a state that is cut so."""
         places = self.places.state
         return Sharding(
             layout,
             self.place.level,
             self.place.rank,
             self.place.mesh,
-            plan=plan,
             settle=None if places is None else partial(settle, places.distinct),
         )
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -30,6 +31,7 @@ from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import Kept
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import Metrics, Outcome
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState
@@ -67,8 +69,14 @@ class Updater(Protocol):
         ...
 
     def update(
-        self, grads: ShardedTree, state: Any, params: ShardedTree, *, donate: bool, look: bool
-    ) -> tuple[PyTree[Tensor] | None, Any]:
+        self,
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+        *,
+        donate: bool,
+        look: bool,
+    ) -> tuple[ShardedTree | None, ShardedOptState]:
         """The updates and the optimizer's next state; None where the params hold the sums
         already. The state is given as it lies, and the next one is for `placed`.
 
@@ -250,7 +258,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     # From here on the given state is used up: see Note [before the first write]
     if options.donate:
         buffers = apart_from(buffers, run.flats)
-        run.sharding.donations.take(state.step)
+        run.sharding.donations.take()
         # A skipped step changes no params, and what was published stays
         params = params.handed_on(run.flats, params.published(trained=not agreed.fine))
     # This rank's pieces: views of what is held
@@ -267,7 +275,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             updates, opt_state = run.updater.update(
                 grads, opt_state, view, donate=options.donate, look=look
             )
-        measured.see("update_norm", lambda: updates)
+        measured.see("update_norm", lambda: None if updates is None else updates.local_tree)
         with ranged("publish"):
             params = publish(
                 params,
@@ -282,14 +290,21 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
         own = tree_map(elements, grads.local_tree)
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, own))
 
-    metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state))
+    metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state.as_it_lies))
     metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))
     # Last, since metrics are read off the state beside the params
+    old: ShardedOptState = state.value.opt_state
     if agreed.fine:
-        old = state.value.opt_state if options.donate else None
-        opt_state = run.updater.placed(opt_state, old, look=look)
-    if options.donate:
-        run.sharding.donations.take_counters(state.step, state.value.opt_state, opt_state)
+        over = old.as_it_lies if options.donate else None
+        placed = run.updater.placed(opt_state.as_it_lies, over, look=look)
+        # Of what was beside the params nothing is kept
+        cuts = opt_state.cuts.among(optree.tree_leaves(placed))
+        opt_state = ShardedOptState(placed, opt_state.holding, cuts)
+        if options.donate:
+            old.use_up()
+    # A skipped step's, too, is another node
+    elif options.donate:
+        opt_state = old.handed_on(old.as_it_lies)
     new = State(
         step=state.step + 1,
         value=TrainValue(params, buffers, opt_state),

@@ -18,6 +18,7 @@ from ..layout.flat_buffers import (
     cut,
     flat_of_pieces,
     own_piece,
+    pack_pieces,
 )
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
@@ -34,7 +35,7 @@ from .placed import emptied
 def publish(
     params: ShardedTree,
     flats: Sequence[Tensor],
-    updates: PyTree[Tensor] | None,
+    updates: ShardedTree | None,
     axes: Axes,
     *,
     donate: bool,
@@ -57,7 +58,8 @@ def publish(
     """
     piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
-    given = None if updates is None else layout.treedef.flatten_up_to(updates)
+    given = None if updates is None else layout.treedef.flatten_up_to(updates.local_tree)
+    added = None if updates is None else updates.known_flats
     if given is not None:
         # Before anything is written
         check_no_complex_for_real(
@@ -75,7 +77,9 @@ def publish(
             continue
         if given is not None:
             piece, out = (own_piece(x, bucket, piece_number) for x in (flat, new))
-            _add(piece, [given[n] for n in bucket.leaves], bucket, piece_number, out=out)
+            update = None if added is None else added[b]
+            own = [given[n] for n in bucket.leaves]
+            _add(piece, own, update, bucket, piece_number, out=out)
         # The all-gather runs while the next bucket is added
         name = f"{params.holding.name}.{bucket.name}".lstrip(".")
         over = _published_along(bucket, axes)
@@ -90,26 +94,33 @@ def publish(
 def _add(
     piece: Tensor,
     updates: Sequence[Any],
+    flat: Tensor | None,
     bucket: Bucket,
     piece_number: int,
     *,
     out: Tensor,
 ) -> None:
     """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each, or rows of its
-    one leaf."""
+    one leaf; `flat`: (piece,), that they are cut from, if it is known."""
     if isinstance(updates[0], Rows):
         if storage_id(out) != storage_id(piece):
             out.copy_(piece)
         updates[0].add_to(out)
         return
+    if flat is None:
+        flat = _packed(updates, piece, bucket, piece_number)
+    # Rounded to the param's dtype before the sum, as the oracle does
+    torch.add(piece, flat.to(piece.dtype), out=out)
+
+
+def _packed(updates: Sequence[Any], piece: Tensor, bucket: Bucket, piece_number: int) -> Tensor:
+    """A new flat (piece,) of the updates of a bucket's leaves, for a piece of its params."""
     if any(update is None for update in updates):
         updates = _zeros_for_none(updates, cut(piece, bucket, piece_number))
     # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
     if len({update.dtype for update in updates}) > 1:
         updates = [update.to(piece.dtype) for update in updates]
-    update = flat_of_pieces(updates, bucket, piece_number)  # (piece,)
-    # Rounded to the param's dtype before the sum, as the oracle does
-    torch.add(piece, update.to(piece.dtype), out=out)
+    return pack_pieces(updates, bucket, piece_number)
 
 
 def copies_to_update(

@@ -279,9 +279,7 @@ def _laid_out(value: PyTree[Any]) -> PyTree[Any]:
         if isinstance(node, ShardedTree):
             return ShardedTree.of_flats(node.flats(), node.holding)
         if isinstance(node, ShardedOptState):
-            sharding, plan = node.holding.sharding, node.holding.plan
-            made = lay_out_state(node.as_it_lies, plan, sharding.layout, sharding.piece_number)
-            return ShardedOptState(made, node.holding)
+            return lay_out_state(node.as_it_lies, node.holding)
         return node
 
     return optree.tree_map(lay_out, value, is_leaf=is_on_engine)

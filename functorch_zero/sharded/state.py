@@ -9,31 +9,39 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
-from ..layout.flat_buffers import cut
+from ..layout.flat_buffers import cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
 from ..params import Engine
+from ..sharded_optim.cuts import Cuts
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, Trained, TrainValue
 from .params import all_gather_params
 from .update import PreparedUpdate
 
 
-def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number: int) -> Any:
+def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
     """Put leaves that follow a param into one new flat per bucket and slot; copy the rest.
 
     Args:
         opt_state: this rank's, as `init` makes it: (n,) where a leaf follows a param.
-        piece_number: of this rank's pieces in a bucket.
     """
+    plan, layout, piece_number = (
+        holding.plan,
+        holding.sharding.layout,
+        holding.sharding.piece_number,
+    )
     leaves, treedef = optree.tree_flatten(opt_state)
     assert len(leaves) == len(plan.leaves), (
         "the state of init on placeholders has another structure"
     )
     new: dict[int, Any] = {}  # by position in flatten order
+    cuts = Cuts()
     for shared in _sharing_a_flat(plan, layout):
         own = [leaves[i] for i in shared.positions]
         if len({x.dtype for x in own}) > 1:
@@ -42,11 +50,34 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number:
         views = cut(flat, shared.bucket, piece_number)
         for i, x, view in zip(shared.positions, own, views, strict=True):
             new[i] = view.copy_(x)
+        cuts.add(views, flat)
     for i, x in enumerate(leaves):
         # Copies, since `init` may return params, or one tensor for several leaves
         if i not in new:
             new[i] = x.detach().clone() if isinstance(x, Tensor) else x
-    return treedef.unflatten([new[i] for i in range(len(leaves))])
+            cuts.add([new[i]], new[i])
+    return ShardedOptState(
+        treedef.unflatten([new[i] for i in range(len(leaves))]), holding.lying(None), cuts
+    )
+
+
+def adopt_state(state: ShardedOptState) -> None:
+    """Note the flats that a state's leaves are views of, of which the caller says that nobody else
+    has them."""
+    holding = state.holding
+    # In a place, a leaf's flat is what is placed with it
+    if holding.brought is not None:
+        return
+    leaves, layout = optree.tree_leaves(state.as_it_lies), holding.sharding.layout
+    rest = {i for i, leaf in enumerate(holding.plan.leaves) if leaf.kind == "follows"}
+    for shared in _sharing_a_flat(holding.plan, layout):
+        own = [leaves[i] for i in shared.positions]
+        flat = flat_of_pieces(own, shared.bucket, holding.sharding.piece_number)
+        if storage_id(flat) == storage_id(own[0]):
+            state.cuts.add(own, flat)
+            rest -= {*shared.positions}
+    for i in rest:
+        state.cuts.add([leaves[i]], leaves[i])
 
 
 class _Shared(NamedTuple):
@@ -76,7 +107,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     assert state.sharding is not None
     layout = state.sharding.layout
     # Beside the params, where collectives can reach it; the given state stays where it lies
-    opt_state = prepared.brought(state.value.opt_state, state.params.flats()[0].device)
+    opt_state = prepared.brought(state.value.opt_state.as_it_lies, state.params.flats()[0].device)
     value = TrainValue(
         params=all_gather_params(state.params.as_noted(), axes),
         buffers=tree_map(torch.clone, state.buffers),
@@ -171,22 +202,22 @@ def shard_state(
     whole: State,
     prepared: PreparedUpdate,
     sharding: Sharding,
-    piece_number: int,
     engine: Engine | None = None,
     number: int = 0,
 ) -> State:
-    """The `piece_number`-th part of a whole state, in tensors of its own. No communication.
+    """This rank's part of a whole state, in tensors of its own, beside the params. No
+    communication.
 
     Args:
         engine, number: of the sharded params; see `Holding`.
     """
-    opt_state = part_of_state(whole.opt_state, prepared.plan, sharding.layout, piece_number)
+    opt_state = part_of_state(whole.opt_state, StateHolding(sharding, prepared.plan, engine))
     held = hold(whole.params, sharding, engine=engine, number=number)
     parts = prepared.parts.part(whole.parts, held.flats()[0].device)
     value = TrainValue(
         params=held,
         buffers=tree_map(torch.clone, whole.buffers),
-        opt_state=prepared.placed(opt_state),
+        opt_state=opt_state,
     )
     return State(
         step=whole.step.clone(),
@@ -198,15 +229,20 @@ def shard_state(
     )
 
 
-def part_of_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number: int) -> Any:
-    """The `piece_number`-th part of a whole optimizer's state, in tensors of its own."""
+def part_of_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
+    """This rank's part of a whole optimizer's state, in tensors of its own."""
+    plan, layout, piece_number = (
+        holding.plan,
+        holding.sharding.layout,
+        holding.sharding.piece_number,
+    )
     leaves, treedef = optree.tree_flatten(opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     own = []  # views: `lay_out_state` copies them
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         own.append(_part_of_leaf(x, leaf, layout, piece_number))
     # Laid out as `init` does it, so that updates find flats without a copy
-    return lay_out_state(treedef.unflatten(own), plan, layout, piece_number)
+    return lay_out_state(treedef.unflatten(own), holding)
 
 
 def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) -> Any:

@@ -244,7 +244,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             check_claims(self.transform, metas)
             across = self._across(self._params)
             pieces = self._pieces(self._locals(self._params))
-            tree = across.keep(self.transform.init(pieces, across), pieces)
+            tree = optree.tree_map(torch.clone, self.transform.init(pieces, across))
             self._state = TorchState(
                 *(tree, self._plan(self._params), self._shared(), layout, self._params, where),
                 apart=self._is_apart,
@@ -435,8 +435,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         update = transform.update if views is None else transform.update_and_add
         updates, state = update(grads, state, params, across)
         same_structure(params, updates, what="the optimizer's updates")
-        # A state in which gradients or params lie would change with them
-        return updates, across.keep(state, grads, params)
+        return updates, state
 
     def _views(self, part: _Part, locals_: Mapping[str, Tensor]) -> _Views | None:
         """Pieces to which a kernel may write; None if some would be copies."""

@@ -128,7 +128,7 @@ class ShardedTrainStep:
             # whole tree beside it, where values are made here
             fill = None if values is None else DigestedFill(values)
             # The static part of the state, with donations of its own
-            sharding = self.options.sharding(layout, self.state_plan(layout))
+            sharding = self.options.sharding(layout)
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
             held = moved_tree(self.options.places.params, held)
@@ -177,7 +177,7 @@ class ShardedTrainStep:
         sharding = sharding_of(state, self.options)
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
-        prepared.check_state(state.value.opt_state, self.group.rank)
+        state = state.replace(opt_state=self._own_state(state))
         if is_looked_at(int(state.step)):
             self._check_trained(sharding.layout)
         # Leaves that were replaced since the last step are packed here, into new flats, which the
@@ -217,7 +217,7 @@ class ShardedTrainStep:
         with failures, torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
-            prepared.check_state(state.value.opt_state, self.group.rank)
+            state = state.replace(opt_state=self._own_state(state))
             axes = self.options.axes.at("state/unshard")
             return unshard_state(state, prepared, axes)
 
@@ -237,9 +237,10 @@ class ShardedTrainStep:
             optimizer.check_whole(state.opt_state, view, what="state.opt_state")
             layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)
-            sharding = self.options.sharding(layout, prepared.plan)
+            sharding = self.options.sharding(layout)
             number = next_number(self.group)
-            return shard_state(state, prepared, sharding, self._piece_number, self.engine, number)
+            part = shard_state(state, prepared, sharding, self.engine, number)
+            return part.replace(opt_state=self.engine.placed(part.value.opt_state))
 
     def refit(
         self,
@@ -262,7 +263,7 @@ class ShardedTrainStep:
         with failures, torch.no_grad():
             before = sharding_of(state, self.options)
             past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)
-            past.check_state(state.value.opt_state, self.group.rank)
+            state = state.replace(opt_state=self._own_state(state))
             refuse_parts(state, self.group.rank)
             if params is None:
                 params = _without_values(before.layout)
@@ -276,7 +277,7 @@ class ShardedTrainStep:
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
             prepared = self._prepare(layout)
-            sharding = self.options.sharding(layout, prepared.plan)
+            sharding = self.options.sharding(layout)
             held = self._carried_params(state, params, sharding)
             opt_state = self._carried_opt_state(state, past, held, prepared)
             given = tree_map(torch.detach, buffers)
@@ -286,7 +287,7 @@ class ShardedTrainStep:
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),
-                value=TrainValue(held, new_buffers, prepared.placed(opt_state)),
+                value=TrainValue(held, new_buffers, self.engine.placed(opt_state)),
                 seed=tree_map(torch.clone, state.seed),
                 sharding=sharding,
                 finite=carried_whole(finite, state.finite, "the policy's state"),
@@ -315,12 +316,11 @@ class ShardedTrainStep:
         # First states of new leaves follow from the params as they are now
         fresh = self.unsharded.optimizer.init(params.pieces().local_tree, prepared.across)
         check_reported(self.unsharded.metrics, fresh)
-        new = ShardedOptState(fresh, StateHolding(params.sharding, prepared.plan))
-        assert state.sharding is not None
-        holding = StateHolding(state.sharding, past.plan)
+        new = ShardedOptState(fresh, self._holding(params.sharding))
+        given = state.value.opt_state
         device = params.flats()[0].device
-        old = ShardedOptState(past.brought(state.value.opt_state, device), holding)
-        return carried(new, old, self._refit_group, "the optimizer's state").as_it_lies
+        old = given.held_as(given.holding.lying(None), past.brought(given.as_it_lies, device))
+        return carried(new, old, self._refit_group, "the optimizer's state")
 
     @property
     def _refit_group(self) -> Group:
@@ -358,12 +358,23 @@ class ShardedTrainStep:
         for."""
         prepared = self._prepare(layout)
         made = self.unsharded.optimizer.init(params.pieces().local_tree, prepared.across)
-        return prepared.placed(lay_out_state(made, prepared.plan, layout, self._piece_number))
+        return self.engine.placed(lay_out_state(made, self._holding(params.sharding)))
 
-    @property
-    def _piece_number(self) -> int:
-        """This rank's number among the pieces of a bucket."""
-        return self.options.axes.piece_number
+    def _holding(self, sharding: Sharding) -> StateHolding:
+        return StateHolding(sharding, self.state_plan(sharding.layout), engine=self.engine)
+
+    def _own_state(self, state: State) -> ShardedOptState:
+        """A state's optimizer's state as this step takes it, if it is one of this step's."""
+        assert state.sharding is not None
+        given, prepared = state.value.opt_state, self._prepare(state.sharding.layout)
+        rank, holding = self.group.rank, self._holding(state.sharding)
+        if not isinstance(given, ShardedOptState):
+            # Somebody's own tree
+            if optree.tree_structure(given) != prepared.plan.treedef:
+                prepared.check_state(given, rank)
+            given = ShardedOptState.of_shown(given, holding)
+        prepared.check_state(given.as_it_lies, rank)
+        return self.engine.own(given, holding)
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         """The plans that follow from a layout. Those of the last layout are kept."""

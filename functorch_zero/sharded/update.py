@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
+from ..sharded_optim.cuts import Cuts, UpdateFlats
 from ..sharded_optim.ferry import Ferry
 from ..sharded_optim.pointwise import device_of
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..step.train import TrainStep
-from ..tree import PyTree, same_structure
+from ..tree import same_structure
 from .options import Options
 from .parts import ReductionParts
 from .placed import StatePlaces, placed, stored_tensors
@@ -50,8 +52,13 @@ class PreparedUpdate:
         self.parts = ReductionParts(options.reduction, layout, options.axes)
         places = options.places.state
         self.ferry = Ferry(() if places is None else places.distinct)
+        self._owned = UpdateFlats()
         self.across = Sharded(
-            layout, labelled(group, "optimizer/update"), donate=options.donate, ferry=self.ferry
+            layout,
+            labelled(group, "optimizer/update"),
+            donate=options.donate,
+            ferry=self.ferry,
+            owned=self._owned,
         )
         self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, group.size)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
@@ -95,12 +102,12 @@ class PreparedUpdate:
     def update(
         self,
         grads: ShardedTree,
-        state: Any,
+        state: ShardedOptState,
         params: ShardedTree,
         *,
         donate: bool,
         look: bool,
-    ) -> tuple[PyTree[Tensor] | None, Any]:
+    ) -> tuple[ShardedTree | None, ShardedOptState]:
         """The updates in pieces that are to be added, and the optimizer's next state.
 
         The state is given as it lies; of the next one, some leaves lie beside the params, and
@@ -109,27 +116,58 @@ class PreparedUpdate:
         None where one kernel has added all of them to the params already. With `donate` the state
         is used up. Collectives: those that the optimizer asks for.
         """
-        state = self.begin(state, params, look=look, over=donate)
-        if self._split is not None and self.fuses(params):
-            # (piece,) each, views of the params' own, to which a kernel writes
-            flats = _trained_flats(params)
-            trees = grads.local_tree, state, params.local_tree
-            run = KernelRun(self.across, *self._split, flats, donate=donate)
-            return None, run(*trees, grad_flats=_trained_flats(grads))
-        updates, state = self._update(grads.local_tree, state, params.local_tree, self.across)
-        # `publish` writes over the params, in which leaves of the state may lie; gradients and
-        # updates are only read from here on
-        state = self.across.keep(state, params.local_tree)
-        same_structure(params.local_tree, updates, what="the optimizer's updates")
-        return updates, state
+        if self._split is None or not self.fuses(params):
+            return self.run(self._update, grads, state, params, look=look, over=donate)
+        # (piece,) each, views of the params' own, to which a kernel writes
+        run = KernelRun(self.across, *self._split, _trained_flats(params), donate=donate)
 
-    def begin(self, state: Any, params: ShardedTree, *, look: bool, over: bool) -> Any:
-        """An update begins: the state as the optimizer is given it. `over`: whether what it makes
-        may be written over the state's tensors in their place."""
+        def update(given: Any, before: Any, own: Any, across: Sharded) -> tuple[Any, Any]:
+            return given, run(given, before, own, grad_flats=_trained_flats(grads))
+
+        _, after = self.run(update, grads, state, params, look=look, over=donate)
+        return None, after
+
+    def run(
+        self,
+        update: Callable[..., tuple[Any, Any]],
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+        *,
+        look: bool,
+        over: bool,
+    ) -> tuple[ShardedTree, ShardedOptState]:
+        """Run an `update_fn` of the optimizer. `over`: whether what it makes may be written over
+        the state's tensors in their place."""
         self.ferry.begin(look=look, over=over)
-        if self.optimizer.asks_for_state:
-            return state
-        return self.ferry.beside(state, device_of(params.local_tree))
+        given, own, before = grads.local_tree, params.local_tree, state.as_it_lies
+        if not self.optimizer.asks_for_state:
+            before = self.ferry.beside(before, device_of(own))
+        owned = self._owned
+        of_state = state.cuts.among(optree.tree_leaves(before))
+        owned.begin(Cuts.of(grads, given), Cuts.of(params, own), of_state)
+        try:
+            new, after = update(given, before, own, self.across)
+            same_structure(own, new, what="the optimizer's updates")
+            same_structure(before, after, what="the optimizer's next state")
+            cuts = owned.state.among(optree.tree_leaves(after))
+            flats = self._flats_of(new, owned.updates)
+        finally:
+            # Else they would be alive until the next one
+            owned.begin(Cuts(), Cuts(), Cuts())
+        updates = ShardedTree.of_local(new, grads.holding, flats)
+        return updates, ShardedOptState(after, state.holding, cuts)
+
+    def _flats_of(self, updates: Any, cuts: Cuts) -> list[Tensor | None] | None:
+        """The flats that updates are cut from; None: some are loose."""
+        leaves = self.layout.treedef.flatten_up_to(updates)
+        flats: list[Tensor | None] = []
+        for bucket in self.layout.buckets:
+            flat = cuts.flat_of([leaves[n] for n in bucket.leaves]) if bucket.trainable else None
+            if bucket.trainable and flat is None:
+                return None
+            flats.append(flat)
+        return flats
 
     def fuses(self, params: ShardedTree) -> bool:
         """Whether `update` adds the updates to these pieces itself, by a kernel."""
@@ -177,8 +215,6 @@ class KernelRun:
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
         updates, states = self.head.update(grads, tuple(before), params, self.across)
-        # The kernel writes to params, and a caller may write to gradients that it has kept
-        states = self.across.keep(states, grads, params)
         return (*states, self._run(self.across.flats(updates), last))
 
     def _run(self, updates: list[Tensor], state: Any) -> Any:

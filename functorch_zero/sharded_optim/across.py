@@ -43,6 +43,7 @@ from ..optim.across import (
 from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
+from .cuts import UpdateFlats
 from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, Coming, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, device_of
@@ -64,6 +65,7 @@ class Sharded(Across):
             state alone.
         mask: the leaves that the trees have; None: all trained ones.
         ferry: brings the optimizer's state, and takes it back; None: it lies beside the params.
+        owned: the flats of the update that runs; None: none are known.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Sharded(Across):
         donate: Donate = False,
         mask: PyTree[bool] | None = None,
         ferry: Ferry | None = None,
+        owned: UpdateFlats | None = None,
     ):
         self._layout, self._group, self._donate = layout, group, donate
+        self._owned = owned
         self._ferry = Ferry() if ferry is None else ferry
         mask = layout.trainable if mask is None else mask
         self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
@@ -86,7 +90,7 @@ class Sharded(Across):
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
         self._on_flats = PointwiseOnFlats(
-            layout, mask, group.rank, donate=donate, ferry=self._ferry
+            layout, mask, group.rank, donate=donate, ferry=self._ferry, owned=owned
         )
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
@@ -110,6 +114,7 @@ class Sharded(Across):
                 donate=self._donate,
                 mask=self._layout.treedef.unflatten(of_all),
                 ferry=self._ferry,
+                owned=self._owned,
             )
         return self._narrowed[chosen]
 

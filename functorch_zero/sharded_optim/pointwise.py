@@ -6,11 +6,9 @@ Results are written over the updates and the state that were donated. But an upd
 function: it may return a tensor that it was given, or one tensor twice. So before anything is
 overwritten:
 
-- `_copy_repeated` copies a leaf that the given state holds twice: each will be written to;
-- `_apart` copies one of two flats of the given state that share elements;
-- `_in_storages_of_their_own` copies one of two results that share storage, where no result is
-  written over anything: the next step will write to each;
-- `_storages_of_one_group` leaves out updates whose storage holds something else as well;
+- only flats that the library has made are written to: see `Cuts`; leaves from elsewhere are copied;
+- `_in_storages_of_their_own` copies results that lie in what was given, or in another result,
+  where no result is written over anything: a later update will write to each;
 - `_write` copies results that lie in what was given (a state that is the old updates, say).
 """
 
@@ -28,12 +26,13 @@ import torch
 from torch import Tensor
 
 from .._torch_private import storage_id
-from ..layout.flat_buffers import Recall, cut, flat_of_pieces
+from ..layout.flat_buffers import cut, flat_of_pieces, pack_pieces
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
-from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
+from ..tree import PyTree, copied_if_in, has_values, is_flagged, same_structure, select, storages
+from .cuts import UpdateFlats
 from .ferry import Coming, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
@@ -60,9 +59,8 @@ class FlatGroup:
             return self.bucket.piece
         return layout.leaves[self.leaves[0]].numel
 
-    def find(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
-        to."""
+    def pack(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The flat (piece,) of these pieces: a new one, that they are copied to."""
         # A single leaf's piece is its flat, wherever it lies. An expanded or negative view has no
         # memory of its own for each element, to which results could be written
         if self.bucket is None:
@@ -70,10 +68,16 @@ class FlatGroup:
             if _lie_plainly(pieces):
                 return piece
             return piece.resolve_conj().resolve_neg().contiguous()
+        return pack_pieces(pieces, self.bucket, self.piece_number)
+
+    def home(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The flat that pieces in a place lie in, which is placed as a whole; or a new one."""
+        if self.bucket is None:
+            return self.pack(pieces)
         return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
-        """The inverse of `find`: the pieces, as views of the flat."""
+        """The inverse of `pack`: the pieces, as views of the flat."""
         if self.bucket is None:
             return [flat]
         return cut(flat, self.bucket, self.piece_number)
@@ -89,6 +93,7 @@ class PointwiseOnFlats:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
         donate: updates and state may be overwritten; or the state alone.
         ferry: brings the state group by group, and takes it back; None: it lies beside the params.
+        owned: the flats of the update that runs; None: none are known.
     """
 
     def __init__(
@@ -99,9 +104,11 @@ class PointwiseOnFlats:
         *,
         donate: Donate,
         ferry: Ferry | None = None,
+        owned: UpdateFlats | None = None,
     ):
         self._layout, self._mask, self._donate = layout, mask, donate
         self._ferry = Ferry() if ferry is None else ferry
+        self._owned = UpdateFlats() if owned is None else owned
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int]
@@ -124,16 +131,18 @@ class PointwiseOnFlats:
             or not self._groups
             or not self._share_dtypes(regrouping, updates, state)
         ):
-            return part.update(updates, self._ferry.beside(state, device_of(params)), params)
+            given = self._ferry.beside(state, device_of(params))
+            new, after = part.update(updates, given, params)
+            return new, copied_if_in(after, new, updates, params)
 
         # Replaced group by group, so that old updates are freed on the way
         new_updates, treedef = optree.tree_flatten(updates)
         param_leaves = optree.tree_leaves(params)
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
         ferry, device = self._ferry, param_leaves[0].device
-        old_state = self._copy_repeated(optree.tree_leaves(state), device)
+        old_state, owned = optree.tree_leaves(state), self._owned
         new_state = list(old_state)
-        writable = self._writable_storages(new_updates, param_leaves)
+        alone = self._lying_alone(new_updates, param_leaves)
         # The operands beside the updates: flats (piece,), and counts that groups share
         tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
@@ -145,18 +154,20 @@ class PointwiseOnFlats:
             operands, params_here = [], []
             for group in batch.groups:
                 pieces = _at(group.positions, new_updates)
-                flat = group.find(pieces)
-                # Pieces that were copied to a new flat would not change with it
-                donated = _share(pieces[0], flat) and storage_id(flat) in writable
-                operands.append(_Operand(flat, is_flat=True, donated=donated))
-                params_here.append(group.find(_at(group.positions, param_leaves)))
+                flat = owned.updates.flat_of(pieces)
+                given = group.pack(pieces) if flat is None else flat
+                is_alone = group.bucket is None and storage_id(given) in alone
+                donated = self._donate is True and (flat is not None or is_alone)
+                operands.append(_Operand(given, is_flat=True, donated=donated))
+                params_here.append(self._flat_of(group, param_leaves))
             arrived = [ferry.wait(one) for one in coming]
             for i, here in zip(batch.state, arrived, strict=True):
                 place = regrouping.places[i]
-                lies_in = _share(old_state[place.positions[0]], here.stored)
                 # A count is never written over: each batch reads the same old one
-                may_write = ferry.writes_to(here) or (bool(self._donate) and lies_in)
-                donated = place.follows and may_write
+                donated = place.follows and (
+                    ferry.writes_to(here)
+                    or (bool(self._donate) and self._is_own(place, old_state, here.stored))
+                )
                 operands.append(_Operand(here.tensor, place.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
@@ -164,7 +175,9 @@ class PointwiseOnFlats:
                 new_flat = next(results)
                 # The flat itself: the updates' leaves hold these values already
                 if new_flat is not operand.tensor:
-                    _put(group.cut(new_flat), group.positions, new_updates)
+                    made = group.cut(new_flat)
+                    owned.updates.replace(_at(group.positions, new_updates), made, new_flat)
+                    _put(made, group.positions, new_updates)
             for i, here, new in zip(batch.state, arrived, results, strict=True):
                 place = regrouping.places[i]
                 # All batches make the same of a count, so any one's is the answer
@@ -173,7 +186,7 @@ class PointwiseOnFlats:
                     continue
                 flat = ferry.take_back(here, new)
                 if flat is not tensors[i]:
-                    _put(place.group.cut(flat), place.positions, new_state)
+                    self._put_state(flat, place, new_state)
 
         # One group at a time, where its state has a place
         room = 0 if ferry.places else _room(device)
@@ -187,34 +200,46 @@ class PointwiseOnFlats:
         flats += [_at(place.positions, state_leaves) for place in regrouping.following]
         return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
-    def _writable_storages(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
-        """The storages of updates that results may be written to."""
-        if self._donate is not True:
+    def _lying_alone(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
+        """The storages of one update each, which are no param's. Of single leaves, which have no
+        flat, nobody else has what an author has made."""
+        if all(group.bucket is not None for group in self._groups):
             return set()
-        # An update may be a param itself, which is only read here
-        return self._storages_of_one_group(updates) - storages(params)
+        counts = Counter(map(storage_id, updates))
+        return {key for key, count in counts.items() if count == 1} - storages(params)
 
-    def _storages_of_one_group(self, updates: list[Tensor]) -> set[int]:
-        """The storages in which only one group's updates lie: in another, padding of one group may
-        be a leaf of the next."""
-        # By storage, the number of groups that have updates in it
-        num_groups: Counter[int] = Counter()
-        for group in self._groups:
-            num_groups.update(storages(_at(group.positions, updates)))
-        of_one = set()
-        for storage, count in num_groups.items():
-            if count == 1:
-                of_one.add(storage)
-        return of_one
+    def _flat_of(self, group: FlatGroup, leaves: Sequence[Tensor]) -> Tensor:
+        """The flat of a group's updates or params: the known one, or a new one."""
+        own = _at(group.positions, leaves)
+        known = (cuts.flat_of(own) for cuts in (self._owned.updates, self._owned.params))
+        flat = next((flat for flat in known if flat is not None), None)
+        return group.pack(own) if flat is None else flat
+
+    def _is_own(self, place: _Place, leaves: Sequence[Tensor], flat: Tensor) -> bool:
+        """Whether a flat of the state is the state's own, and its leaves are cut from it."""
+        own = _at(place.positions, leaves)
+        # Nobody else has the leaves of a state that is donated by itself
+        is_leaf = self._donate == "state" and own[0] is flat
+        return is_leaf or self._owned.state.flat_of(own) is flat
+
+    def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
+        made = place.group.cut(flat)
+        self._owned.state.replace(_at(place.positions, leaves), made, flat)
+        _put(made, place.positions, leaves)
 
     def update_fused(
         self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         """Run a kernel, if it can take these leaves, else the pointwise update. Returns the updates
         that are left to be added, and the state."""
-        flats = self.flats(params)
+        flats, leaves = self.flats(params), optree.tree_leaves(params)
+        known = self._owned.params
         # A kernel that wrote to a copy would leave the params as they are
-        may_write = bool(self._donate) and storages(flats) <= storages(params)
+        may_write = bool(self._donate) and all(
+            known.flat_of(_at(group.positions, leaves)) is flat
+            or (group.bucket is None and leaves[group.positions[0]] is flat)
+            for group, flat in zip(self._groups, flats, strict=True)
+        )
         if not (may_write and self.fuses(fused, plain, flats)):
             return self.update(plain, updates, state, params)
         state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)
@@ -228,7 +253,7 @@ class PointwiseOnFlats:
         leaves: list[Tensor] = self._treedef.flatten_up_to(tree)
         if self._are_leaves and _lie_plainly(leaves):
             return leaves
-        return [group.find(_at(group.positions, leaves)) for group in self._groups]
+        return [self._flat_of(group, leaves) for group in self._groups]
 
     def fuses(self, fused: Fused, plain: Pointwise, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this kernel on these flats."""
@@ -260,8 +285,8 @@ class PointwiseOnFlats:
         regrouping = self._regrouping(plain)
         assert regrouping is not None
         ferry, device = self._ferry, params[0].device
-        leaves = self._copy_repeated(regrouping.full.flatten_up_to(state), device)
-        flats = self._flats_of(regrouping, leaves, device)
+        leaves = regrouping.full.flatten_up_to(state)
+        flats = self._flats_of(regrouping, leaves, device, to_write=donate)
         tensors = regrouping.tensors(flats, leaves)
 
         def call(batch: _Batch, given: Sequence[Tensor]) -> None:
@@ -289,9 +314,8 @@ class PointwiseOnFlats:
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
-                    is_old = flat is here.stored and _share(leaves[place.positions[0]], flat)
-                    if not is_old:
-                        _put(place.group.cut(flat), place.positions, leaves)
+                    if flat is not here.stored or not self._is_own(place, leaves, flat):
+                        self._put_state(flat, place, leaves)
 
         # One group at a time, where its state has a place
         if ferry.places:
@@ -305,40 +329,46 @@ class PointwiseOnFlats:
         copied = [
             (flat, place)
             for flat, place in zip(flats, regrouping.following, strict=True)
-            if not ((leaf := leaves[place.positions[0]]) is flat or _share(leaf, flat))
+            if leaves[place.positions[0]] is not flat and not self._is_own(place, leaves, flat)
         ]
         # One call for all groups, where a kernel may launch once for many tensors
         for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
             call(batch, _at(batch.state, tensors))
         for flat, place in copied:
-            _put(place.group.cut(flat), place.positions, leaves)
+            self._put_state(flat, place, leaves)
         return regrouping.full.unflatten(leaves)
 
     def _flats_of(
-        self, regrouping: _Regrouping, leaves: Sequence[Tensor], device: torch.device
+        self,
+        regrouping: _Regrouping,
+        leaves: Sequence[Tensor],
+        device: torch.device,
+        *,
+        to_write: bool = False,
     ) -> list[Tensor]:
-        """Of the full state's leaves, the flat (piece,) at each of `following`."""
-        flats = regrouping.find_flats(leaves)
-        if not self._ferry.places:
-            return flats
-        for n, place in enumerate(regrouping.following):
+        """Of the full state's leaves, the flat (piece,) at each of `following`: the one that they
+        are cut from, or a new one that they are copied to."""
+        # Leaves that nobody else has, of all params: without a call for each, at every step
+        if self._donate == "state" and self._are_leaves:
+            own = [leaves[place.positions[0]] for place in regrouping.following]
+            if _lie_plainly(own):
+                return own
+        found = []
+        for place in regrouping.following:
             pieces = _at(place.positions, leaves)
-            # A copy must be of what is brought, and stays beside the params
-            if not _share(pieces[0], flats[n]):
-                flats[n] = place.group.find(self._ferry.beside(pieces, device))
-        return flats
-
-    def _copy_repeated(self, leaves: list[Tensor], device: torch.device) -> list[Tensor]:
-        """The leaves, each a tensor of its own. See Note [Writing over donated storage]."""
-        if len(set(map(id, leaves))) == len(leaves):
-            return leaves
-        seen: set[int] = set()
-        distinct = []
-        for leaf in leaves:
-            is_first = id(leaf) not in seen
-            distinct.append(leaf if is_first else self._ferry.beside(leaf, device).clone())
-            seen.add(id(leaf))
-        return distinct
+            flat = self._owned.state.flat_of(pieces)
+            if flat is None and self._ferry.places:
+                flat = place.group.home(pieces)
+                # A copy must be of what is brought, and stays beside the params
+                if not _share(pieces[0], flat):
+                    flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
+            if flat is None:
+                flat = place.group.pack(pieces)
+                # A leaf from elsewhere may share elements with another one
+                if to_write and flat is pieces[0] and self._donate != "state":
+                    flat = flat.clone()
+            found.append(flat)
+        return found
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: float) -> list[_Batch]:
         """The groups, in order, as many at a time as have this number of elements; at least one."""
@@ -375,7 +405,7 @@ class PointwiseOnFlats:
         one = plan_of(of_one)
         if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
-        return _Regrouping(full, one, self._groups, donate=self._donate)
+        return _Regrouping(full, one, self._groups)
 
 
 def device_of(params: Tree) -> torch.device | None:
@@ -459,9 +489,7 @@ class _Regrouping:
         batches: see `PointwiseOnFlats._batches`.
     """
 
-    def __init__(
-        self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, donate: Donate
-    ):
+    def __init__(self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup]):
         self.full = full.treedef
         self._slots = [i for i, leaf in enumerate(one.leaves) if leaf.kind == "follows"]
         self._shared = [i for i, leaf in enumerate(one.leaves) if leaf.kind != "follows"]
@@ -469,12 +497,6 @@ class _Regrouping:
         self.batches: dict[float, list[_Batch]] = {}  # by the elements that one has room for
         self.places = [place for group in groups for place in _places_of(group, full, one)]
         self.following = [place for place in self.places if place.follows]
-        # Positions of all leaves that follow a param, flat by flat
-        self._ordered = [position for place in self.following for position in place.positions]
-        # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
-        # A state that was not donated doesn't come back, so there is nothing to remember
-        recall = Recall(self._find_apart, may_move=donate != "state")
-        self._find = recall if donate else self._find_ordered
 
     def batch(self, part: Pointwise, groups: Sequence[FlatGroup], numbers: range) -> _Batch:
         """The groups with these numbers, as one batch."""
@@ -491,22 +513,6 @@ class _Regrouping:
                 of_full[k] = self.places[state[-1]].positions[0]
         chosen = [groups[n] for n in numbers]
         return _Batch(chosen, numbers.start, plan.treedef, state, of_full)
-
-    def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
-        leaves lie in, or a new one that they are copied to."""
-        return self._find(_at(self._ordered, leaves))
-
-    def _find_ordered(self, ordered: Sequence[Tensor]) -> list[Tensor]:
-        flats, start = [], 0
-        for place in self.following:
-            stop = start + len(place.positions)
-            flats.append(place.group.find(ordered[start:stop]))
-            start = stop
-        return flats
-
-    def _find_apart(self, ordered: Sequence[Tensor]) -> list[Tensor]:
-        return _apart(self._find_ordered(ordered))
 
     def tensors(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The tensor at each of `places`: a flat, or that of the full state's leaves which follows
@@ -535,20 +541,6 @@ def _put(pieces: Sequence[Tensor], positions: Sequence[int], leaves: list[Tensor
     """The inverse of `_at`."""
     for i, piece in zip(positions, pieces, strict=True):
         leaves[i] = piece
-
-
-def _apart(flats: Sequence[Tensor]) -> list[Tensor]:
-    """The flats, copied where they share elements with another. See Note [Writing over donated
-    storage]."""
-    found = list(flats)
-    with_elements = [i for i, flat in enumerate(flats) if flat.numel() and has_values(flat)]
-    end = 0  # address behind those seen so far
-    for i in sorted(with_elements, key=lambda i: flats[i].data_ptr()):
-        start = flats[i].data_ptr()
-        if start < end:
-            found[i] = flats[i].clone()
-        end = max(end, start + flats[i].nbytes)
-    return found
 
 
 class _Operand(NamedTuple):
@@ -591,7 +583,7 @@ def _run_in_chunks(
     # One chunk, and nothing to write over: results are handed on as they were made
     if numel <= chunk and not any(operand.donated for operand in operands):
         everything = [operand.tensor for operand in operands]
-        return _in_storages_of_their_own(_run(run, treedef, everything, params))
+        return _in_storages_of_their_own(_run(run, treedef, everything, params), operands, params)
 
     # A plan's tensors have no values, and one chunk stands for all
     end = numel if has_values(updates[0]) else min(numel, chunk)
@@ -618,14 +610,20 @@ def _run_in_chunks(
     return results
 
 
-def _in_storages_of_their_own(made: Sequence[Tensor]) -> list[Tensor]:
-    """The results, copied where one lies in another's storage. The next transform may write over
-    its updates, and the next step over each leaf of the state."""
-    taken: set[int] = set()
+def _in_storages_of_their_own(
+    made: Sequence[Tensor], operands: Sequence[_Operand], params: Sequence[Tensor]
+) -> list[Tensor]:
+    """The results, copied where one lies in what was given in another's place, or in another
+    result. The next transform may write over its updates, and the next step over each leaf of the
+    state."""
+    taken = {storage_id(operand.tensor) for operand in operands if operand.is_flat}
+    taken |= {storage_id(param) for param in params}
     apart = []
-    for x in made:
-        x = x.resolve_conj().resolve_neg()  # flats have their values in memory
-        apart.append(x.clone() if storage_id(x) in taken else x)
+    for x, operand in zip(made, operands, strict=True):
+        # Flats have a place in memory for each of their values
+        x = x.resolve_conj().resolve_neg().contiguous()
+        is_other = x is not operand.tensor and storage_id(x) in taken
+        apart.append(x.clone() if is_other else x)
         taken.add(storage_id(x))
     return apart
 

@@ -16,11 +16,12 @@ from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
 from ..layout.levels import level_of
-from ..layout.piece import AsMade, History, Piece, refuse, story_from, story_of, text_from
+from ..layout.piece import AsMade, History, Lease, Piece, refuse, story_from, story_of, text_from
 from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
 from ..tree import outline, own_copy
+from .cuts import Cuts
 from .state_plan import EVERYONE, StatePlan
 
 
@@ -36,7 +37,7 @@ class _Place(NamedTuple):
         shape = self.extent.shape if self.is_whole else (self.extent.num_here,)
         return Piece(leaf.reshape(shape), self.extent, is_whole=self.is_whole, history=history)
 
-    def local(self, leaf: Any) -> Any:
+    def local(self, leaf: Any, path: str, rank: int) -> Any:
         """The inverse: the leaf as this rank holds it. What is no tensor stays as it is."""
         if not isinstance(leaf, Tensor):
             return leaf
@@ -49,13 +50,18 @@ class _Place(NamedTuple):
                 explain(
                     "a leaf of an optimizer's state, of which ranks hold parts, was replaced by a "
                     "plain tensor",
+                    path=path,
                     expected=f"elements {self.extent.start} to {self.extent.stop} of a leaf of "
                     f"shape {self.extent.shape}, made by tree_map of the state's own",
                     got=f"shape {(*leaf.shape,)}",
+                    rank=rank,
                     remedy="torch.zeros_like, say, of the leaf that it replaces",
                 )
             )
-        return leaf.detach().reshape(self.shape)
+        # One of another shape is refused where the state is used
+        fits = leaf.shape == self.extent.shape
+        # A copy: it may be a view of another state's, of which a step may take the storage
+        return leaf.detach().reshape(self.shape).clone() if fits else leaf
 
 
 @dataclass(frozen=True)
@@ -120,35 +126,45 @@ class ShardedOptState(OnEngine):
     Args:
         tree: this rank's part of the state, in plain tensors.
         holding: how it is cut.
+        cuts: the flats that its leaves are cut from, which are its own; None: they are loose.
 
     Attributes:
-        holding: as given.
+        holding, cuts: as given.
         origin: the call of the library that has made the state, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
         place: its path in the value that a program was given; None: it isn't of that.
-        is_used_up: whether a step has taken its storage.
         num_uses: how often it was read so far, or given to a function of the library.
         are_leaves_shown: whether somebody has read its leaves.
     """
 
-    def __init__(self, tree: Any, holding: StateHolding):
+    def __init__(self, tree: Any, holding: StateHolding, cuts: Cuts | None = None):
         self._tree, self.holding = tree, holding
+        self.cuts = Cuts() if cuts is None else cuts
         self._shown: Any = None  # the tree as users see it, once somebody has read it
         self._made: AsMade | None = None  # its leaves, where the library has made them
         self.origin: str = ""
         self.place: str | None = None
-        self.is_used_up, self.num_uses = False, 0
+        # Its own, which pieces of it have, and those of leaves that `tree_map` has put here
+        self._leases = [Lease()]
+        self.num_uses = 0
 
     @classmethod
     def of_shown(cls, tree: Any, holding: StateHolding) -> ShardedOptState:
         """The state whose leaves users see as these: pieces, numbers and plain tensors."""
         leaves, treedef = optree.tree_flatten(tree)
+        local = leaves
         # Somebody's own tree, which no plan fits, is refused where it is used
         if len(leaves) == len(holding.plan.leaves):
-            rows = zip(leaves, holding.places(), strict=True)
-            leaves = [leaf if place is None else place.local(leaf) for leaf, place in rows]
-        made = cls(treedef.unflatten(leaves), holding.lying(None))
+            rank = holding.sharding.rank
+            rows = zip(leaves, holding.places(), holding.plan.paths, strict=True)
+            local = [
+                leaf if place is None else place.local(leaf, path, rank)
+                for leaf, place, path in rows
+            ]
+        made = cls(treedef.unflatten(local), holding.lying(None))
         made._shown = tree
+        histories = [leaf.history for leaf in leaves if isinstance(leaf, Piece)]
+        made._leases += {id(x.lease): x.lease for x in histories if x.lease is not None}.values()
         return made
 
     @property
@@ -175,12 +191,18 @@ class ShardedOptState(OnEngine):
         for leaf, place, path in rows:
             if isinstance(leaf, Tensor) and place is not None:
                 given = None if self.place is None else text_from(self.place, path)
-                history = History(text_from(self.origin, path), path=given)
+                text = text_from(self.origin, path)
+                history = History(text, path=given, lease=self._leases[0])
                 shown.append(place.piece(leaf, history))
             else:
                 shown.append(leaf)
         self._made = AsMade.of(self.origin, self.leaf_paths, shown)
         return treedef.unflatten(shown)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
+        return any(lease.has_ended for lease in self._leases)
 
     @property
     def are_leaves_shown(self) -> bool:
@@ -217,8 +239,18 @@ class ShardedOptState(OnEngine):
         return self._tree
 
     def with_local(self, tree: Any) -> ShardedOptState:
-        """The same of other plain tensors, which lie where these do."""
-        return ShardedOptState(tree, self.holding)
+        """The same of other plain tensors, which lie where these do; some may be these."""
+        leaves = optree.tree_leaves(tree)
+        made = ShardedOptState(tree, self.holding, self.cuts.among(leaves))
+        if set(map(id, leaves)) & set(map(id, optree.tree_leaves(self.as_it_lies))):
+            made._leases = self._leases
+        return made
+
+    def held_as(self, holding: StateHolding, tree: Any) -> ShardedOptState:
+        """The same leaves under another holding; `tree`: its tensors as they lie there."""
+        made = ShardedOptState(tree, holding, self.cuts)
+        made._leases = self._leases
+        return made
 
     @property
     def beside(self) -> Any:
@@ -252,13 +284,16 @@ class ShardedOptState(OnEngine):
 
     def handed_on(self, tree: Any) -> ShardedOptState:
         """The next state, which has been written over this one's tensors; this node is used up."""
+        cuts = self.cuts
         self.use_up()
-        return ShardedOptState(tree, self.holding)
+        return ShardedOptState(tree, self.holding, cuts)
 
     def use_up(self) -> None:
         """Forget the tensors, which another state holds from now on."""
+        for lease in self._leases:
+            lease.has_ended = True
         self._tree = self._shown = None
-        self.is_used_up = True
+        self.cuts = Cuts()
 
     @property
     def engine(self) -> Engine:

@@ -24,6 +24,7 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
+from tests.local import local_leaves
 from tests.models import ZOO, even, split
 from tests.tiers import THOROUGH, thinned, tiers
 
@@ -139,7 +140,7 @@ def test_a_failure_is_raised_by_the_next_step(tmp_path: Path, guilty: tuple[int,
         base, params, buffers = make_step()
         step = shard(base, level=2, group=group)
         state = trained(step, params, buffers, 1)
-        before = [x.detach().clone() for x in optree.tree_leaves(state)]
+        before = [x.detach().clone() for x in local_leaves(state)]
         batch = split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[group.rank]
         with pytest.MonkeyPatch.context() as context:
             if group.rank in guilty:
@@ -149,9 +150,7 @@ def test_a_failure_is_raised_by_the_next_step(tmp_path: Path, guilty: tuple[int,
         group.barrier()
         with pytest.raises(CheckpointError, match="No space left") as caught:
             step(state, batch)
-        same = all(
-            torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True)
-        )
+        same = all(torch.equal(a, b) for a, b in zip(before, local_leaves(state), strict=True))
         state, _ = step(state, batch)
         checkpoint.async_save(tmp_path, step, state).result(20)
         return [str(caught.value), same, int(state.step)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,57 +11,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.layout.flat_buffers import Recall
 from tests.tiers import thinned
-
-
-def views_and_finder() -> tuple[Tensor, list[Tensor], Recall, list[int]]:
-    flat, asked = torch.arange(8.0), [0]
-
-    def find(leaves: Sequence[Tensor]) -> list[Tensor]:
-        asked[0] += 1
-        return [
-            flat
-            if all(x._base is flat for x in leaves)
-            else torch.cat([x.reshape(-1) for x in leaves])
-        ]
-
-    return flat, [flat[:4].view(2, 2), flat[4:]], Recall(find), asked
-
-
-def test_flats_of_the_same_leaves_are_found_once() -> None:
-    flat, leaves, recall, asked = views_and_finder()
-    assert all(recall(leaves)[0] is flat for _ in range(3)) and asked == [1]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda leaves: leaves.pop(),
-        lambda leaves: leaves.reverse(),
-        lambda leaves: leaves.append(torch.zeros(1)),
-        lambda leaves: leaves.__setitem__(0, leaves[0].clone()),
-        lambda leaves: setattr(leaves[0], "data", torch.ones(2, 2)),
-        lambda leaves: setattr(leaves[0], "data", leaves[0].data.view(torch.int32)),
-        lambda leaves: leaves[0].t_(),
-        lambda leaves: leaves[0].unsqueeze_(0),
-    ],
-)
-def test_other_leaves_are_looked_at(change: Any) -> None:
-    _, leaves, recall, asked = views_and_finder()
-    recall(leaves)
-    change(leaves)
-    recall(leaves)
-    assert asked == [2]
-
-
-def test_what_is_remembered_keeps_nothing_alive() -> None:
-    flat, leaves, recall, _ = views_and_finder()
-    recall(leaves)
-    gone = weakref.ref(leaves[0])
-    leaves.clear()
-    gc.collect()
-    assert gone() is None and recall([flat[:4], flat[4:]])[0] is flat
 
 
 def loss_of(params: Any, buffers: Any, batch: Tensor) -> Tensor:
@@ -113,13 +61,24 @@ def test_a_leaf_that_was_written_to_is_what_was_written(
     check_steps(level, 2, write, metrics)
 
 
+MOVES: dict[str, Callable[[Tensor], Any]] = {
+    "data is assigned to": lambda leaf: setattr(leaf, "data", torch.zeros(4, 4)),
+    "t_.default moves them": Tensor.t_,
+    "unsqueeze_.default moves them": lambda leaf: leaf.unsqueeze_(0),
+    "set_.source_Tensor moves them": lambda leaf: leaf.set_(torch.zeros(4, 4)),
+}
+
+
 @pytest.mark.parametrize("level", [0, 3])
-def test_data_of_a_leaf_is_not_replaced(level: int) -> None:
+@pytest.mark.parametrize("move", MOVES)
+def test_a_leaf_stays_where_it_lies(level: int, move: str) -> None:
+    """So a tree, or a state, needs no look at where its leaves lie."""
     step = fz.train_step(loss_of, optim.adamw(0.1))
     params = {"a": torch.ones(4, 4, requires_grad=True), "b": torch.ones(3)}
     state = fz.shard(step, level=level, group=fz.groups.SingleRank()).init(params)
-    with pytest.raises(fz.errors.StructureError, match=r"data is assigned to.*Remedy"):
-        state.params["a"].data = torch.zeros(4, 4)
+    for leaf in (state.params["a"], state.opt_state[0].mu["a"]):
+        with torch.no_grad(), pytest.raises(fz.errors.StructureError, match="Remedy"):
+            MOVES[move](leaf)
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -26,6 +26,7 @@ from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim.state_plan import StatePlan, plan_state
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
+from tests.local import local_leaves
 from tests.tiers import tiers
 
 RANKS = 3
@@ -80,7 +81,7 @@ def held(state: Any) -> int:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return [x for x in local_leaves(tree) if isinstance(x, Tensor)]
 
 
 def run_rank(

@@ -17,6 +17,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.optim import rows
+from functorch_zero.params import as_local
 from functorch_zero.testing import (
     assert_equal_values,
     assert_sharded_equals_unsharded,
@@ -236,7 +237,7 @@ def test_state_lies_with_its_rows_and_nothing_is_sent() -> None:
         step = fz.train_step(loss_of(apply), rows.adagrad_by_row(0.1))
         sharded = fz.shard(step, level=3, group=watched)
         state = sharded.init(params, buffers)
-        first, _ = state.opt_state
+        first, _ = as_local(state.opt_state)
         shapes = {path: (*first[path].state.sum_of_squares.shape,) for path in params}
         watched.calls.clear()
         state, _ = sharded(state, {name: x[:4] for name, x in batches_of(1)[0].items()})
@@ -264,7 +265,7 @@ def test_tables(name: str, level: int) -> None:
     def on_rank(group: Any) -> tuple[list[int], str]:
         sharded = fz.shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
-        of_odd = state.opt_state[1]["tables"][0]["odd.weight"].state
+        of_odd = as_local(state.opt_state)[1]["tables"][0]["odd.weight"].state
         return [len(x) for x in of_odd if x.dim()], str(fz.describe(sharded, state))
 
     found = run_ranks(on_rank, 3)
@@ -324,11 +325,11 @@ def test_donated_state_is_written_over() -> None:
     def on_rank(group: Any) -> None:
         for donate in (True, False):
             step, state = trained(3, group, batches_of(1, 12, 48), donate=donate)
-            sums = state.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares
+            sums = as_local(state.opt_state)[1]["tables"][0]["even.weight"].state.sum_of_squares
             before, at = sums.clone(), sums.data_ptr()
             own = {k: x.chunk(2)[group.rank] for k, x in batches_of(2, 12, 48)[1].items()}
             new, _ = step(state, own)
-            after = new.opt_state[1]["tables"][0]["even.weight"].state.sum_of_squares
+            after = as_local(new.opt_state)[1]["tables"][0]["even.weight"].state.sum_of_squares
             assert (after.data_ptr() == at) == donate
             assert not torch.equal(after, before)
             assert donate or torch.equal(sums, before)

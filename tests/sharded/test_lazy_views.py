@@ -253,7 +253,8 @@ def test_saved_and_loaded(tmp_path: Path, level: int | None) -> None:
         return tree_map(lambda x: x.detach().conj() if x.is_complex() else x, state)
 
     state = turn(step(step.init(params), BATCHES[0])[0])
-    assert any(map(is_flagged, local_leaves(state)))
+    # Pieces have their values in memory
+    assert any(map(is_flagged, local_leaves(state))) == (level is None)
     expected = [x.clone() for x in local_leaves(state)]
     checkpoint.save(tmp_path, step, state)
     loaded = checkpoint.load(tmp_path, step, like=turn(step.init(params))).state

@@ -514,7 +514,7 @@ def test_checkpoints(before: Any, after: Any, tmp_path: Path) -> None:
 
 
 def test_a_load_that_writes_over_params(tmp_path: Path) -> None:
-    """Whoever still has the old tree finds the file's numbers in it, and computes with them."""
+    """The step computes with the file's numbers, and the old tree is used up."""
     step, params, batches = built()
 
     def run(group: Any) -> None:
@@ -529,8 +529,10 @@ def test_a_load_that_writes_over_params(tmp_path: Path) -> None:
 
         state, _ = sharded(state, part(batches[2], group))
         old = state.params
-        checkpoint.load(tmp_path, sharded, like=state)
-        state, _ = sharded(sharded.init(params).replace(params=old), part(batches[3], group))
+        new = checkpoint.load(tmp_path, sharded, like=state).state.params
+        with pytest.raises(fz.errors.DonatedError):
+            sharded(sharded.init(params).replace(params=old), part(batches[3], group))
+        state, _ = sharded(sharded.init(params).replace(params=new), part(batches[3], group))
         got = dict(sharded.unshard(state).params)
         assert_equal_updates(saved, dict(expected.params), got, old_got=saved)
 

@@ -17,6 +17,7 @@ from functorch_zero import optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import flat_of_pieces
+from functorch_zero.params import map_local
 from functorch_zero.sharded import update
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
@@ -99,7 +100,7 @@ def test_a_state_that_fits_is_not_looked_at_leaf_by_leaf(
         state = step.init({"w": trained(5, 3), "b": trained(3)})
         for _ in range(2):
             state, _ = step(state, None)
-        narrow = tree_map(lambda x: x.new_zeros(1) if x.ndim else x, state.opt_state)
+        narrow = map_local(lambda x: x.new_zeros(1) if x.ndim else x, state.opt_state)
         with pytest.raises(AssertionError, match="each leaf"):
             step(state.replace(opt_state=narrow), None)
 

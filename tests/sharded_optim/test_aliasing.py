@@ -229,8 +229,8 @@ def test_moments_that_share_elements_are_not_written_over_each_other(level, name
                 shared = {}  # by shape
 
                 def put(x, shared=shared):
-                    ones = shared.setdefault(x.shape, torch.ones(x.numel(), dtype=x.dtype))
-                    return ones.view(x.shape) if x.dim() else x
+                    ones = shared.setdefault(x.shape, torch.ones_like(x))
+                    return ones.detach() if x.dim() else x
 
                 state = state.replace(opt_state=tree_map(put, state.opt_state))
             state, _ = step(state, batch)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...params import as_local
 from ..across import Across, Pointwise
 from ..arithmetic import Tree, elementwise, number
 from ..base import Transform, of_pointwise, pointwise, step_count, value_of
@@ -178,7 +179,10 @@ def hyperparams(state: Any) -> dict[str, Tensor]:
         ValueError: the state holds no inject_hyperparams, or several.
     """
     remedy = "pass the part that holds one"
-    found = only_state(state, InjectHyperparamsState, made_by="inject_hyperparams", remedy=remedy)
+    # Numbers are here wherever the rest of a state lies
+    found = only_state(
+        as_local(state), InjectHyperparamsState, made_by="inject_hyperparams", remedy=remedy
+    )
     return dict(found.hyperparams)
 
 
@@ -192,7 +196,7 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
         ValueError: a name that no state there has.
     """
     known: set[str] = set()  # names in any of the states
-    for found in find_states(state, InjectHyperparamsState):
+    for found in find_states(as_local(state), InjectHyperparamsState):
         known |= found.hyperparams.keys()
     unknown = sorted(set(values) - known)
     if unknown:
@@ -306,7 +310,7 @@ def observe(state: Any, value: float | Tensor) -> Any:
     Raises:
         ValueError: the state holds no reduce_on_plateau.
     """
-    if not find_states(state, ReduceLROnPlateauState):
+    if not find_states(as_local(state), ReduceLROnPlateauState):
         raise ValueError(
             "expected a reduce_on_plateau in this state, got none. Remedy: chain one after the "
             "optimizer"

@@ -51,7 +51,6 @@ class Donation:
 
     Attributes:
         num_taken: the number of gradients so far.
-        has_written: whether the value was used up, or a part of it.
         needed: those of the earlier calls, and of this one.
     """
 
@@ -68,7 +67,6 @@ class Donation:
         self._updated: dict[int, tuple[Any, int]] = {}
         self._agreed = False
         self.num_taken = 0
-        self.has_written = False
 
     def note_result(self, result: Any) -> None:
         """Note the nodes that the program has used after their update, or returns, so that the next
@@ -94,17 +92,15 @@ class Donation:
         if not self._agreed:
             self._agree()
             self._agreed = True
-        if not (self._is_free(params) and self._is_free(state)):
-            return False
-        self.has_written = True
-        return True
+        return self._is_free(params) and self._is_free(state)
 
     def _is_free(self, node: Any) -> bool:
         places = self._places_of(node)
         if len(places) != 1 or _is_read(node) or not self.needed.isdisjoint(places):
             return False
         # One that an update has used up before has no storage any more
-        others = [x for x in self._nodes if x is not node and not _is_used_up(x)]
+        others = [x for x in self._nodes if x is not node]
+        others = [x for x in others if not (is_on_engine(x) and x.is_used_up)]
         # An average that began as a copy of the tree, say, or an older state
         written = _written_of(node)
         return all(written.isdisjoint(_storages_of(other)) for other in others)
@@ -114,10 +110,6 @@ def _is_read(node: Any) -> bool:
     """Whether the program has read leaves of a node that it was given, which an update would
     change."""
     return bool(node.are_leaves_shown)
-
-
-def _is_used_up(node: Any) -> bool:
-    return is_on_engine(node) and node.is_used_up
 
 
 def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:

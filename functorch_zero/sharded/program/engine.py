@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import optree
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ from ...step.program import LossCall, PerLoss
 from ...step.reminder import Reminder
 from ...step.scope import next_streams, scope_here
 from ...step.state import check_not_on_meta
-from ...tree import PyTree, same_structure
+from ...tree import PyTree
 from ..agreement import agree
 from ..failures import sharing_failures
 from ..options import Options
@@ -149,46 +150,45 @@ class ShardedEngine:
         view = params.pieces()
         made = transform.init_fn(view.local_tree, self._across_of(layout))
         plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-        laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-        return self.placed(laid_out, StateHolding(params.sharding, plan, engine=params.engine))
+        holding = StateHolding(params.sharding, plan, engine=params.engine)
+        return self.placed(lay_out_state(made, holding))
 
     def placed(
         self,
-        tree: Any,
-        holding: StateHolding,
-        old: Any = None,
+        state: ShardedOptState,
+        old: ShardedOptState | None = None,
         *,
         by: PreparedUpdate | None = None,
     ) -> ShardedOptState:
         """An optimizer's state where it lies between updates.
 
         Args:
-            tree: this rank's part, beside the params, or in its place already.
-            holding: of the state before, wherever that lies.
-            old: the tree of a state in this place that is used up: written over.
+            state: beside the params, or in its place already.
+            old: one that is used up, and written over if it is in this place.
             by: the update that has made it; None: none has.
         """
+        holding, over = state.holding, None
         ferry = None if by is None else by.ferry
         look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
         places = StatePlaces.of(self.options.places.state, holding.plan, holding.sharding.layout)
-        tree = placed(places, tree, old, look=look, ferry=ferry)
-        return ShardedOptState(tree, holding.lying(self._brought))
+        if old is not None and old.holding.brought is self._brought:
+            over = old.as_it_lies
+        tree = placed(places, state.as_it_lies, over, look=look, ferry=ferry)
+        if old is not None:
+            old.use_up()
+        # What it was beside the params may go
+        cuts = state.cuts.among(optree.tree_leaves(tree))
+        return ShardedOptState(tree, holding.lying(self._brought), cuts)
 
-    def _placed_over(
-        self, state: ShardedOptState, tree: Any, by: PreparedUpdate
-    ) -> ShardedOptState:
-        """The next state, over the tensors of this one, which is used up."""
-        old = state.as_it_lies if self._is_in_our_place(state) else None
-        made = self.placed(tree, state.holding, old, by=by)
-        state.use_up()
-        return made
-
-    def _is_in_our_place(self, state: ShardedOptState) -> bool:
-        return state.holding.brought is self._brought
-
-    def _given(self, state: ShardedOptState) -> Any:
-        """A state's tree as this engine's updates take it: as it lies, in this engine's place."""
-        return state.as_it_lies if self._is_in_our_place(state) else state.beside
+    def own(self, state: ShardedOptState, holding: StateHolding | None = None) -> ShardedOptState:
+        """A state as this engine's updates take it: in this engine's place, or beside the params;
+        under another holding, if given."""
+        holding = state.holding if holding is None else holding
+        is_here = state.holding.brought is self._brought
+        if is_here and state.holding.sharding is holding.sharding:
+            return state
+        tree = state.as_it_lies if is_here else state.beside
+        return state.held_as(holding.lying(self._brought), tree)
 
     @compared
     def update(
@@ -205,7 +205,7 @@ class ShardedEngine:
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
             new, after = self._updated(prepared, updates, state, params)
-            return new, self.placed(after, state.holding, by=prepared)
+            return new, self.placed(after, by=prepared)
 
     def _updated(
         self,
@@ -215,19 +215,12 @@ class ShardedEngine:
         params: ShardedTree,
         *,
         over: bool = False,
-    ) -> tuple[ShardedTree, Any]:
-        """The updates, in pieces, and the next state's tree, for `placed`; with `over`, the state
-        is used up, and its place is written over."""
-        view, across = params.pieces(), prepared.across
+    ) -> tuple[ShardedTree, ShardedOptState]:
+        """The updates, in pieces, and the next state, for `placed`; with `over`, the state is used
+        up, and its place is written over."""
         look = is_looked_at(next(self._storings))
-        before = prepared.begin(self._given(state), view, look=look, over=over)
-        given, own = updates.local_tree, view.local_tree
-        new, after = prepared.optimizer.update_fn(given, before, own, across)
-        # The caller may write to these trees later; a state must not follow
-        after = across.keep(after, new, given, own)
-        same_structure(own, new, what="the optimizer's updates")
-        same_structure(before, after, what="the optimizer's next state")
-        return ShardedTree.of_local(new, updates.holding), after
+        run = prepared.optimizer.update_fn
+        return prepared.run(run, updates, self.own(state), params.pieces(), look=look, over=over)
 
     @compared
     def apply(
@@ -261,8 +254,8 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, ShardedOptState]:
         """The next params and state; those given stay as they are."""
         if not prepared.fuses(params.pieces()):
-            updates, tree = self._updated(prepared, grads, state, params)
-            after = self.placed(tree, state.holding, by=prepared)
+            updates, made = self._updated(prepared, grads, state, params)
+            after = self.placed(made, by=prepared)
             return self.apply_updates(params, updates), after
         axes = self.options.axes
         # The kernel writes to these, and no argument is written to
@@ -271,8 +264,8 @@ class ShardedEngine:
         flats = copies_to_update(params.flats(), layout, axes.piece_number, empty)
         pieces = pieces_of(flats, params.holding)
         look = is_looked_at(next(self._storings))
-        _, tree = prepared.update(grads, self._given(state), pieces, donate=False, look=look)
-        after = self.placed(tree, state.holding, by=prepared)
+        _, made = prepared.update(grads, self.own(state), pieces, donate=False, look=look)
+        after = self.placed(made, by=prepared)
         new = publish(params, flats, None, axes, donate=True, empty=empty)
         return new.as_read_only(params.is_read_only), after
 
@@ -289,12 +282,12 @@ class ShardedEngine:
         pieces = pieces_of(flats, params.holding)
         fuses = prepared.fuses(pieces)
         over = fuses or is_placed(state)
+        updates: ShardedTree | None
         if fuses:
-            look, given = is_looked_at(next(self._storings)), self._given(state)
-            updates, tree = prepared.update(grads, given, pieces, donate=True, look=look)
+            look = is_looked_at(next(self._storings))
+            updates, made = prepared.update(grads, self.own(state), pieces, donate=True, look=look)
         else:
-            found, tree = self._updated(prepared, grads, state, params, over=over)
-            updates = found.local_tree
+            updates, made = self._updated(prepared, grads, state, params, over=over)
         new = publish(
             params.handed_on(flats, params.published(trained=False)),
             flats,
@@ -304,10 +297,7 @@ class ShardedEngine:
             empty=emptied(self.options.places.params, params.sharding.layout),
         )
         # Last: an update may lie in the old state, which is written over
-        if over:
-            after = self._placed_over(state, tree, prepared)
-        else:
-            after = self.placed(tree, state.holding, by=prepared)
+        after = self.placed(made, state if over else None, by=prepared)
         return new.as_read_only(read_only), after
 
     def description_of(self, transform: Transform) -> Any:
@@ -326,7 +316,7 @@ class ShardedEngine:
             made = publish(
                 params,
                 params.flats(),
-                updates.local_tree,
+                updates,
                 axes,
                 donate=False,
                 empty=emptied(self.options.places.params, params.sharding.layout),

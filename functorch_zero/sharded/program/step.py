@@ -28,7 +28,7 @@ from ...model.deferred_init import DeferredInit
 from ...params import Engine, is_on_engine
 from ...places import moved
 from ...runtime.prefetch import PrefetchOrders
-from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
+from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
 from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
@@ -46,6 +46,7 @@ from ...step.state import State, Trained
 from ...step.state import check_state as check_is_state
 from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
+from ..checks import check_not_donated
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
@@ -81,7 +82,7 @@ class ProgramEngine(Engine, Protocol):
 
     orders: PrefetchOrders  # in which passes have gathered units
 
-    def placed(self, tree: Any, holding: StateHolding) -> ShardedOptState:
+    def placed(self, state: ShardedOptState) -> ShardedOptState:
         """An optimizer's state where it lies between updates; `tree` lies beside the params."""
         ...
 
@@ -221,7 +222,7 @@ class ShardedProgramStep:
                 return self._moved(node, frozen)
             if places.state is None or not isinstance(node, ShardedOptState) or is_placed(node):
                 return node
-            return self.engine.placed(node.as_it_lies, node.holding)
+            return self.engine.placed(node)
 
         if places.state is None and places.params is None:
             return value
@@ -318,7 +319,7 @@ class ShardedProgramStep:
             name_given(value, number)
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             with running(scope, device_of_value(value)), noting_missing_graphs():
-                result = self._run(state, value, args, donation)
+                result = self._run(value, args, donation)
             new, metrics = check_result(result, rank)
             new = without_pieces(new, value)
             note_writes(value)
@@ -352,18 +353,12 @@ class ShardedProgramStep:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
 
-    def _run(self, state: State, value: Any, args: Sequence[Any], donation: Donation | None) -> Any:
+    def _run(self, value: Any, args: Sequence[Any], donation: Donation | None) -> Any:
         """The program's result. When donating, the value is updated in place where it may be."""
-        if donation is None:
-            return self.unsharded.program(value, *args)
-        try:
-            result = self.unsharded.program(value, *args)
+        result = self.unsharded.program(value, *args)
+        if donation is not None:
             donation.note_result(result)
-            return result
-        finally:
-            if donation.has_written:
-                assert state.sharding is not None
-                state.sharding.donations.take(state.step)
+        return result
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
@@ -453,7 +448,7 @@ class ShardedProgramStep:
             raise StructureError(
                 "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
             )
-        state.sharding.donations.check(state.step, ())
+        check_not_donated(state)
         known = [structure.sharding for structure in reversed(self._structures)]
         if not known or state.sharding in known:
             return

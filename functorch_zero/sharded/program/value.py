@@ -127,6 +127,8 @@ def beside_params(value: Any) -> Any:
     def beside(node: Any) -> Any:
         if not isinstance(node, ShardedOptState):
             return node
+        if node.holding.brought is None:
+            return node
         return ShardedOptState(node.beside, node.holding.lying(None))
 
     return tree_map(beside, value, is_leaf=is_on_engine)
@@ -277,11 +279,9 @@ def _part_like(path: str, noted: Any, whole: Any) -> Any:
         _check_like(path, noted, whole)
         return _part_of_tree(noted, whole)
     if isinstance(noted, StateHolding):
-        sharding, plan = noted.sharding, noted.plan
         like = _whole_like(noted)
-        check_opt_state(like, whole, sharding.rank, what=f"the whole state's {path}")
-        part = part_of_state(whole, plan, sharding.layout, sharding.piece_number)
-        return ShardedOptState(part, noted.lying(None))
+        check_opt_state(like, whole, noted.sharding.rank, what=f"the whole state's {path}")
+        return part_of_state(whole, noted)
     if leaf_form(whole) != noted:
         raise _unlike(path, noted, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole

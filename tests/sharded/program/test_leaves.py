@@ -935,12 +935,9 @@ def test_choices_from_a_loaded_state(tmp_path: Any) -> None:
         checkpoint.save(tmp_path, sharded, sharded.init(FIRST))
         loaded = checkpoint.load(tmp_path, sharded, like=sharded.init(FIRST)).state
         wholes = sharded.shard_state(sharded.unshard(loaded))
-        for state in (loaded, wholes, sharded.refit(loaded, FIRST), copy.deepcopy(loaded)):
+        copies = copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))
+        for state in (loaded, wholes, sharded.refit(loaded, FIRST), *copies):
             with pytest.raises(StructureError, match="used as if they were whole"):
                 evaluation(state, part(X, group))
-        with pytest.raises(
-            StructureError, match=r"got one that was pickled.*Remedy: .*shard_state"
-        ):
-            evaluation(pickle.loads(pickle.dumps(loaded)), part(X, group))
 
     run_ranks(run, 2)
