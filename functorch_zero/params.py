@@ -125,6 +125,10 @@ class OnEngine:
         isn't brought beside the others."""
         raise NotImplementedError
 
+    def with_numbers(self, tree: Any) -> Any:
+        """Of an optimizer's state: the same of a tree in which some numbers are others."""
+        raise NotImplementedError
+
     def with_local(self, tree: Any) -> Any:
         """This tree, of other plain tensors, which lie where these do."""
         raise NotImplementedError

@@ -9,7 +9,6 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..layout.piece import content_word
 from ..params import is_on_engine
 from ..tree import PyTree
 from .base import step_count
@@ -115,16 +114,7 @@ def replace_states(state: Any, kind: type[State], fn: Callable[[State], State]) 
     def replaced(part: Any) -> Any:
         # Its other tensors stay its own, wherever they lie
         if is_on_engine(part):
-            old = part.as_it_lies
-            new = replace_states(old, kind, fn)
-            made = part.with_local(new)
-            # Ranks compare the numbers that are new
-            known = set(map(id, optree.tree_leaves(old)))
-            fresh = [x for x in optree.tree_leaves(new) if id(x) not in known]
-            numbers = [x for x in fresh if not (isinstance(x, Tensor) and x.dim())]
-            words = ", ".join(map(content_word, numbers))
-            made.named_from(f"#{part.story.word:08x} with {words}")
-            return made
+            return part.with_numbers(replace_states(part.as_it_lies, kind, fn))
         return fn(part) if isinstance(part, kind) else part
 
     return tree_map(replaced, state, is_leaf=is_one)

@@ -16,7 +16,17 @@ from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
 from ..layout.levels import level_of
-from ..layout.piece import AsMade, History, Lease, Piece, refuse, story_from, story_of, text_from
+from ..layout.piece import (
+    AsMade,
+    History,
+    Lease,
+    Piece,
+    content_word,
+    refuse,
+    story_from,
+    story_of,
+    text_from,
+)
 from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
@@ -244,6 +254,16 @@ class ShardedOptState(OnEngine):
         made = ShardedOptState(tree, self.holding, self.cuts.among(leaves))
         if set(map(id, leaves)) & set(map(id, optree.tree_leaves(self.as_it_lies))):
             made._leases = self._leases
+        return made
+
+    def with_numbers(self, tree: Any) -> ShardedOptState:
+        """The same of a tree in which some numbers are others, which ranks compare."""
+        known = set(map(id, optree.tree_leaves(self.as_it_lies)))
+        new = [x for x in optree.tree_leaves(tree) if id(x) not in known]
+        numbers = [x for x in new if not (isinstance(x, Tensor) and x.dim())]
+        words = ", ".join(map(content_word, numbers))
+        made = self.with_local(tree)
+        made.named_from(f"#{self.story.word:08x} with {words}")
         return made
 
     def held_as(self, holding: StateHolding, tree: Any) -> ShardedOptState:
