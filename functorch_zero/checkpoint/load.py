@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import base_of, storage_id
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine, map_local
-from ..sharded.state import adopt_state
+from ..sharded.state import lay_out_state
+from ..sharded_optim.ferry import is_moved
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
@@ -372,147 +371,65 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
             new[leaf.path] = in_order(tensor, leaf.order)
     names = iter(paths(as_local(state)))
     finished: State = map_local(lambda leaf: new.get(next(names), leaf), state)
-    # The tensors were made for this state, so that its first step need not copy them
-    for node in optree.tree_leaves(finished, is_leaf=is_on_engine):
-        if isinstance(node, ShardedTree):
-            node.adopt()
-        elif isinstance(node, ShardedOptState):
-            adopt_state(node)
     return finished
 
 
 def state_to_fill(step: Step, like: State) -> State:
-    """A state of the same structure whose values are to be overwritten, all of them: in `like`'s
-    storage, where the step donates."""
-    if not donates(step):
-        return _blank_state(like)
-    assert like.sharding is not None  # only sharded steps donate
-    like.sharding.donations.take()
-    # Before the first write, so that a failure half-way leaves `like` refused, not wrong
-    return _handed_on(like)
+    """A state of the same structure whose values are to be overwritten, all of them.
 
+    Where the step donates, trees and optimizers' states have the flats of `like`, which is used up,
+    but for those that several nodes have. Other tensors are new, since a step doesn't write over
+    them either.
+    """
+    nodes = [x for x in optree.tree_leaves(like.value, is_leaf=is_on_engine) if is_on_engine(x)]
+    homes = [node.homes() for node in nodes]
+    holders: Counter[int] = Counter()  # by the id of a home or a lease; empty: nothing is used up
+    if donates(step):
+        assert like.sharding is not None  # only sharded steps donate
+        like.sharding.donations.take()
+        for node, own in zip(nodes, homes, strict=True):
+            holders.update({*map(id, (*own, *node.leases))})
+    remaining = iter(homes)
 
-def _blank_state(like: State) -> State:
-    """New tensors. Leaves that are views of one flat are so again, but no two have elements in
-    common."""
-    flats: dict[int, list[_BlankFlat]] = {}  # by the id of the one that like's leaves are views of
-    state: State = map_local(
-        lambda leaf: _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf, like
-    )
-    return state
-
-
-def _handed_on(like: State) -> State:
-    """The same of a state that is donated: of each tree and optimizer's state in its value the next
-    one, in the storage that nothing else in the value has. The old one is used up. Other tensors
-    are new, since a step doesn't write over them either."""
-    holders: Counter[int] = Counter()
-    for node in optree.tree_leaves(like.value, is_leaf=is_on_engine):
-        holders.update(storages(as_local(node)))
-    flats: dict[int, list[_BlankFlat]] = {}  # as of `_blank`
-
-    def is_alone(x: Tensor) -> bool:
-        return holders[storage_id(x)] == 1
+    def is_alone(lease: Any) -> bool:
+        return holders[id(lease)] == 1
 
     def next_of(node: Any) -> Any:
-        if isinstance(node, ShardedTree) and node.holding.form == "held":
-            own = node.flats(to_write=True)
-            # Frozen ones go from tree to tree. A node that the value has twice shares all.
-            if any(map(is_alone, own)):
-                return node.handed_on([x if is_alone(x) else torch.zeros_like(x) for x in own])
-        if isinstance(node, ShardedOptState) and _lie_apart(node):
-            leaves = [
-                leaf for leaf in optree.tree_leaves(node.as_it_lies) if isinstance(leaf, Tensor)
-            ]
-            if all(map(is_alone, leaves)):
-                return node.handed_on(node.as_it_lies)
-        made = map_local(blank, node)
-        # An empty leaf may lie in another tree's flat
-        return made.apart() if isinstance(made, ShardedTree) else made
-
-    def blank(leaf: Any) -> Any:
-        return _blank(leaf, flats) if isinstance(leaf, Tensor) else leaf
+        if not is_on_engine(node):
+            return _blank(node)
+        own = next(remaining)
+        if isinstance(node, ShardedTree):
+            flats = [home and (home.flat if is_alone(home) else home.flat.clone()) for home in own]
+            return ShardedTree.of_flats(flats, node.holding)
+        if all(map(is_alone, (*own, *node.leases))) and _can_be_filled(node):
+            # Counts are new ones, which users may have as they are
+            tree = tree_map(lambda x: x if is_moved(x) else _blank(x), node.as_it_lies)
+            return ShardedOptState(tree, node.holding, own)
+        return lay_out_state(node.beside, node.holding)
 
     value = tree_map(next_of, like.value, is_leaf=is_on_engine)
-    return _blank_state(like.replace(value=None)).replace(value=value)
+    made: State = tree_map(_blank, like.replace(value=None)).replace(value=value)
+    # Before the first write, so that a failure half-way leaves `like` refused, not wrong
+    if holders:
+        for node in nodes:
+            node.use_up()
+    return made
 
 
-def _lie_apart(state: ShardedOptState) -> bool:
+def _can_be_filled(state: ShardedOptState) -> bool:
     """Whether each leaf of an optimizer's state can be read into, in a place of its own."""
-    used = _Ranges()
-    for leaf in optree.tree_leaves(state.as_it_lies):
-        if not isinstance(leaf, Tensor):
-            continue
-        in_rows = leaf.dim() == 0 or _can_be_read_into(leaf)
-        if not (in_rows and used.take(leaf.data_ptr(), leaf.nbytes)):
-            return False
-    return True
+    at_home = {id(leaf) for home in state.homes() for leaf in home.leaves or ()}
+    leaves = filter(is_moved, optree.tree_leaves(state.as_it_lies))
+    others = [leaf for leaf in leaves if id(leaf) not in at_home]
+    are_apart = len(storages(others)) == len(others)
+    return are_apart and all(leaf.is_contiguous() and not is_flagged(leaf) for leaf in others)
 
 
-class _Ranges:
-    """Ranges of numbers, apart from each other."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # in order
-        self._stops: list[int] = []
-
-    def take(self, start: int, length: int) -> bool:
-        """Add a range, and return True; False where it overlaps one that is here."""
-        stop, n = start + length, bisect_right(self._starts, start)
-        if not length:
-            return True
-        if n > 0 and start < self._stops[n - 1]:
-            return False
-        if n < len(self._starts) and self._starts[n] < stop:
-            return False
-        self._starts.insert(n, start)
-        self._stops.insert(n, stop)
-        return True
-
-
-class _BlankFlat(NamedTuple):
-    """A new flat, and the elements of it that are some leaf's."""
-
-    flat: Tensor
-    used: _Ranges
-
-
-def _blank(leaf: Tensor, flats: dict[int, list[_BlankFlat]]) -> Tensor:
-    """A tensor like the leaf; a view of a new flat, added to `flats`, where the leaf is a view of
-    one."""
-    # The flat that a sharded tree's leaves are views of: collectives move it whole
-    base = base_of(leaf)
-    if base is not None and _is_plain_view(leaf, base):
-        offset = leaf.storage_offset() - base.storage_offset()
-        flat = _flat_with_room(flats.setdefault(id(base), []), base, int(offset), leaf.numel())
-        # At the same place in the new flat
-        new = flat.as_strided(leaf.shape, leaf.stride(), offset)
-    else:
-        new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+def _blank(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return new.requires_grad_() if leaf.requires_grad else new
-
-
-def _flat_with_room(made: list[_BlankFlat], base: Tensor, offset: int, numel: int) -> Tensor:
-    """The first of the flats like `base` in which no leaf has these elements; a new one if need
-    be."""
-    # Two trees of a first state may lie in one flat, and have other values by the time of a save
-    for flat, used in made:
-        if used.take(offset, numel):
-            return flat
-    # Zeros: no leaf writes to the padding
-    flat, used = torch.zeros(base.shape, dtype=base.dtype, device=base.device), _Ranges()
-    used.take(offset, numel)
-    made.append(_BlankFlat(flat, used))
-    return flat
-
-
-def _can_be_read_into(leaf: Tensor) -> bool:
-    return leaf.dim() > 0 and leaf.is_contiguous() and not is_flagged(leaf)
-
-
-def _is_plain_view(leaf: Tensor, base: Tensor) -> bool:
-    """Whether a view is a run of its base's elements, in the base's dtype."""
-    return leaf.is_contiguous() and base.is_contiguous() and base.dtype == leaf.dtype
 
 
 def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

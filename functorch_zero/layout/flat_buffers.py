@@ -1,8 +1,8 @@
 """The ways between trees and buckets. A *flat* is a bucket's 1-D tensor: the whole bucket,
 (num_pieces * piece,), or one rank's part of it, (piece,).
 
-Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds that flat again
-without a copy.
+Leaves of a tree made here are views of their flat. A node remembers it (`home`); of tensors that a
+reduction keeps, `flat_of_pieces` finds it again by the view's base.
 """
 
 from __future__ import annotations
@@ -112,21 +112,12 @@ def messages_of(flat: Tensor, bucket: Bucket) -> Tensor:
 
 
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
-    """The flat piece (piece,) that these 1-D pieces lie in; packed into a new one when they don't
-    lie in one."""
-    # A view knows the tensor that it was made from: no search is needed
+    """The flat piece (piece,) that these 1-D pieces are cut from; packed into a new one when they
+    are from elsewhere."""
     base = base_of(pieces[0])
-    if base is not None and base.dim() == 1 and base.numel() and bucket.piece:
-        # With a rest, the base is no row of pieces of this bucket
-        num_pieces, rest = divmod(base.numel(), bucket.piece)
-        if rest == 0:
-            # The base is one piece, or several in a row: those that this rank holds
-            # See Note [two cuts] in `layout`
-            first = piece_number % num_pieces * bucket.piece
-            flat = base if num_pieces == 1 else base[first : first + bucket.piece]
-            are_flat = all(piece.dim() == 1 for piece in pieces)
-            if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(piece_number)):
-                return flat
+    start = bucket.first(piece_number)
+    if base is not None and base.shape == (bucket.piece,) and _lie_in(pieces, base, bucket, start):
+        return base
     return pack_pieces(pieces, bucket, piece_number)
 
 
@@ -144,24 +135,21 @@ def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     base = base_of(leaves[0])
     if base is not None and base.shape == (bucket.numel,):
         shapes = tuple(leaf.shape for leaf in leaves)
-        if shapes == bucket.shapes and _lie_in(leaves, base, base, bucket, 0):
+        if shapes == bucket.shapes and _lie_in(leaves, base, bucket, 0):
             return base
     return pack(leaves, bucket, device=leaves[0].device)
 
 
-def _lie_in(
-    given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, start: int
-) -> bool:
-    """Whether the given views of `base` are just those that `flat` would be cut into.
+def _lie_in(given: Sequence[Tensor], base: Tensor, bucket: Bucket, start: int) -> bool:
+    """Whether the given views of a flat are just those that it would be cut into.
 
     Args:
-        flat: all of `base`, or a part of it.
         start: the bucket's element that the flat begins with.
     """
     dtype, storage = base.dtype, storage_id(base)
-    sizes = bucket.parts(start, start + flat.numel())
+    sizes = bucket.parts(start, start + base.numel())
     paddings, numels = sizes[:-1:2], sizes[1::2]  # before each leaf, and of each leaf
-    offset = flat.storage_offset()  # elements from the start of the storage
+    offset = base.storage_offset()  # elements from the start of the storage
     for leaf, padding, numel in zip(given, paddings, numels, strict=True):
         offset += padding
         # `leaf.data = other` changes the storage, and leaves the base

@@ -32,10 +32,11 @@ from .._torch_private import (
     version_of,
 )
 from ..devices import number_on
-from ..errors import StructureError, explain, users_line
+from ..errors import DonatedError, StructureError, explain, users_line
 from ..params import Story
 from ..tree import content_digest, has_values
 from .extent import Extent
+from .home import Home, Lease
 
 # Of one position each, though torch doesn't tag them so: copies, fills, casts and some arithmetic
 _POINTWISE = {
@@ -73,13 +74,6 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
-    """Of tensors that a node owns: whether a step has written over them, and so ended it."""
-
-    has_ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class History:
     """How a piece was made. The piece's aliases share it, so that a write to one shows in all.
 
@@ -90,6 +84,8 @@ class History:
         version: of the piece, after the last operator that is in the text; 0 as of a new tensor.
         opened: the word of the values, once somebody may write to them without an operator.
         lease: of the node that owns the tensor; None: it is the piece's own.
+        number: which leaf of that home it is.
+        is_brought: whether the tensor is a copy of what lies in a place.
     """
 
     text: str
@@ -98,6 +94,8 @@ class History:
     version: int = 0
     opened: str | None = None
     lease: Lease | None = field(default=None, kw_only=True)
+    number: int = field(default=0, kw_only=True)
+    is_brought: bool = field(default=False, kw_only=True)
 
 
 class Piece(Tensor):
@@ -160,9 +158,38 @@ class Piece(Tensor):
 
     @property
     def here(self) -> Tensor:
-        """The values that are here, for this library."""
+        """The values that are here, for this library.
+
+        Raises:
+            DonatedError: a step has written others over them.
+        """
+        if self.is_used_up:
+            raise DonatedError(
+                explain(
+                    "a leaf was read that was donated to a step, and its storage holds the next "
+                    "state's now",
+                    got=self.history.text,
+                    remedy="read the leaf of the state that the step returned, keep a copy with "
+                    "leaf.clone(), or shard with donate=False",
+                )
+            )
         self.note_foreign_writes()
         return self._local
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether a step has written other values over these."""
+        lease = self.history.lease
+        return lease is not None and lease.has_ended
+
+    @property
+    def as_cut(self) -> Tensor:
+        """The values as the library has cut them from a flat; else `here`."""
+        here, home = self.here, self.history.lease
+        if isinstance(home, Home) and home.leaves is not None:
+            leaf: Tensor = home.leaves[self.history.number]
+            return leaf
+        return here
 
     def note_foreign_writes(self) -> None:
         """Note those by plain views and arrays, which whole leaves alone have. They count for the
@@ -211,6 +238,8 @@ class Piece(Tensor):
         return Piece(self.here, extent, is_whole=self.is_whole, history=self.history)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.is_used_up:
+            return "Piece(donated to a step)"
         if self.is_whole:
             return f"Piece({self.here!r}, the whole leaf)"
         return f"Piece({self.here!r}, {_told(self.extent)})"
@@ -221,7 +250,7 @@ class Piece(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         form: Any = {"is_whole": self.is_whole, "requires_grad": self.requires_grad}
         made = partial(Piece, history=History(self.told), **form)
-        return made, (self._local, self.extent)
+        return made, (self.here, self.extent)
 
     def __copy__(self) -> Tensor:
         return self.detach().requires_grad_(self.requires_grad)
@@ -372,8 +401,17 @@ class _Call:
         self.check_written()
 
     def check_written(self) -> None:
-        """Raise if a leaf of the program's value is written to."""
+        """Raise if a leaf of the program's value is written to, or a copy, where it is lost."""
         for piece in _pieces_among(*self.written):
+            if piece.history.is_brought:
+                raise StructureError(
+                    explain(
+                        f"{self.func} has written to a copy of a leaf, which lies in a place"
+                        f"{users_line()}",
+                        got=piece.history.text,
+                        remedy=_WRITE,
+                    )
+                )
             if piece.history.path is not None:
                 raise StructureError(
                     explain(
@@ -574,6 +612,20 @@ def _is_readable(x: Tensor) -> bool:
 def _distinct(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Each object once."""
     return tuple({id(x): x for x in tensors}.values())
+
+
+def leases_of(leaves: Sequence[Any]) -> list[Lease]:
+    """Those of the nodes that have cut these leaves, each once."""
+    found = [leaf.history.lease for leaf in leaves if isinstance(leaf, Piece)]
+    return [*{id(lease): lease for lease in found if lease is not None}.values()]
+
+
+def home_of(leaves: Sequence[Any]) -> Home | None:
+    """The flat that just these leaves are cut from; None: they are from elsewhere."""
+    pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
+    home = pieces[0].history.lease if pieces else None
+    is_theirs = isinstance(home, Home) and home.is_of([piece.as_cut for piece in pieces])
+    return home if is_theirs else None  # type: ignore[return-value]
 
 
 class AsMade(NamedTuple):

@@ -6,21 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import optree
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import (
-    base_of,
-    register_in_torch,
-    storage_id,
-    transforms_active,
-    version_of,
-)
+from .._torch_private import register_in_torch, transforms_active
 from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import OF_THIS_RANK
 from ..introspection import name_in_callers
@@ -31,21 +24,22 @@ from .flat_buffers import (
     Fill,
     cut,
     filled,
-    flat_of_leaves,
-    flat_of_pieces,
     messages_of,
     own_piece,
     pack,
+    pack_pieces,
     slice_flat,
     to_tree,
     unpack,
 )
+from .home import Home, Lease, Published
 from .layout import Bucket, Layout
 from .levels import level_of
-from .piece import AsMade, History, Piece, story_from, story_of, text_from
+from .piece import AsMade, History, Piece, home_of, leases_of, story_from, story_of, text_from
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
+_has_ended = attrgetter("has_ended")
 _FORMS: dict[Form, str] = {"held": "as params are held", "pieces": "in pieces, as gradients are"}
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
@@ -81,8 +75,6 @@ class Holding:
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
-        donated: the storages of flats that a step has taken from the tree, weakly, and from
-            whatever `tree_map` has made of it there; none yet. Not compared.
         read_only: whether no leaf is trained, although the layout trains some: a program's average
             of its params, say, which is cut as they are. Not compared.
         name: of the tree for people: its path in a program's value, or the argument of `init` that
@@ -93,9 +85,6 @@ class Holding:
     form: Form
     engine: Engine | None = field(default=None, compare=False)
     number: int = field(default=0, compare=False)
-    donated: WeakIdKeyDictionary = field(
-        default_factory=WeakIdKeyDictionary, compare=False, repr=False
-    )
     read_only: bool = field(default=False, compare=False, repr=False, kw_only=True)
     name: str = field(default="", compare=False, repr=False, kw_only=True)
 
@@ -135,14 +124,16 @@ class Holding:
         text = f"{_FORMS[self.form]} ({remedy[self.form]}), cut as {cut}"
         return f"{text} (fz.shard_tree(tree, layout_like=params) cuts a tree as params are cut)"
 
-    def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
-        """The bucket's leaves as views of its flat.
+    def views(self, flat: Tensor | Rows, bucket: Bucket) -> Sequence[Tensor | Rows]:
+        """The bucket's leaves as views of its flat; rows are its one leaf.
 
         Args:
             flat: in pieces (piece,); held, (numel,), or (bucket.held.piece,) where ranks hold
                 pieces.
         """
         piece_number = self.sharding.piece_number
+        if isinstance(flat, Rows):
+            return [flat]
         if self.form == "pieces":
             return cut(flat, bucket, piece_number)
         # See Note [two cuts] in `layout`
@@ -172,15 +163,14 @@ class Holding:
             found.append(not is_cut)
         return found
 
-    def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
-        """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
-        copied to."""
+    def pack(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
+        """The inverse of `views`: a new flat, that the leaves are copied to."""
         piece_number = self.sharding.piece_number
         if self.form == "pieces":
-            return flat_of_pieces(leaves, bucket, piece_number)
+            return pack_pieces(leaves, bucket, piece_number)
         if bucket.cut.holds_pieces:
-            return flat_of_pieces(leaves, bucket.held, bucket.held_by(piece_number))
-        return flat_of_leaves(leaves, bucket)
+            return pack_pieces(leaves, bucket.held, bucket.held_by(piece_number))
+        return pack(leaves, bucket, device=leaves[0].device)
 
 
 def _holding_without_engine(
@@ -196,9 +186,8 @@ class ShardedTree(OnEngine):
     `params["head.weight"]`; `tree` is the tree without the node. Its leaves are `Piece`s.
     `local_tree` has plain tensors, for this library.
 
-    The local tensors are views of flat buffers, one per bucket, which the node remembers:
-    collectives and kernels move whole buckets. A node made of other leaves finds their flats, or
-    packs them.
+    The local tensors are views of flat buffers, one per bucket, which the node remembers, and its
+    pieces do: collectives and kernels move whole buckets. Leaves from elsewhere are packed.
 
     Args:
         tree: of pieces, or of plain tensors where every rank holds the whole leaf.
@@ -209,39 +198,52 @@ class ShardedTree(OnEngine):
         origin: the call of the library that has made the tree, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
         place: its path in the value that a program was given; None: it isn't of that.
+        leases: those of the leaves that somebody has read, or that `tree_map` has put here.
         num_uses: how often it was read so far, or given to a function of the library.
     """
 
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
         # Pieces, for users. None: they are made of the local tensors when somebody asks for them
         self._tree: Any = tree
-        self._local: Any = None  # the local tensors, where the library has made the tree of them
+        self._local: Any = None  # the local tensors, once they are cut
         self.holding = holding
-        self._known: _Known | None = None  # flats that the leaves are known to be views of
+        # By bucket, where nobody has read the leaves; None: they are None, or lie anywhere
+        self._homes: list[Home | None] = []
+        self._is_packed = False  # whether no leaf lies anywhere
+        self.leases: Sequence[Lease] = () if tree is None else leases_of(optree.tree_leaves(tree))
         self._made: AsMade | None = None  # its leaves, once somebody has read them
         self.origin: str = ""
         self.place: str | None = None
-        self._is_used_up, self.num_uses = False, 0
+        self.num_uses = 0
 
     @classmethod
     def of_local(
         cls,
         tree: PyTree[Tensor | None],
         holding: Holding,
-        flats: Sequence[Tensor | None] | None = None,
+        homes: Sequence[Home | None] | None = None,
     ) -> ShardedTree:
-        """The tree of these local tensors; `flats`: those that they are views of, if known."""
+        """The tree of these local tensors. `homes`: by bucket, that which its leaves are cut from;
+        None: they lie anywhere."""
         made = cls(None, holding)
         made._local = tree
-        made._known = None if flats is None else _Known([*flats])
+        made._homes = [*homes] if homes else [None] * len(holding.sharding.layout.buckets)
         return made
 
     @classmethod
     def of_flats(cls, flats: Sequence[Tensor | Rows | None], holding: Holding) -> ShardedTree:
         """The tree whose leaves are views of these flats, one per bucket of the layout; None: the
         bucket's leaves are None. Rows are their bucket's one leaf."""
-        made = cls(None, holding)
-        made._known = _Known(list(flats))
+        homes: list[Home | None] = []
+        for flat, bucket in zip(flats, holding.sharding.layout.buckets, strict=True):
+            homes.append(None if flat is None else Home(flat, (holding.form, bucket)))
+        return cls.of_homes(homes, holding)
+
+    @classmethod
+    def of_homes(cls, homes: Sequence[Home | None], holding: Holding) -> ShardedTree:
+        """The same of flats that another tree may have, too."""
+        made = cls.of_local(None, holding, homes)
+        made._is_packed = True
         return made
 
     @property
@@ -305,8 +307,7 @@ class ShardedTree(OnEngine):
         # The pieces are made when somebody first reads them
         if self._tree is None:
             self._tree = self._as_pieces(self.local_tree)
-            if self._known is not None:
-                self._known.remember(self._shown())
+            self.leases = [*self.leases, *filter(None, self._homes)]
         return self._tree
 
     def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
@@ -316,14 +317,14 @@ class ShardedTree(OnEngine):
         leaves = layout.treedef.flatten_up_to(local)
         rows = zip(leaves, layout.leaves, holding.extents(), holding.are_whole(), strict=True)
         made: list[Piece | None] = []
-        for leaf, spec, extent, is_whole in rows:
+        for (leaf, spec, extent, is_whole), (b, k) in zip(rows, layout.places, strict=True):
             if leaf is None:
                 made.append(None)
                 continue
             local = leaf.view(extent.shape) if is_whole else leaf
             text = text_from(self.origin, spec.path)
             place = None if self.place is None else text_from(self.place, spec.path)
-            history = History(text, path=place)
+            history = History(text, path=place, lease=self._homes[b], number=k)
             piece = Piece(
                 local,
                 extent,
@@ -347,16 +348,15 @@ class ShardedTree(OnEngine):
         if self._tree is not None:
             return self.sharding.layout.treedef.unflatten(self._leaves())
         if self._local is None:
-            assert self._known is not None
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | Rows | None]] = []
-            for flat, bucket in zip(self._known.flats, layout.buckets, strict=True):
-                if flat is None:
+            for home, bucket in zip(self._homes, layout.buckets, strict=True):
+                if home is None:
                     parts.append([None] * len(bucket.leaves))
-                elif isinstance(flat, Rows):
-                    parts.append([flat])
-                else:
-                    parts.append(self.holding.views(flat, bucket))
+                    continue
+                if home.leaves is None:
+                    home.leaves = self.holding.views(home.flat, bucket)
+                parts.append(home.leaves)
             self._local = to_tree(parts, layout)
         return self._local
 
@@ -374,69 +374,67 @@ class ShardedTree(OnEngine):
         """The same of other local tensors."""
         return ShardedTree.of_local(tree, self.holding)
 
-    @torch.no_grad()
-    def flats(self, *, to_write: bool = False) -> list[Any]:
+    def flats(self) -> list[Any]:
         """The flat of each bucket, which its leaves are views of (None: the leaves are None).
-
-        Leaves that lie in no flat are copied to a new one. With `to_write`, so are those of flats
-        that another tree may have: `tree_map` has put its leaves here.
 
         Raises:
             StructureError: a leaf is not what the layout says.
             DonatedError: a step has taken its storage.
         """
+        return [None if home is None else home.flat for home in self.homes()]
+
+    @torch.no_grad()
+    def homes(self) -> list[Home | None]:
+        """By bucket, that which its leaves are cut from; those that lie anywhere are copied to new
+        ones.
+
+        Raises:
+            StructureError, DonatedError: as `flats`.
+        """
         self._check_not_used_up()
-        known, buckets = self.known_flats, self.sharding.layout.buckets
         # The usual case: one step's result is the next one's argument
-        if known is not None and (self.is_made_of_flats or not to_write or self._tree is None):
-            return known
+        if self.is_uncut:
+            return self._homes
         leaves = self._leaves()
         # The updates of a tree that is read only
         if self._is_of_no_updates(leaves):
-            return [None] * len(buckets)
+            return [None] * len(self.sharding.layout.buckets)
         # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
-        flats: list[Tensor | None] = []
-        for bucket in buckets:
+        holding, homes = self.holding, self.known_homes
+        for b, bucket in enumerate(self.sharding.layout.buckets):
             # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
-            flats.append(None if own[0] is None else self.holding.find(own, bucket))
-        if to_write:
-            # A flat in the leaves' own storage, or a part of it, may be another tree's, too
-            taken = {storage_id(leaf) for leaf in leaves if leaf is not None}
-            return [flat if flat is None else _apart(flat, taken) for flat in flats]
-        # Copies are not remembered: the leaves may be written to
-        bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
-        if all(flat is None or id(flat) in bases for flat in flats):
-            self._known = _Known(flats, own=False)
-            if self._tree is not None:
-                self._known.remember(self._shown())
-        return flats
+            if homes[b] is None and own[0] is not None:
+                homes[b] = Home(holding.pack(own, bucket), (holding.form, bucket))
+        # Those of leaves that users have are not remembered: these may be written to
+        if self._tree is None:
+            self._homes, self._local, self.leases, self._is_packed = homes, None, (), True
+        return homes
 
     @property
-    def known_flats(self) -> list[Any] | None:
-        """The flats that the leaves are known to lie in; None: they may lie anywhere."""
-        known = self._known
-        # Nobody has seen the leaves, so nobody has changed them
-        is_known = known is not None and (self._tree is None or known.still(self._shown()))
-        return known.flats if known is not None and is_known else None
+    def known_homes(self) -> list[Home | None]:
+        """By bucket, that which its leaves are cut from; None: they are None, or lie anywhere."""
+        if self._tree is None:
+            return [*self._homes]
+        shown = self._shown()
+        homes: list[Home | None] = []
+        for bucket in self.sharding.layout.buckets:
+            home = home_of([shown[n] for n in bucket.leaves])
+            # Of a bucket of the same shapes, say, it isn't
+            is_ours = home is not None and home.kind == (self.holding.form, bucket)
+            homes.append(home if is_ours else None)
+        return homes
 
     def _is_of_no_updates(self, leaves: Sequence[Tensor | None]) -> bool:
         is_noted = self.holding.form == "pieces" and self.holding.read_only
         return is_noted and all(leaf is None for leaf in leaves)
 
-    def adopt(self) -> ShardedTree:
-        """The same tree, of whose leaves the caller says that no other tree has them."""
-        self.flats()
-        if self._known is not None:
-            self._known.own = True
-        return self
-
     def check_leaves(self, *, some: bool = False) -> None:
         """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
         assignments, may have made others. With `some`, any leaf may be None."""
         # Leaves not cut yet come from flats of our own
-        if self._known is not None and self._tree is None:
+        if self.is_uncut:
             return
         layout, holding = self.sharding.layout, self.holding
         are_shown = self._tree is not None
@@ -521,15 +519,9 @@ class ShardedTree(OnEngine):
         return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._shown()]
 
     @property
-    def is_made_of_flats(self) -> bool:
-        """Whether this library has made the tree, in flats that no other tree is known to have; not
-        `tree_map`."""
-        return self._known is not None and self._known.own
-
-    @property
     def is_uncut(self) -> bool:
-        """Whether the leaves are known to lie in flats, and nobody has read them."""
-        return self._known is not None and self._tree is None
+        """Whether all leaves are cut from flats of its own, and nobody has read them."""
+        return self._is_packed and self._tree is None
 
     @property
     def are_leaves_shown(self) -> bool:
@@ -541,15 +533,7 @@ class ShardedTree(OnEngine):
         somebody has read are cut anew, without the gradients that theirs may have by now."""
         if read_only == self.holding.read_only and not self.are_leaves_shown:
             return self
-        flats = self.flats()
-        made = ShardedTree.of_flats(flats, replace(self.holding, read_only=read_only))
-        assert made._known is not None
-        # Another tree's leaves may lie in the flats, too
-        made._known.own = self.is_made_of_flats
-        # What is gathered for one of the two is here for both, whichever of them ranks go on with
-        if self._known is not None and self._known.flats is flats:
-            made._known.published = self._known.published
-        return made
+        return ShardedTree.of_homes(self.homes(), replace(self.holding, read_only=read_only))
 
     def as_noted(self) -> ShardedTree:
         """The same, trained as the tree was when it was cut. A state's trees are: users may have
@@ -560,12 +544,7 @@ class ShardedTree(OnEngine):
         """The same under this name."""
         if name == self.holding.name or self.is_used_up:
             return self
-        made = self._held_as(name=name)
-        if self._tree is None and self._known is not None:
-            # Each node has leaves of its own
-            made._known = _Known(self._known.flats, own=self._known.own)
-            made._known.published = self._known.published
-        return made
+        return self._held_as(name=name)
 
     def with_flats(
         self, flats: Sequence[Any], published: Sequence[Tensor | None] = ()
@@ -575,10 +554,14 @@ class ShardedTree(OnEngine):
 
         `published`: of the same numbers, as of `note_published`.
         """
-        known, made = self._known, self
+        homes = self.known_homes
+        made = self
         # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
-        if known is None or not all(map(is_, flats, known.flats)):
+        if not all(map(is_, flats, [home and home.flat for home in homes])):
             made = ShardedTree.of_flats(flats, self.holding)
+            # Another tree may have leaves of a flat that stays
+            known = {id(home.flat): home for home in homes if home is not None}
+            made._homes = [home and known.get(id(home.flat), home) for home in made._homes]
         made.note_published(published)
         return made
 
@@ -588,70 +571,53 @@ class ShardedTree(OnEngine):
 
         `trained`: whether those of trained buckets are asked for, too.
         """
-        buckets, known = self.sharding.layout.buckets, self._known
-        # Others are not looked for in vain: finding flats may take copies
-        if known is None or not known.published or known.flats is not self.flats():
-            return [None] * len(buckets)
+        layout = self.sharding.layout
+        if not layout.publishes:
+            return [None] * len(layout.buckets)
         return [
-            None if x is None or (bucket.trainable and not trained) else x.of(flat)
-            for x, flat, bucket in zip(known.published, known.flats, buckets, strict=True)
+            None
+            if home is None or home.published is None or (bucket.trainable and not trained)
+            else home.published.of(home.flat)
+            for home, bucket in zip(self.known_homes, layout.buckets, strict=True)
         ]
 
     def note_published(self, published: Sequence[Tensor | None]) -> None:
         """Note the published flats of the leaves as they are now, by bucket; () has none. Leaves
         that lie in no flats have no place for them."""
-        known = self._known
-        if known is None or not self.sharding.layout.publishes or known.flats is not self.flats():
+        if not self.sharding.layout.publishes:
             return
-        rows = zip(published, known.flats, strict=True) if published else ()
-        known.published[:] = [None if x is None else _Published(x, flat) for x, flat in rows]
+        homes = self.known_homes
+        for home, x in zip(homes, published or [None] * len(homes), strict=True):
+            if home is not None:
+                home.published = None if x is None else Published(x, home.flat)
 
-    def handed_on(
-        self, flats: Sequence[Tensor], published: Sequence[Tensor | None] = ()
-    ) -> ShardedTree:
-        """The same, in a node of its own, for a step that will write to these flats, the tree's,
-        where leaves are trained; this node is used up.
+    def handed_on(self, published: Sequence[Tensor | None] = ()) -> ShardedTree:
+        """The same, in a node of its own, for a step that will write to its flats, where leaves are
+        trained; this node is used up, and all that have leaves of those flats.
 
         `published`: of flats that stay as they are, as of `note_published`.
         """
         # Leaves are cut anew: those of this node may have gradients by now
-        made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
+        made = ShardedTree.of_flats(self.flats(), self.holding)
         made.note_published(published)
-        for flat, bucket in zip(flats, self.sharding.layout.buckets, strict=True):
-            # Nobody writes to a frozen one, which other trees may have
-            if bucket.trainable:
-                self.holding.donated[flat.untyped_storage()] = None
-        if self._known is not None:
-            self._known.published.clear()
-        self._tree = self._local = self._known = None
-        self._is_used_up = True
+        self.use_up(frozen=False)
         return made
 
-    def apart(self) -> ShardedTree:
-        """The same, of whose storage no step has taken anything, nor will from another tree."""
-        return self._held_as(donated=WeakIdKeyDictionary())
+    def use_up(self, *, frozen: bool = True) -> None:
+        """Note that somebody writes over the flats: this node is used up, and all that have leaves
+        of them. `frozen`: whether to those of frozen leaves, too, which go from tree to tree."""
+        for home, bucket in zip(self.known_homes, self.sharding.layout.buckets, strict=True):
+            if home is not None and (frozen or bucket.trainable):
+                home.end()
 
     @property
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage."""
-        # Or flats of a tree that this one was made of: few trees come there
-        return self._is_used_up or bool(self.holding.donated and self._lies_in_donated_flats())
+        return any(map(_has_ended, (*self.leases, *filter(None, self._homes))))
 
     def _check_not_used_up(self) -> None:
         if self.is_used_up:
             raise _donated()
-
-    def _lies_in_donated_flats(self) -> bool:
-        known = self._known
-        if self._tree is not None:
-            leaves = [_local_of(leaf, self.holding.form) for leaf in self._shown()]
-        elif known is not None:
-            leaves = known.flats
-        else:
-            leaves = optree.tree_leaves(self._local)
-        donated = self.holding.donated
-        # Leaves need not be tensors: `tree_map` makes trees of numbers, too
-        return any(isinstance(x, Tensor) and x.untyped_storage() in donated for x in leaves)
 
     def cut_by(self, sharding: Sharding) -> ShardedTree:
         """The same leaves under another sharding, which is equal."""
@@ -660,7 +626,8 @@ class ShardedTree(OnEngine):
     def _held_as(self, **changes: Any) -> ShardedTree:
         """The same leaves under a holding with these changes."""
         made = ShardedTree(self._tree, replace(self.holding, **changes))
-        made._local, made._known = self._local, self._known
+        made._local, made._homes = self._local, self._homes
+        made._is_packed, made.leases = self._is_packed, self.leases
         return made
 
     def pieces(self) -> ShardedTree:
@@ -671,9 +638,7 @@ class ShardedTree(OnEngine):
         """Note where the tree comes from: ranks have made it alike. The leaves that somebody has
         read are made anew for those who come later."""
         if self._tree is not None:
-            leaves = self._leaves()
-            if self._known is not None and not self._known.still(self._shown()):
-                self._known = None
+            leaves, self._homes, self._is_packed = self._leaves(), self.known_homes, False
             self._local, self._tree = self.sharding.layout.treedef.unflatten(leaves), None
         self._made, self.origin, self.place = None, origin, place
 
@@ -752,11 +717,6 @@ def shapes_of(layout: Layout, most: int = 4) -> str:
     return ", ".join(found + ([f"and {rest} more"] if rest > 0 else []))
 
 
-def _apart(flat: Tensor, taken: set[int]) -> Tensor:
-    """The flat, or a copy where its storage is among those."""
-    return flat.clone() if storage_id(flat) in taken else flat
-
-
 def _donated() -> DonatedError:
     return DonatedError(
         "a sharded tree was donated to a step, as the params of its state, and its storage holds "
@@ -777,12 +737,14 @@ class _Fault(NamedTuple):
 def _local_of(leaf: Any, form: Form) -> Any:
     """A leaf that users see as this rank holds it; what isn't one stays as it is."""
     is_piece = isinstance(leaf, Piece)
-    local = leaf.here if is_piece else leaf
+    local = leaf.as_cut if is_piece else leaf
     if not isinstance(local, Tensor):
         return local
     # Plain tensors are whole leaves; in the form of pieces these are 1-D, too
     is_whole = leaf.is_whole if is_piece else True
-    return local.detach().reshape(-1) if is_whole and form == "pieces" else local
+    if is_whole and form == "pieces" and local.dim() != 1:
+        return local.detach().reshape(-1)
+    return local if is_piece else local.detach()
 
 
 def _fault_of(leaf: Any, bucket: Bucket, form: Form) -> _Fault | None:
@@ -829,47 +791,6 @@ def _local_misfit(leaf: Tensor, extent: Extent, is_whole: bool, form: Form) -> _
 
 
 _ELEMENTWISE = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
-
-
-class _Known:
-    """Flats, and the leaves that lie in them, once users have seen these. `own`: no other tree's
-    leaves are known to lie there."""
-
-    def __init__(self, flats: list[Any], *, own: bool = True):
-        self.flats, self.own = flats, own
-        # By bucket; [] has none. Trees of the same flats share it
-        self.published: list[_Published | None] = []
-        self._shown: list[Any] = []
-
-    def remember(self, shown: list[Any]) -> None:
-        """Note the leaves, as users see them. Pieces stay where they lie."""
-        self._shown = shown
-
-    def still(self, shown: list[Any]) -> bool:
-        """Whether the leaves are those."""
-        return all(map(is_, shown, self._shown))
-
-
-class _Published:
-    """A published flat, for as long as nobody writes to it, or to the piece that it was made of.
-
-    Leaves are views of the piece, and all writes to them count for it.
-    """
-
-    def __init__(self, published: Tensor, piece: Tensor):
-        self._published, self._writes = published, _writes_to(published, piece)
-
-    def of(self, piece: Tensor) -> Tensor | None:
-        """The flat, if it is still that of this piece."""
-        writes = _writes_to(self._published, piece)
-        return self._published if writes is not None and writes == self._writes else None
-
-
-def _writes_to(*tensors: Tensor) -> list[int] | None:
-    """How often the tensors have been written to; None: those of inference mode don't count it."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return [version_of(tensor) for tensor in tensors]
 
 
 def hold(

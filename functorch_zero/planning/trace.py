@@ -156,10 +156,7 @@ class ImaginedStep:
         sharding = options.sharding(self._layout)
         state = shard_state(whole, prepared, sharding)
         params_there = moved_tree(options.places.params, state.params)
-        beside: ShardedOptState = state.value.opt_state
-        placed = prepared.placed(beside.as_it_lies)
-        cuts = beside.cuts.among(optree.tree_leaves(placed))
-        opt_state = ShardedOptState(placed, beside.holding, cuts)
+        opt_state = prepared.placed(state.value.opt_state)
         state = state.replace(params=params_there, opt_state=opt_state)
         flats = params_there.flats()
         updater = _Announced(
@@ -337,9 +334,11 @@ class _Announced:
         in_turn([*slots.values()], begin, run, ferry.ahead)
         return ShardedOptState(treedef.unflatten(leaves), state.holding)
 
-    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+    def placed(
+        self, state: ShardedOptState, old: ShardedOptState | None = None, *, look: bool = True
+    ) -> ShardedOptState:
         made = self._prepared.placed(state, old, look=look)
         if self._elsewhere is not None:
             # Whether it was left there, or worked on where it lies
-            self._elsewhere.written = bytes_held(self._prepared.stored_in(made))
+            self._elsewhere.written = bytes_held(self._prepared.stored_in(made.as_it_lies))
         return made

@@ -9,7 +9,6 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DonatedError, StructureError, explain
 from ..layout.layout import Layout
@@ -172,7 +171,7 @@ def own_params(state: State, rank: int) -> ShardedTree:
     params.flats()  # which raises where a step has taken its storage
     if theirs == ours:
         return params.cut_by(sharding)  # type: ignore[no-any-return]
-    holding = replace(params.holding, sharding=sharding, donated=WeakIdKeyDictionary())
+    holding = replace(params.holding, sharding=sharding)
     if params.holding == holding:
         return ShardedTree.of_local(tree_map(torch.clone, params.local_tree), holding)
     raise StructureError(

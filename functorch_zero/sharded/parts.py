@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
-from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, slice_flat, unpack
+from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, pack, slice_flat, unpack
 from ..layout.layout import Bucket, Layout
 from ..runtime.reduce import Carried, Kept, Reduction
 from ..tree import paths, same_structure
@@ -194,11 +194,9 @@ class ReductionParts:
         if carried == "pieces":
             return slice_flat(own, bucket, self._piece_number)
         # The one row of a whole state, (numel,)
-        row = flat_of_leaves([leaf[0] for leaf in own], bucket)
+        row = pack([leaf[0] for leaf in own], bucket, device=own[0].device)
         # Any split with this sum would do; this one is exact
-        if self._axes.data.rank == 0:
-            return row.clone()
-        return torch.zeros_like(row)
+        return row if self._axes.data.rank == 0 else torch.zeros_like(row)
 
     def _leaves(self, kept: Tensor, carried: Carried, b: int) -> Leaves:
         """The leaves of a bucket, as views of its kept flat."""

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -85,7 +84,9 @@ class Updater(Protocol):
         """
         ...
 
-    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+    def placed(
+        self, state: ShardedOptState, old: ShardedOptState | None = None, *, look: bool = True
+    ) -> ShardedOptState:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if given.
         With `look`, its place is asked whether it has lost anything."""
         ...
@@ -260,7 +261,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
         buffers = apart_from(buffers, run.flats)
         run.sharding.donations.take()
         # A skipped step changes no params, and what was published stays
-        params = params.handed_on(run.flats, params.published(trained=not agreed.fine))
+        params = params.handed_on(params.published(trained=not agreed.fine))
     # This rank's pieces: views of what is held
     view = pieces_of(run.flats, params.holding)
     grads = grads_like(view, local.reduced)
@@ -295,16 +296,12 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
     # Last, since metrics are read off the state beside the params
     old: ShardedOptState = state.value.opt_state
     if agreed.fine:
-        over = old.as_it_lies if options.donate else None
-        placed = run.updater.placed(opt_state.as_it_lies, over, look=look)
-        # Of what was beside the params nothing is kept
-        cuts = opt_state.cuts.among(optree.tree_leaves(placed))
-        opt_state = ShardedOptState(placed, opt_state.holding, cuts)
-        if options.donate:
-            old.use_up()
+        opt_state = run.updater.placed(opt_state, old if options.donate else None, look=look)
     # A skipped step's, too, is another node
     elif options.donate:
-        opt_state = old.handed_on(old.as_it_lies)
+        opt_state = ShardedOptState(old.as_it_lies, old.holding, old.homes())
+    if options.donate:
+        old.use_up()
     new = State(
         step=state.step + 1,
         value=TrainValue(params, buffers, opt_state),

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from .._torch_private import storage_id
+from ..layout.home import Home
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..places import ByUnit, Place, moved
 from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan
 from ..tree import has_values
 
@@ -49,21 +51,21 @@ class StatePlaces:
         """Those of a state; None: all of it lies beside the params."""
         return None if places is None else cls(places, plan, layout)
 
-    def homes(self, leaves: Sequence[Any]) -> dict[int, Home]:
+    def homes(self, leaves: Sequence[Any]) -> dict[int, Placed]:
         """The homes of leaves that have a place, each once, by the id of the tensor. Ids are good
         while `leaves` holds them."""
-        found: dict[int, Home] = {}
+        found: dict[int, Placed] = {}
         # Somebody's own tree, which no plan fits, is refused where it is used
         if len(leaves) != len(self._of_leaves):
             return found
         for n, (leaf, place) in enumerate(zip(leaves, self._of_leaves, strict=True)):
             tensor = None if place is None else home_of(leaf)
             if place is not None and tensor is not None:
-                found.setdefault(id(tensor), Home(n, tensor, place))
+                found.setdefault(id(tensor), Placed(n, tensor, place))
         return found
 
 
-class Home(NamedTuple):
+class Placed(NamedTuple):
     """A tensor that is placed, whole."""
 
     leaf: int  # the first one that lies in it
@@ -90,16 +92,17 @@ def brought(places: ByUnit | None, state: Any, device: torch.device | None = Non
 
 def placed(
     places: StatePlaces | None,
-    state: Any,
+    state: ShardedOptState,
     old: Any = None,
     *,
     look: bool = True,
     ferry: Ferry | None = None,
-) -> Any:
+) -> ShardedOptState:
     """The inverse of `brought`.
 
     Args:
-        old: a state that is used up, whose tensors are written over; None: tensors are made.
+        old: the tensors of a state that is used up, which are written over; None: new ones are
+            made.
         look: whether the place is asked to bring each tensor once more, for a comparison to the
             bit; see `is_looked_at`.
         ferry: of the update that made the state, which has taken some of it to the place; None: a
@@ -112,7 +115,7 @@ def placed(
         return state
     ferry = Ferry() if ferry is None else ferry
     ferry.look = look
-    leaves, treedef = optree.tree_flatten(state)
+    leaves, treedef = optree.tree_flatten(state.as_it_lies)
     # Per leaf, the one that held it before: an update keeps the state's structure
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
     free = {key: home for key, home in places.homes(befores).items() if home.lies_there}
@@ -135,10 +138,18 @@ def placed(
         moves.append(_Move(home, into))
         here[key] = into
     _move(moves, ferry)
-    new = treedef.unflatten([within(here, leaf) for leaf in leaves])
-    ferry.check(new)
+    # By the id of the old leaf
+    new = {id(leaf): within(here, leaf) for leaf in leaves}
+    tree = treedef.unflatten([new[id(leaf)] for leaf in leaves])
+    ferry.check(tree)
     ferry.begin(look=False, over=False)
-    return new
+    found: list[Home] = []
+    for own in state.homes():
+        now = [new.get(id(leaf)) for leaf in own.leaves or ()]
+        # Those that aren't placed stay where they are
+        if id(own.flat) in here or own.is_of(now):
+            found.append(Home(here.get(id(own.flat), own.flat), leaves=now))
+    return ShardedOptState(tree, state.holding, found)
 
 
 def places_of_buckets(places: ByUnit | None, layout: Layout) -> list[Place | None]:
@@ -237,7 +248,7 @@ def check_places_work(places: Mapping[str, ByUnit], params: Any, rank: int) -> N
 class _Move(NamedTuple):
     """One tensor that is to be placed."""
 
-    home: Home
+    home: Placed
     into: Tensor
 
 

@@ -16,10 +16,10 @@ from ..groups.protocol import Group, Work
 from ..layout.extent import Rows
 from ..layout.flat_buffers import (
     cut,
-    flat_of_pieces,
     own_piece,
     pack_pieces,
 )
+from ..layout.home import Home
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -59,7 +59,7 @@ def publish(
     piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates.local_tree)
-    added = None if updates is None else updates.known_flats
+    added = [] if updates is None else updates.known_homes
     if given is not None:
         # Before anything is written
         check_no_complex_for_real(
@@ -77,9 +77,8 @@ def publish(
             continue
         if given is not None:
             piece, out = (own_piece(x, bucket, piece_number) for x in (flat, new))
-            update = None if added is None else added[b]
             own = [given[n] for n in bucket.leaves]
-            _add(piece, own, update, bucket, piece_number, out=out)
+            _add(piece, own, added[b], bucket, piece_number, out=out)
         # The all-gather runs while the next bucket is added
         name = f"{params.holding.name}.{bucket.name}".lstrip(".")
         over = _published_along(bucket, axes)
@@ -94,21 +93,20 @@ def publish(
 def _add(
     piece: Tensor,
     updates: Sequence[Any],
-    flat: Tensor | None,
+    home: Home | None,
     bucket: Bucket,
     piece_number: int,
     *,
     out: Tensor,
 ) -> None:
     """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each, or rows of its
-    one leaf; `flat`: (piece,), that they are cut from, if it is known."""
+    one leaf; `home`: that they are cut from, if it is known."""
     if isinstance(updates[0], Rows):
         if storage_id(out) != storage_id(piece):
             out.copy_(piece)
         updates[0].add_to(out)
         return
-    if flat is None:
-        flat = _packed(updates, piece, bucket, piece_number)
+    flat = home.flat if home is not None else _packed(updates, piece, bucket, piece_number)
     # Rounded to the param's dtype before the sum, as the oracle does
     torch.add(piece, flat.to(piece.dtype), out=out)
 
@@ -245,11 +243,10 @@ def chosen_params(params: ShardedTree, chosen: PyTree[Tensor], axes: Axes) -> Sh
     published = params.published(trained=False)
     for b, (bucket, flat) in enumerate(zip(layout.buckets, params.flats(), strict=True)):
         if bucket.trainable:
-            in_bucket = [pieces[n] for n in bucket.leaves]
-            own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
             # Never in place: the state's own params stay as they are
-            flat = torch.empty_like(flat)
-            own_piece(flat, bucket, axes.piece_number).copy_(own)
+            flat = torch.zeros_like(flat)
+            own = cut(own_piece(flat, bucket, axes.piece_number), bucket, axes.piece_number)
+            torch._foreach_copy_(own, [pieces[n] for n in bucket.leaves])
             over = _published_along(bucket, axes)
             started[b] = _Publishing(flat, bucket, bucket.name, over, axes.shard.group)
         held.append(flat)

@@ -9,15 +9,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import storage_id
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
-from ..layout.flat_buffers import cut, flat_of_pieces
+from ..layout.flat_buffers import cut
+from ..layout.home import Home
 from ..layout.layout import Bucket, Layout
 from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
 from ..params import Engine
-from ..sharded_optim.cuts import Cuts
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, Trained, TrainValue
@@ -41,7 +40,7 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
         "the state of init on placeholders has another structure"
     )
     new: dict[int, Any] = {}  # by position in flatten order
-    cuts = Cuts()
+    homes: list[Home] = []
     for shared in _sharing_a_flat(plan, layout):
         own = [leaves[i] for i in shared.positions]
         if len({x.dtype for x in own}) > 1:
@@ -50,34 +49,14 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
         views = cut(flat, shared.bucket, piece_number)
         for i, x, view in zip(shared.positions, own, views, strict=True):
             new[i] = view.copy_(x)
-        cuts.add(views, flat)
+        homes.append(Home(flat, leaves=views))
     for i, x in enumerate(leaves):
         # Copies, since `init` may return params, or one tensor for several leaves
         if i not in new:
             new[i] = x.detach().clone() if isinstance(x, Tensor) else x
-            cuts.add([new[i]], new[i])
-    return ShardedOptState(
-        treedef.unflatten([new[i] for i in range(len(leaves))]), holding.lying(None), cuts
-    )
-
-
-def adopt_state(state: ShardedOptState) -> None:
-    """Note the flats that a state's leaves are views of, of which the caller says that nobody else
-    has them."""
-    holding = state.holding
-    # In a place, a leaf's flat is what is placed with it
-    if holding.brought is not None:
-        return
-    leaves, layout = optree.tree_leaves(state.as_it_lies), holding.sharding.layout
-    rest = {i for i, leaf in enumerate(holding.plan.leaves) if leaf.kind == "follows"}
-    for shared in _sharing_a_flat(holding.plan, layout):
-        own = [leaves[i] for i in shared.positions]
-        flat = flat_of_pieces(own, shared.bucket, holding.sharding.piece_number)
-        if storage_id(flat) == storage_id(own[0]):
-            state.cuts.add(own, flat)
-            rest -= {*shared.positions}
-    for i in rest:
-        state.cuts.add([leaves[i]], leaves[i])
+            homes.append(Home(new[i], leaves=[new[i]]))
+    tree = treedef.unflatten([new[i] for i in range(len(leaves))])
+    return ShardedOptState(tree, holding.lying(None), homes)
 
 
 class _Shared(NamedTuple):

@@ -183,10 +183,8 @@ class ShardedTrainStep:
         # Leaves that were replaced since the last step are packed here, into new flats, which the
         # loss is given then
         params = own_params(state, self.group.rank)
-        flats = params.flats(to_write=self.options.donate)
-        params = moved_tree(
-            self.options.places.params, params.with_flats(flats, params.published())
-        )
+        params = params.with_flats(params.flats(), params.published())
+        params = moved_tree(self.options.places.params, params)
         state, flats = state.replace(params=params), params.flats()
         if flats[0].is_meta:
             check_not_on_meta(state.params, batch)

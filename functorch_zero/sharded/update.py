@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..groups import labelled
+from ..layout.home import Home
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.cuts import Cuts, UpdateFlats
 from ..sharded_optim.ferry import Ferry
-from ..sharded_optim.pointwise import device_of
+from ..sharded_optim.pointwise import UpdateFlats, device_of
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..step.train import TrainStep
@@ -144,30 +144,23 @@ class PreparedUpdate:
         if not self.optimizer.asks_for_state:
             before = self.ferry.beside(before, device_of(own))
         owned = self._owned
-        of_state = state.cuts.among(optree.tree_leaves(before))
-        owned.begin(Cuts.of(grads, given), Cuts.of(params, own), of_state)
+        owned.begin(grads.known_homes, params.known_homes, state.homes())
         try:
             new, after = update(given, before, own, self.across)
             same_structure(own, new, what="the optimizer's updates")
             same_structure(before, after, what="the optimizer's next state")
-            cuts = owned.state.among(optree.tree_leaves(after))
-            flats = self._flats_of(new, owned.updates)
+            homes = owned.state.among(optree.tree_leaves(after))
+            updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
         finally:
             # Else they would be alive until the next one
-            owned.begin(Cuts(), Cuts(), Cuts())
-        updates = ShardedTree.of_local(new, grads.holding, flats)
-        return updates, ShardedOptState(after, state.holding, cuts)
+            owned.begin()
+        return updates, ShardedOptState(after, state.holding, homes)
 
-    def _flats_of(self, updates: Any, cuts: Cuts) -> list[Tensor | None] | None:
-        """The flats that updates are cut from; None: some are loose."""
+    def _homes_of(self, updates: Any) -> list[Home | None]:
+        """By bucket, the flat that updates are cut from; None: they are loose."""
         leaves = self.layout.treedef.flatten_up_to(updates)
-        flats: list[Tensor | None] = []
-        for bucket in self.layout.buckets:
-            flat = cuts.flat_of([leaves[n] for n in bucket.leaves]) if bucket.trainable else None
-            if bucket.trainable and flat is None:
-                return None
-            flats.append(flat)
-        return flats
+        own = [[leaves[n] for n in bucket.leaves] for bucket in self.layout.buckets]
+        return [*map(self._owned.updates.home_of, own)]
 
     def fuses(self, params: ShardedTree) -> bool:
         """Whether `update` adds the updates to these pieces itself, by a kernel."""
@@ -180,10 +173,13 @@ class PreparedUpdate:
         """The optimizer's state, beside params on this device."""
         return self.ferry.beside(state, device)
 
-    def placed(self, state: Any, old: Any = None, *, look: bool = True) -> Any:
+    def placed(
+        self, state: ShardedOptState, old: ShardedOptState | None = None, *, look: bool = True
+    ) -> ShardedOptState:
         """The optimizer's state, where it lies between steps: over the tensors of `old`, if
         given."""
-        return placed(self._places, state, old, look=look, ferry=self.ferry)
+        over = None if old is None else old.as_it_lies
+        return placed(self._places, state, over, look=look, ferry=self.ferry)
 
     def stored_in(self, state: Any) -> list[Tensor]:
         """The tensors of the optimizer's state that lie in places of their own."""

@@ -43,10 +43,9 @@ from ..optim.across import (
 from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
-from .cuts import UpdateFlats
 from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, Coming, Ferry, in_turn
-from .pointwise import Donate, PointwiseOnFlats, device_of
+from .pointwise import Donate, PointwiseOnFlats, UpdateFlats, device_of
 from .state_plan import EVERYONE, HOLDERS, owner_without_choice, owners_of
 from .whole_leaf import Exchange, batches, run_batch
 

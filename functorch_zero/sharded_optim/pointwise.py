@@ -6,7 +6,8 @@ Results are written over the updates and the state that were donated. But an upd
 function: it may return a tensor that it was given, or one tensor twice. So before anything is
 overwritten:
 
-- only flats that the library has made are written to: see `Cuts`; leaves from elsewhere are copied;
+- only flats that the library has made are written to: see `Homes`; leaves from elsewhere are
+  copied, and no update is written over where one is from elsewhere;
 - `_in_storages_of_their_own` copies results that lie in what was given, or in another result,
   where no result is written over anything: a later update will write to each;
 - `_write` copies results that lie in what was given (a state that is the old updates, say).
@@ -15,7 +16,6 @@ overwritten:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from .._torch_private import storage_id
-from ..layout.flat_buffers import cut, flat_of_pieces, pack_pieces
+from ..layout.flat_buffers import cut, pack_pieces
+from ..layout.home import Home, Homes
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
-from ..tree import PyTree, copied_if_in, has_values, is_flagged, same_structure, select, storages
-from .cuts import UpdateFlats
+from ..tree import PyTree, copied_if_in, has_values, is_flagged, same_structure, select
 from .ferry import Coming, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
@@ -70,17 +70,28 @@ class FlatGroup:
             return piece.resolve_conj().resolve_neg().contiguous()
         return pack_pieces(pieces, self.bucket, self.piece_number)
 
-    def home(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The flat that pieces in a place lie in, which is placed as a whole; or a new one."""
-        if self.bucket is None:
-            return self.pack(pieces)
-        return flat_of_pieces(pieces, self.bucket, self.piece_number)
-
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The inverse of `pack`: the pieces, as views of the flat."""
         if self.bucket is None:
             return [flat]
         return cut(flat, self.bucket, self.piece_number)
+
+
+class UpdateFlats:
+    """The flats that one update was given, and may write over where they were donated; those that
+    it makes take their places. A flat of updates, or of a state, is nothing else."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(
+        self,
+        updates: Sequence[Home | None] = (),
+        params: Sequence[Home | None] = (),
+        state: Sequence[Home] = (),
+    ) -> None:
+        """An update begins, of trees whose leaves are cut from these."""
+        self.updates, self.params, self.state = Homes(updates), Homes(params), Homes(state)
 
 
 class PointwiseOnFlats:
@@ -141,8 +152,7 @@ class PointwiseOnFlats:
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
         ferry, device = self._ferry, param_leaves[0].device
         old_state, owned = optree.tree_leaves(state), self._owned
-        new_state = list(old_state)
-        alone = self._lying_alone(new_updates, param_leaves)
+        new_state, may_write_updates = list(old_state), self._may_write(new_updates)
         # The operands beside the updates: flats (piece,), and counts that groups share
         tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
@@ -153,21 +163,16 @@ class PointwiseOnFlats:
             # The updates of each group, then the leaves of their state; only params are just read
             operands, params_here = [], []
             for group in batch.groups:
-                pieces = _at(group.positions, new_updates)
-                flat = owned.updates.flat_of(pieces)
-                given = group.pack(pieces) if flat is None else flat
-                is_alone = group.bucket is None and storage_id(given) in alone
-                donated = self._donate is True and (flat is not None or is_alone)
-                operands.append(_Operand(given, is_flat=True, donated=donated))
+                given = self._flat_of(group, new_updates)
+                operands.append(_Operand(given, is_flat=True, donated=may_write_updates))
                 params_here.append(self._flat_of(group, param_leaves))
             arrived = [ferry.wait(one) for one in coming]
             for i, here in zip(batch.state, arrived, strict=True):
                 place = regrouping.places[i]
                 # A count is never written over: each batch reads the same old one
-                donated = place.follows and (
-                    ferry.writes_to(here)
-                    or (bool(self._donate) and self._is_own(place, old_state, here.stored))
-                )
+                is_own = self._donate and self._is_own(place, old_state, here.stored)
+                may_write = bool(is_own) if here.place is None else ferry.writes_to(here)
+                donated = place.follows and may_write
                 operands.append(_Operand(here.tensor, place.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
@@ -176,7 +181,7 @@ class PointwiseOnFlats:
                 # The flat itself: the updates' leaves hold these values already
                 if new_flat is not operand.tensor:
                     made = group.cut(new_flat)
-                    owned.updates.replace(_at(group.positions, new_updates), made, new_flat)
+                    owned.updates.replace(_at(group.positions, new_updates), new_flat, made)
                     _put(made, group.positions, new_updates)
             for i, here, new in zip(batch.state, arrived, results, strict=True):
                 place = regrouping.places[i]
@@ -200,20 +205,20 @@ class PointwiseOnFlats:
         flats += [_at(place.positions, state_leaves) for place in regrouping.following]
         return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
-    def _lying_alone(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
-        """The storages of one update each, which are no param's. Of single leaves, which have no
-        flat, nobody else has what an author has made."""
-        if all(group.bucket is not None for group in self._groups):
-            return set()
-        counts = Counter(map(storage_id, updates))
-        return {key for key, count in counts.items() if count == 1} - storages(params)
+    def _may_write(self, updates: Sequence[Tensor]) -> bool:
+        """Whether all updates lie in flats that are known, each in another one. Leaves of an author
+        may lie in another group's flat, and so may a leaf that was returned twice."""
+        if self._donate is not True:
+            return False
+        known = self._owned.updates
+        flats = [known.flat_of(_at(group.positions, updates)) for group in self._groups]
+        return all(x is not None for x in flats) and len({*map(id, flats)}) == len(flats)
 
     def _flat_of(self, group: FlatGroup, leaves: Sequence[Tensor]) -> Tensor:
         """The flat of a group's updates or params: the known one, or a new one."""
         own = _at(group.positions, leaves)
-        known = (cuts.flat_of(own) for cuts in (self._owned.updates, self._owned.params))
-        flat = next((flat for flat in known if flat is not None), None)
-        return group.pack(own) if flat is None else flat
+        home = self._owned.updates.home_of(own) or self._owned.params.home_of(own)
+        return group.pack(own) if home is None else home.flat
 
     def _is_own(self, place: _Place, leaves: Sequence[Tensor], flat: Tensor) -> bool:
         """Whether a flat of the state is the state's own, and its leaves are cut from it."""
@@ -224,7 +229,7 @@ class PointwiseOnFlats:
 
     def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
         made = place.group.cut(flat)
-        self._owned.state.replace(_at(place.positions, leaves), made, flat)
+        self._owned.state.replace(_at(place.positions, leaves), flat, made)
         _put(made, place.positions, leaves)
 
     def update_fused(
@@ -357,13 +362,9 @@ class PointwiseOnFlats:
         for place in regrouping.following:
             pieces = _at(place.positions, leaves)
             flat = self._owned.state.flat_of(pieces)
-            if flat is None and self._ferry.places:
-                flat = place.group.home(pieces)
-                # A copy must be of what is brought, and stays beside the params
-                if not _share(pieces[0], flat):
-                    flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
             if flat is None:
-                flat = place.group.pack(pieces)
+                # A copy must be of what is brought, and stays beside the params
+                flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
                 # A leaf from elsewhere may share elements with another one
                 if to_write and flat is pieces[0] and self._donate != "state":
                     flat = flat.clone()
@@ -534,7 +535,8 @@ def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
 
 def _at(positions: Sequence[int], leaves: Sequence[T]) -> list[T]:
     """The leaves at these positions."""
-    return [leaves[i] for i in positions]
+    # With `map`, since this runs for every leaf at every step
+    return [*map(leaves.__getitem__, positions)]
 
 
 def _put(pieces: Sequence[Tensor], positions: Sequence[int], leaves: list[Tensor]) -> None:

@@ -15,13 +15,14 @@ from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
+from ..layout.home import Home, Lease
 from ..layout.levels import level_of
 from ..layout.piece import (
     AsMade,
     History,
-    Lease,
     Piece,
     content_word,
+    leases_of,
     refuse,
     story_from,
     story_of,
@@ -31,7 +32,7 @@ from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
 from ..tree import outline, own_copy
-from .cuts import Cuts
+from .ferry import is_moved
 from .state_plan import EVERYONE, StatePlan
 
 
@@ -136,26 +137,25 @@ class ShardedOptState(OnEngine):
     Args:
         tree: this rank's part of the state, in plain tensors.
         holding: how it is cut.
-        cuts: the flats that its leaves are cut from, which are its own; None: they are loose.
+        homes: the flats that leaves of it are cut from, and that nobody else has.
 
     Attributes:
-        holding, cuts: as given.
+        holding: as given.
         origin: the call of the library that has made the state, or the place in a program's value,
             in words that are the same on all ranks. See Note [words] in `piece`.
         place: its path in the value that a program was given; None: it isn't of that.
         num_uses: how often it was read so far, or given to a function of the library.
+        leases: its own, which pieces of it have, and those of leaves that `tree_map` has put here.
         are_leaves_shown: whether somebody has read its leaves.
     """
 
-    def __init__(self, tree: Any, holding: StateHolding, cuts: Cuts | None = None):
-        self._tree, self.holding = tree, holding
-        self.cuts = Cuts() if cuts is None else cuts
+    def __init__(self, tree: Any, holding: StateHolding, homes: Sequence[Home] = ()):
+        self._tree, self.holding, self._homes = tree, holding, homes
         self._shown: Any = None  # the tree as users see it, once somebody has read it
         self._made: AsMade | None = None  # its leaves, where the library has made them
         self.origin: str = ""
         self.place: str | None = None
-        # Its own, which pieces of it have, and those of leaves that `tree_map` has put here
-        self._leases = [Lease()]
+        self.leases = [Lease()]
         self.num_uses = 0
 
     @classmethod
@@ -173,8 +173,7 @@ class ShardedOptState(OnEngine):
             ]
         made = cls(treedef.unflatten(local), holding.lying(None))
         made._shown = tree
-        histories = [leaf.history for leaf in leaves if isinstance(leaf, Piece)]
-        made._leases += {id(x.lease): x.lease for x in histories if x.lease is not None}.values()
+        made.leases += leases_of(leaves)
         return made
 
     @property
@@ -196,13 +195,13 @@ class ShardedOptState(OnEngine):
         # Somebody's own tree, which no plan fits
         if len(leaves) != len(self.holding.plan.leaves):
             return tree
-        shown = []
+        shown, is_brought = [], self.holding.brought is not None
         rows = zip(leaves, self.holding.places(), self.leaf_paths, strict=True)
         for leaf, place, path in rows:
             if isinstance(leaf, Tensor) and place is not None:
                 given = None if self.place is None else text_from(self.place, path)
                 text = text_from(self.origin, path)
-                history = History(text, path=given, lease=self._leases[0])
+                history = History(text, path=given, lease=self.leases[0], is_brought=is_brought)
                 shown.append(place.piece(leaf, history))
             else:
                 shown.append(leaf)
@@ -212,7 +211,7 @@ class ShardedOptState(OnEngine):
     @property
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
-        return any(lease.has_ended for lease in self._leases)
+        return any(lease.has_ended for lease in self.leases)
 
     @property
     def are_leaves_shown(self) -> bool:
@@ -250,17 +249,13 @@ class ShardedOptState(OnEngine):
 
     def with_local(self, tree: Any) -> ShardedOptState:
         """The same of other plain tensors, which lie where these do; some may be these."""
-        leaves = optree.tree_leaves(tree)
-        made = ShardedOptState(tree, self.holding, self.cuts.among(leaves))
-        if set(map(id, leaves)) & set(map(id, optree.tree_leaves(self.as_it_lies))):
-            made._leases = self._leases
-        return made
+        return self.held_as(self.holding, tree)
 
     def with_numbers(self, tree: Any) -> ShardedOptState:
         """The same of a tree in which some numbers are others, which ranks compare."""
         known = set(map(id, optree.tree_leaves(self.as_it_lies)))
-        new = [x for x in optree.tree_leaves(tree) if id(x) not in known]
-        numbers = [x for x in new if not (isinstance(x, Tensor) and x.dim())]
+        leaves = optree.tree_leaves(tree)
+        numbers = [x for x in leaves if id(x) not in known and not is_moved(x)]
         words = ", ".join(map(content_word, numbers))
         made = self.with_local(tree)
         made.named_from(f"#{self.story.word:08x} with {words}")
@@ -268,8 +263,8 @@ class ShardedOptState(OnEngine):
 
     def held_as(self, holding: StateHolding, tree: Any) -> ShardedOptState:
         """The same leaves under another holding; `tree`: its tensors as they lie there."""
-        made = ShardedOptState(tree, holding, self.cuts)
-        made._leases = self._leases
+        made = ShardedOptState(tree, holding, self._homes)
+        made.leases = self.leases
         return made
 
     @property
@@ -302,18 +297,16 @@ class ShardedOptState(OnEngine):
                 "tree_map(torch.clone, state), or shard with donate=False"
             )
 
-    def handed_on(self, tree: Any) -> ShardedOptState:
-        """The next state, which has been written over this one's tensors; this node is used up."""
-        cuts = self.cuts
-        self.use_up()
-        return ShardedOptState(tree, self.holding, cuts)
+    def homes(self) -> Sequence[Home]:
+        """The flats that leaves of it are cut from; none of leaves that came from elsewhere."""
+        return self._homes
 
     def use_up(self) -> None:
         """Forget the tensors, which another state holds from now on."""
-        for lease in self._leases:
+        for lease in self.leases:
             lease.has_ended = True
         self._tree = self._shown = None
-        self.cuts = Cuts()
+        self._homes = ()
 
     @property
     def engine(self) -> Engine:

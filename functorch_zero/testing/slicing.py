@@ -6,7 +6,7 @@ import optree
 from torch import Tensor
 
 from ..groups.protocol import Group
-from ..layout.flat_buffers import by_bucket, cut, flat_of_pieces, slice_flat, to_tree, unpack
+from ..layout.flat_buffers import by_bucket, cut, pack_pieces, slice_flat, to_tree, unpack
 from ..layout.layout import Layout
 from ..tree import PyTree
 
@@ -27,7 +27,7 @@ def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTre
     leaves = optree.tree_leaves(tree)
     wholes, started = [], []  # (numel,) per bucket, and each with its work
     for b, bucket in enumerate(layout.buckets):
-        piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
+        piece = pack_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
         whole = piece.new_empty(bucket.numel)
         # The piece is kept with its work: the backend reads it until `wait` returns
         started.append((group.all_gather(whole, piece), piece))

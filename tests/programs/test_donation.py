@@ -441,7 +441,7 @@ def test_a_background_save_has_a_copy(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_loading_takes_the_storage_of_like(level: int, tmp_path: Any) -> None:
-    """But for a tree that shares it, a teacher at first, and for other tensors."""
+    """But for a tree that shares it, a teacher at first, for counts, and for other tensors."""
     table = torch.zeros(3)
 
     def program(value: Any, x: Tensor) -> Any:
@@ -453,7 +453,9 @@ def test_loading_takes_the_storage_of_like(level: int, tmp_path: Any) -> None:
         return params, adamw.init(params), params, table
 
     def storages_of(*nodes: Any) -> set[int]:
-        return {x.untyped_storage().data_ptr() for x in local_leaves(nodes) if x.numel()}
+        return {
+            x.untyped_storage().data_ptr() for x in local_leaves(nodes) if x.dim() and x.numel()
+        }
 
     def run(group: Any) -> None:
         step = fz.shard(fz.program_step(program, init=first), level=level, group=group, donate=True)

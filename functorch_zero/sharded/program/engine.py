@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 from torch import Tensor
 
@@ -173,12 +172,11 @@ class ShardedEngine:
         places = StatePlaces.of(self.options.places.state, holding.plan, holding.sharding.layout)
         if old is not None and old.holding.brought is self._brought:
             over = old.as_it_lies
-        tree = placed(places, state.as_it_lies, over, look=look, ferry=ferry)
+        here = state.held_as(holding.lying(self._brought), state.as_it_lies)
+        made = placed(places, here, over, look=look, ferry=ferry)
         if old is not None:
             old.use_up()
-        # What it was beside the params may go
-        cuts = state.cuts.among(optree.tree_leaves(tree))
-        return ShardedOptState(tree, holding.lying(self._brought), cuts)
+        return made
 
     def own(self, state: ShardedOptState, holding: StateHolding | None = None) -> ShardedOptState:
         """A state as this engine's updates take it: in this engine's place, or beside the params;
@@ -278,7 +276,7 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, ShardedOptState]:
         """The same for params that are used up, and a state that is, where a kernel runs or it
         has a place."""
-        flats, read_only = params.flats(to_write=True), params.is_read_only
+        flats, read_only = params.flats(), params.is_read_only
         pieces = pieces_of(flats, params.holding)
         fuses = prepared.fuses(pieces)
         over = fuses or is_placed(state)
@@ -289,7 +287,7 @@ class ShardedEngine:
         else:
             updates, made = self._updated(prepared, grads, state, params, over=over)
         new = publish(
-            params.handed_on(flats, params.published(trained=False)),
+            params.handed_on(params.published(trained=False)),
             flats,
             updates,
             self.options.axes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.layout import flat_buffers, sharded_tree
+from functorch_zero.layout.home import Home, Homes
 from functorch_zero.sharded import publish
 from functorch_zero.sharded_optim import pointwise
-from functorch_zero.sharded_optim.cuts import Cuts
+from functorch_zero.testing import assert_equal_updates
 
 PARAMS = {f"w{i}": torch.randn(64, 64) for i in range(2)} | {
     f"b{i}": torch.randn(64) for i in range(2)
@@ -84,11 +86,66 @@ def test_flats_are_known(monkeypatch: pytest.MonkeyPatch, name: str, kind: str, 
 
 
 def test_leaves_from_elsewhere_lie_in_no_flat() -> None:
-    flat, cuts = torch.arange(8.0), Cuts()
+    flat = torch.arange(8.0)
     leaves = [flat[:3], flat[3:]]
-    cuts.add(leaves, flat)
-    assert cuts.flat_of(leaves) is flat and cuts.among(leaves).flat_of(leaves) is flat
-    assert all(cuts.flat_of([leaf]) is leaf for leaf in leaves)
+    homes = Homes([Home(flat, leaves=leaves)])
+    assert homes.flat_of(leaves) is flat
+    assert all(homes.flat_of([leaf]) is leaf for leaf in leaves)
     others = [leaves[::-1], [flat[:3]], [*leaves, flat[:0]], [leaves[0], flat[3:]]]
-    assert all(cuts.flat_of(own) is None for own in others)
-    assert cuts.among(leaves[1:]).flat_of(leaves) is None
+    assert all(homes.flat_of(own) is None for own in others)
+    new = flat[3:].clone()
+    homes.replace(leaves[1:], new, [new])
+    assert homes.flat_of(leaves[1:]) is None and homes.flat_of([new]) is new
+    assert [home.flat for home in homes.among([new])] == [new]
+
+
+def of_first(updates: Any, state: Any, params: Any, across: Any) -> Any:
+    """The first leaf's update for all others, too."""
+    first = optree.tree_leaves(updates)[0]
+    return optree.tree_map(lambda _: first, updates), state
+
+
+def of_first_views(updates: Any, state: Any, params: Any, across: Any) -> Any:
+    first, *rest = optree.tree_leaves(updates)
+    leaves = [first, *(first.view_as(x) for x in rest)]
+    return optree.tree_structure(updates).unflatten(leaves), state
+
+
+def with_one_state() -> optim.Transform:
+    """Two averages, of which the second goes on with the first one's state."""
+    first, second = optim.scale_by_adam(), optim.scale_by_adam()
+
+    def init(params: Any, across: Any) -> Any:
+        return first.init(params, across), second.init(params, across)
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        updates, one = first.update(updates, state[0], params, across)
+        updates, _ = second.update(updates, state[1], params, across)
+        return updates, (one, one)
+
+    return optim.Transform(init, update, first.needs)
+
+
+AUTHORS = {
+    "one update": lambda: optim.with_statistics(lambda params: (), of_first),
+    "views of one update": lambda: optim.with_statistics(lambda params: (), of_first_views),
+    "one state": with_one_state,
+}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", AUTHORS)
+def test_a_tensor_that_an_author_returns_twice(name: str, level: int) -> None:
+    """What is made of one of both isn't written over the other."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+    apply, params, _ = fz.functionalize(model, units=torch.nn.Linear)
+    optimizer = optim.chain(AUTHORS[name](), optim.scale_by_adam(), optim.scale(-0.1))
+    step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer)
+    sharded = fz.shard(step, level=level, group=fz.groups.SingleRank())
+    expected, got = step.init(params), sharded.init(params)
+    for i in range(4):
+        old, batch = expected.params, torch.full((4, 8), 0.1 * (i + 1))
+        (expected, _), (got, _) = step(expected, batch), sharded(got, batch)
+    assert_equal_updates(
+        dict(old), dict(expected.params), dict(sharded.unshard(got).params), grade="reordered"
+    )

@@ -1,0 +1,101 @@
+"""Leaves know the flat that they are cut from: trees of the same leaves have the same flats, and
+nothing is read that a step has written over."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import DonatedError
+from functorch_zero.testing import assert_equal_updates
+
+NAMES = ("0.weight", "1.weight")
+# A unit each, and so a bucket
+MODEL = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in NAMES))
+APPLY, PARAMS, _ = fz.functionalize(MODEL, units=nn.Linear)
+
+
+def loss_of(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+    return torch.tanh(APPLY(params, buffers, batch)[0]).square().mean()
+
+
+def built(level: int | None) -> Any:
+    """A step, and a first state."""
+    step = fz.train_step(loss_of, optim.adamw(0.1))
+    if level is not None:
+        step = fz.shard(step, level=level, group=fz.groups.SingleRank())
+    return step, step.init(PARAMS)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_a_step_has_written_over_is_not_read(level: int) -> None:
+    step, state = built(level)
+    leaves = [state.params[NAMES[0]], state.opt_state[0].mu[NAMES[0]]]
+    leaves.append(leaves[0].detach())
+    others = [tree_map(torch.detach, tree) for tree in (state.params, state.opt_state)]
+    kept = tree_map(torch.clone, state.params)
+    step(state, torch.randn(4, 8, dtype=torch.float64))
+    for leaf in leaves:
+        assert "donated" in repr(leaf)
+        for read in (torch.neg, torch.detach, torch.clone, pickle.dumps):
+            with pytest.raises(DonatedError, match=r"Remedy: .*leaf\.clone"):
+                read(leaf)
+    for other in others:
+        with pytest.raises(DonatedError, match="was donated"):
+            tree_map(torch.neg, other)
+    assert torch.equal(kept[NAMES[0]].local.view(8, 8), PARAMS[NAMES[0]])
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_trees_that_share_some_flats_are_used_up_together(level: int) -> None:
+    step, state = built(level)
+    first, second = (state.params[name] for name in NAMES)
+    leaves = iter([first.detach().requires_grad_(), (2 * second.detach()).requires_grad_()])
+    some = state.replace(params=tree_map(lambda _: next(leaves), state.params))
+    step(some, torch.ones(4, 8, dtype=torch.float64))
+    for tree in (state.params, some.params):
+        with pytest.raises(DonatedError):
+            fz.unshard(tree)
+    # Of its flat the step was given a copy of the double
+    assert torch.equal(second.local.view(8, 8), PARAMS[NAMES[1]])
+
+
+CHANGES = {
+    "the same": lambda first, second: (first, second),
+    "swapped": lambda first, second: (second, first),
+    "twice": lambda first, second: (second, second),
+    "detached": lambda first, second: (first.detach().requires_grad_(), second),
+}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_leaves_in_other_places(change: str, level: int) -> None:
+    """Of two equal shapes: a flat is that of its own bucket alone, and written to once."""
+
+    def changed(tree: Any) -> Any:
+        leaves = iter(CHANGES[change](*(tree[name] for name in NAMES)))
+        return tree_map(lambda _: next(leaves), tree)
+
+    found = []
+    for at in (None, level):
+        step, state = built(at)
+        for i in range(3):
+            old = state if at is None else step.unshard(state)
+            if i == 1:
+                adam, *rest = state.opt_state
+                adam = adam._replace(mu=changed(adam.mu), nu=changed(adam.nu))
+                params = changed(state.params)
+                state = state.replace(params=params, opt_state=(adam, *rest))
+            state, _ = step(state, torch.full((4, 8), 0.1 * (i + 1), dtype=torch.float64))
+        whole = state if at is None else step.unshard(state)
+        found.append((dict(old.params), dict(whole.params)))
+    (old, expected), (old_got, got) = found
+    assert_equal_updates(old, expected, got, old_got=old_got)
