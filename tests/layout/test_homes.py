@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import DonatedError
+from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.testing import assert_equal_updates
+from tests.places import Away
 
 NAMES = ("0.weight", "1.weight")
 # A unit each, and so a bucket
@@ -99,3 +100,14 @@ def test_leaves_in_other_places(change: str, level: int) -> None:
         found.append((dict(old.params), dict(whole.params)))
     (old, expected), (old_got, got) = found
     assert_equal_updates(old, expected, got, old_got=old_got)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_write_to_a_copy_of_what_lies_in_a_place_raises(level: int) -> None:
+    step = fz.train_step(loss_of, optim.adamw(0.1))
+    group = fz.groups.SingleRank()
+    state = fz.shard(step, level=level, group=group, place={"state": Away()}).init(PARAMS)
+    leaf = state.opt_state[0].mu[NAMES[0]]
+    with pytest.raises(StructureError, match="copy of a leaf, which lies in a place"):
+        leaf.add_(1)
+    assert not torch.count_nonzero(leaf.local)
