@@ -191,12 +191,13 @@ class _AnnouncedEngine:
         self._watch.enter("metrics")
         with self._watch.live.paused():
             numbers = with_numbers(local.passed, call.buffers, self._watch.live)
-            report = agree_on(run, local._replace(passed=numbers))
+            agreed = agree_on(run, local._replace(passed=numbers), fine=True)
         # The program's own code may not read the means either
         metrics = {"loss": local.passed.outcome.loss.detach()}
         for name, value in local.passed.outcome.metrics.items():
             metrics[name] = as_metric(value)
-        results, grads = finish(run, local, report._replace(metrics=metrics))
+        report = agreed.report._replace(metrics=metrics)
+        results, grads = finish(run, local, agreed._replace(report=report))
         if run.scope is not None and run.scope.donation is not None:
             run.scope.donation.num_taken += 1
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))

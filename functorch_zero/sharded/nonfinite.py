@@ -16,7 +16,7 @@ from .words import exchange_data
 
 
 def refuse(
-    step: int,
+    what: str,
     loss: Tensor,
     reduced: Mapping[int, Tensor | Rows],
     layout: Layout,
@@ -27,7 +27,7 @@ def refuse(
     rank. One exchange of JSON.
 
     Args:
-        step: its number.
+        what: the step, or a gradient outside of one.
         loss: this rank's, 0-d.
         reduced: the reduced gradients (piece,), by bucket.
         piece_number: of this rank's pieces in a bucket.
@@ -44,4 +44,4 @@ def refuse(
         for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
             pieces[layout.leaves[n].path] = piece
     found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
-    raise refusal(step, exchange_data(group, [float(loss), found]))
+    raise refusal(what, exchange_data(group, [float(loss), found]))

@@ -236,8 +236,8 @@ def agree_on(
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and policy.nonfinite == "raise":
         check_weight_value(outcome.weight, group.rank)
-        number = int(run.state.step)
-        refuse(number, outcome.loss, local.reduced, run.layout, run.piece_number, group)
+        what = f"step {int(run.state.step)}"
+        refuse(what, outcome.loss, local.reduced, run.layout, run.piece_number, group)
     finite = policy.next(run.state.finite, fine=not unfit)
     return Agreed(report.metrics, report.weight, report.num_weighty, changed, not unfit, finite)
 

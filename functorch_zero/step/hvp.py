@@ -26,8 +26,7 @@ from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
 from .backward import dense, nodes_behind, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
-from .micro_batches import check_accumulate
-from .program import LossCall, check_callable_here, differentiate, unshard
+from .program import GradientOptions, LossCall, check_callable_here, differentiate, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
 _LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
@@ -64,7 +63,7 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
     (tensor(18.), {'w': tensor([ 6., 24.])}, {'w': tensor([ 12., 240.])})
     """
 
-    check_accumulate(accumulate)
+    options = GradientOptions(accumulate)
 
     def run(
         params: Any, vector: Any, *args: Any, buffers: Any = None, batch: Any = None
@@ -93,7 +92,7 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
 
         with _noting_first_derivatives():
             held = _held_like(params, vector)
-            call = LossCall(slope_of, args, buffers, batch, accumulate, slope_of=loss)
+            call = LossCall(slope_of, args, buffers, batch, options, slope_of=loss)
             found, (product, grads) = differentiate(call, (params, held))
         # The slope always has metrics, and buffers where the loss was given some
         _, metrics, *new_buffers = found

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import NonFiniteError
 
 NonFinite = Literal["raise", "skip", "pass"]
+NonFiniteGradient = Literal["raise", "tell", "pass"]
 
 _NAMED = 4  # leaves that an error names; the others are counted
 
@@ -60,6 +61,41 @@ class LossScale:
                 f"growth {self.growth}, backoff {self.backoff}, interval {self.interval}"
             )
 
+    def init(self) -> NonFiniteState:
+        """For a first state: the first scale, and no steps so far.
+
+        >>> float(LossScale(initial=8.0).init().scale)
+        8.0
+        """
+        # On the CPU: the host reads them at every step
+        return NonFiniteState(
+            skipped=torch.zeros((), dtype=torch.int64, device="cpu"),
+            scale=torch.tensor(self.initial, dtype=torch.float64, device="cpu"),
+            good_steps=torch.zeros((), dtype=torch.int64, device="cpu"),
+        )
+
+    def next(self, state: NonFiniteState, *, fine: bool) -> NonFiniteState:
+        """For the next state, after a step whose gradients were finite, or weren't, and which has
+        changed nothing then.
+
+        >>> scaling = LossScale(initial=8.0)
+        >>> after = scaling.next(scaling.init(), fine=False)
+        >>> float(after.scale), int(after.skipped)
+        (4.0, 1)
+        """
+        assert state.scale is not None and state.good_steps is not None
+        # Every tensor is a new one, since the state given stays valid
+        skipped, no_steps = state.skipped + (not fine), torch.zeros_like(state.good_steps)
+        # The gradients overflowed, or were no numbers at all: back off, and count anew
+        if not fine:
+            smaller = state.scale * self.backoff
+            return NonFiniteState(skipped, smaller.clamp(min=self.minimum), no_steps)
+        good_steps = state.good_steps + 1
+        # Long enough without overflow: try a larger scale
+        if int(good_steps) >= self.interval:
+            return NonFiniteState(skipped, state.scale * self.growth, no_steps)
+        return NonFiniteState(skipped, state.scale.clone(), good_steps)
+
 
 class NonFiniteState(NamedTuple):
     """A state's memory of numbers that were not finite; the same on every rank."""
@@ -98,15 +134,11 @@ class NonFinitePolicy:
         """For the first state; None unless steps are skipped."""
         if self.nonfinite != "skip":
             return None
-        # On the CPU: the host reads them at every step
+        if self.scaling is not None:
+            return self.scaling.init()
+        # On the CPU: the host reads it at every step
         skipped = torch.zeros((), dtype=torch.int64, device="cpu")
-        if self.scaling is None:
-            return NonFiniteState(skipped, scale=None, good_steps=None)
-        return NonFiniteState(
-            skipped,
-            scale=torch.tensor(self.scaling.initial, dtype=torch.float64, device="cpu"),
-            good_steps=torch.zeros((), dtype=torch.int64, device="cpu"),
-        )
+        return NonFiniteState(skipped, scale=None, good_steps=None)
 
     def scale(self, state: NonFiniteState | None) -> float | None:
         """The factor of the next loss; None: not scaled."""
@@ -116,21 +148,10 @@ class NonFinitePolicy:
         """For the next state, after a step that was finite or wasn't."""
         if state is None:
             return None
-        skipped = state.skipped + (0 if fine else 1)
         # Skipping without a scale: only the count goes on
         if self.scaling is None or state.scale is None or state.good_steps is None:
-            return state._replace(skipped=skipped)
-        # Every tensor is a new one, since the state given stays valid
-        no_steps = torch.zeros_like(state.good_steps)
-        # The gradients overflowed, or were no numbers at all: back off, and count anew
-        if not fine:
-            smaller = state.scale * self.scaling.backoff
-            return NonFiniteState(skipped, smaller.clamp(min=self.scaling.minimum), no_steps)
-        good_steps = state.good_steps + 1
-        # Long enough without overflow: try a larger scale
-        if int(good_steps) >= self.scaling.interval:
-            return NonFiniteState(skipped, state.scale * self.scaling.growth, no_steps)
-        return NonFiniteState(skipped, state.scale.clone(), good_steps)
+            return state._replace(skipped=state.skipped + (not fine))
+        return self.scaling.next(state, fine=fine)
 
     def metrics(self, state: NonFiniteState | None) -> dict[str, Tensor]:
         """The step's own metrics: the steps skipped so far, and the next loss's scale."""
@@ -168,11 +189,11 @@ def not_finite(named: dict[str, Tensor]) -> list[str]:
     return [name for name, x in named.items() if not all_finite([x])]
 
 
-def refusal(step: int, findings: list[Any]) -> NonFiniteError:
-    """The error of a step.
+def refusal(what: str, findings: list[Any]) -> NonFiniteError:
+    """The error of a step, or of a gradient outside of one.
 
     Args:
-        step: its number.
+        what: its name, with the number.
         findings: from each rank in order, its loss and the paths of the leaves whose gradients are
             not finite there.
     """
@@ -191,7 +212,7 @@ def refusal(step: int, findings: list[Any]) -> NonFiniteError:
         more = f" and {len(leaves) - _NAMED} more leaves" if len(leaves) > _NAMED else ""
         story.append(f"the gradients of {named}{more} are")
     return NonFiniteError(
-        f"step {step} is not finite: {'; '.join(story)}. The state is as it was. Remedy: look for "
-        "the cause there (the batch, a learning rate too high), or skip such steps with "
-        'train_step(nonfinite="skip")'
+        f"{what} is not finite: {'; '.join(story)}. The state is as it was. Remedy: look for the "
+        "cause there (the batch, a learning rate too high), or skip such steps, with "
+        'train_step(nonfinite="skip"), or in a program by value_and_grad(nonfinite="tell")'
     )

@@ -7,11 +7,13 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary, ref
 
 import optree
@@ -27,12 +29,21 @@ from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..shared_elements import check_apart
-from ..tree import PyTree, check_tensors, is_plain, own_copy, paths, same_structure
+from ..tree import (
+    PyTree,
+    check_tensors,
+    is_plain,
+    named_leaves,
+    own_copy,
+    paths,
+    same_structure,
+)
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .micro_batches import check_accumulate
+from .nonfinite import NonFiniteGradient, all_finite, not_finite, refusal
 from .reminder import Reminder
-from .scope import next_streams
+from .scope import gradient_in_words, next_streams
 from .state import State, check_not_on_meta
 
 T = TypeVar("T")
@@ -113,7 +124,11 @@ _HISTORIES = PerLoss(_History)
 
 
 def value_and_grad(
-    loss: Callable[..., Any], *, accumulate: int = 1
+    loss: Callable[..., Any],
+    *,
+    accumulate: int = 1,
+    scale: float | Tensor | None = None,
+    nonfinite: NonFiniteGradient = "pass",
 ) -> Callable[..., tuple[Any, Any]]:
     """The function that gives a loss and its gradients.
 
@@ -132,6 +147,16 @@ def value_and_grad(
       return others as `Aux(buffers=...)`. Each micro-batch is given those of the one before. The
       result is `((value, metrics, buffers), grads)` then.
 
+    Two options are for gradients that aren't finite:
+
+    - `scale=` multiplies the loss before backward, and divides the gradients after it, so that
+      float16 holds them: a positive number, or a 0-d tensor, such as `fz.LossScale` finds.
+    - `nonfinite=` is the answer to a NaN or an infinity in the loss or a gradient, the same on all
+      ranks. With "tell", the results end with a bool more, whether all are finite:
+      `((value, metrics, buffers, fine), grads)`; the buffers are those that were given, where they
+      are not. With "raise", that is a `NonFiniteError`. "pass" doesn't look, which the host would
+      wait for.
+
     Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of all
     else in `args`, and of the batch. Value and metrics are means over ranks; gradients are of that
     mean, in the form of pieces. Buffers are equal on all ranks, by the rule `sync_buffers` of
@@ -148,7 +173,10 @@ def value_and_grad(
             returns buffers without having been given any. The call is inside of another loss, or
             of a transform of torch.func.
         TypeError: micro-batches were asked for, and no `batch=` was given.
+        NonFiniteError: as `nonfinite` says; on all ranks, with the leaves' paths.
+        NotImplementedError: a scale was given, and the reduction keeps gradients between steps.
         GroupError: ranks have called different things.
+        MismatchError: ranks have given other options.
 
     >>> def loss(params, x):
     ...     return ((params["w"] - x) ** 2).sum()
@@ -156,10 +184,10 @@ def value_and_grad(
     >>> value, grads
     (tensor(2.), {'w': tensor([-2., -2.])})
     """
-    check_accumulate(accumulate)
+    options = GradientOptions(accumulate, None if scale is None else float(scale), nonfinite)
 
     def run(tree: Any, *args: Any, buffers: Any = None, batch: Any = None) -> tuple[Any, Any]:
-        return differentiate(LossCall(loss, args, buffers, batch, accumulate), tree)
+        return differentiate(LossCall(loss, args, buffers, batch, options), tree)
 
     return run
 
@@ -211,6 +239,33 @@ def read_only(tree: Any) -> Any:
     return tree_map(without_grad, tree, is_leaf=is_on_engine)
 
 
+@dataclass(frozen=True)
+class GradientOptions:
+    """The arguments of `value_and_grad` beside the loss. See there."""
+
+    accumulate: int = 1
+    scale: float | None = None
+    nonfinite: NonFiniteGradient = "pass"
+
+    def __post_init__(self) -> None:
+        check_accumulate(self.accumulate)
+        # "not (...)" also refuses NaN, which fails every comparison
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be a positive number or None, got {self.scale}")
+        if self.nonfinite not in get_args(NonFiniteGradient):
+            raise ValueError(
+                f"nonfinite must be one of {get_args(NonFiniteGradient)}, got {self.nonfinite!r}"
+            )
+
+    @property
+    def looks(self) -> bool:
+        """Whether anybody wants to know if gradients are finite, for which the host waits."""
+        return self.nonfinite != "pass"
+
+
+_PLAIN_OPTIONS = GradientOptions()
+
+
 class LossCall:
     """A program's loss and its arguments beside the tree, in one call of `value_and_grad`.
 
@@ -218,7 +273,7 @@ class LossCall:
         args: passed on without gradients; sharded trees among them.
         buffers: {} where none were given.
         batch: None where none was given.
-        count: of the micro-batches.
+        options: of `value_and_grad`.
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
         is_slope: whether the loss is a slope of the user's own; see Note [slope] in `hvp`.
@@ -232,11 +287,11 @@ class LossCall:
         args: tuple[Any, ...],
         buffers: PyTree[Tensor] | None = None,
         batch: Any = None,
-        count: int = 1,
+        options: GradientOptions = _PLAIN_OPTIONS,
         *,
         slope_of: Callable[..., Any] | None = None,
     ):
-        self.loss, self.args, self.count = loss, read_only(args), count
+        self.loss, self.args, self.options = loss, read_only(args), options
         self.is_slope = slope_of is not None
         self.counted = loss if slope_of is None else slope_of
         self.takes_buffers = buffers is not None
@@ -279,10 +334,11 @@ class LossCall:
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
         # The loss is differentiated by the tree alone
         self.buffers = tree_map(torch.detach, self.buffers)
-        if self.count > 1 and not self.takes_batch:
+        count = self.options.accumulate
+        if count > 1 and not self.takes_batch:
             raise TypeError(
                 explain(
-                    f"{self.caller}(accumulate={self.count}) was given no batch to cut",
+                    f"{self.caller}(accumulate={count}) was given no batch to cut",
                     expected=f"{self.caller}(loss, accumulate=...)(tree, ..., batch=...)",
                     got=f"{len(self.args)} arguments beside the tree, and no batch=",
                     rank=rank,
@@ -320,11 +376,23 @@ class LossCall:
 
         return call
 
-    def results(self, value: Tensor, metrics: Metrics, buffers: PyTree[Tensor]) -> Any:
-        """The results of the loss, as `value_and_grad` gives them beside the gradients."""
+    def results(
+        self, value: Tensor, metrics: Metrics, buffers: PyTree[Tensor], *, fine: bool
+    ) -> Any:
+        """The results of the loss, as `value_and_grad` gives them beside the gradients.
+
+        Args:
+            fine: loss and gradients are finite, or nobody looks.
+        """
+        found: list[Any] = [value]
+        if self._has_aux or self.takes_buffers:
+            found.append(metrics)
         if self.takes_buffers:
-            return value, metrics, buffers
-        return (value, metrics) if self._has_aux else value
+            # Those of numbers that are none would be, too
+            found.append(buffers if fine else self.buffers)
+        if self.options.nonfinite == "tell":
+            found.append(fine)
+        return found[0] if len(found) == 1 else (*found,)
 
     def _note_aux(self, result: Any, rank: int | None) -> None:
         aux = result[1] if isinstance(result, tuple) and len(result) == 2 else None
@@ -406,7 +474,7 @@ PART: ContextVar[Part] = ContextVar("PART", default=_ALL)  # so that threads hav
 
 def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     call.check()
-    leaves = optree.tree_leaves(tree)
+    options, leaves = call.options, optree.tree_leaves(tree)
     # An evaluation's. Such a leaf has no storage to be a leaf of a graph
     if any(isinstance(leaf, LazyParam) for leaf in leaves):
         raise StructureError(
@@ -425,15 +493,20 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         (tree, call.args),
         call.buffers,
         call.data,
-        count=call.count,
+        count=options.accumulate,
         streams=next_streams(part.number, _device_of(tree)),
         look=look,
         reminder=part.reminder or history.reminder,
+        scale=options.scale,
         round_sums=part.round_sums,
     )
     grads, outcome = part.mean(grads, outcome)
+    fine = not options.looks or all_finite([*optree.tree_leaves(grads), outcome.loss])
+    if not fine and options.nonfinite == "raise":
+        found = float(outcome.loss), not_finite(named_leaves(grads))
+        raise refusal(gradient_in_words(), [found])
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return call.results(outcome.loss, metrics, outcome.buffers), grads
+    return call.results(outcome.loss, metrics, outcome.buffers, fine=fine), grads
 
 
 _LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these params"

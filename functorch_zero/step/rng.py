@@ -75,6 +75,11 @@ class Streams:
         self._in_a_loss = False
         self.num_draws = 0
 
+    @property
+    def step(self) -> int:
+        """The step's number."""
+        return int(self._step)
+
     def of_program(self, device: torch.device) -> AbstractContextManager[None]:
         """The program's own: the same on every rank."""
         return replayed(self._seed, self._step, _NO_PART, device)

@@ -95,6 +95,12 @@ def rank_of_step() -> int | None:
     return None if scope is None else scope.rank
 
 
+def gradient_in_words() -> str:
+    """The step that runs, for errors of its gradients; or just a gradient."""
+    scope = scope_here()
+    return "the gradient" if scope is None else f"step {scope.streams.step}"
+
+
 def next_key() -> int:
     """The key of the next draw of the step that runs."""
     scope = scope_here()

@@ -275,7 +275,7 @@ class TrainStep:
             # 0.0: only gradients were at fault
             loss_value = 0.0 if loss is None else float(loss)
             found = not_finite(named_leaves(grads))
-            raise refusal(int(state.step), [(loss_value, found)])
+            raise refusal(f"step {int(state.step)}", [(loss_value, found)])
         return fine
 
 

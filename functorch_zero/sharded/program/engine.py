@@ -42,14 +42,22 @@ from ...step.state import check_not_on_meta
 from ...tree import PyTree
 from ..agreement import agree
 from ..failures import sharing_failures
-from ..options import Options
+from ..options import Options, check_reduction
 from ..params import all_gather_params, all_gather_pieces, make_reduction
 from ..passes import LossOnData
 from ..placed import StatePlaces, brought, emptied, placed
 from ..publish import copies_to_update, flats_of_pass, publish
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
-from .gradient import GradientRun, LossTrees, agree_on, differentiate, finish, no_updates
+from .gradient import (
+    GradientRun,
+    LossTrees,
+    agree_on,
+    differentiate,
+    finish,
+    is_fine,
+    no_updates,
+)
 from .kept import KeptTensors
 from .scope import compared, ranks_here
 
@@ -391,8 +399,8 @@ class ShardedEngine:
             stack.enter_context(self.orders.forgotten_on_failure())
             run = self.open_gradient(call, tree)
             local = differentiate(run)
-            report = agree_on(run, local)
-            results, grads = finish(run, local, report)
+            agreed = agree_on(run, local, fine=is_fine(run, local))
+            results, grads = finish(run, local, agreed)
             if run.scope is not None and run.scope.donation is not None:
                 run.scope.donation.num_taken += 1
         return results, grads
@@ -434,7 +442,15 @@ class ShardedEngine:
             trees=given,
             joined=joined,
             flats=flats,
-            loss=LossOnData(loss_fn, call.buffers, call.data, call.count, streams, self._reminder),
+            loss=LossOnData(
+                loss_fn,
+                call.buffers,
+                call.data,
+                call.options.accumulate,
+                streams,
+                self._reminder,
+                scale=call.options.scale,
+            ),
             reduction=make_reduction(joined.layout, options, log, kept_before),
             order=order,
             options=options,
@@ -462,6 +478,7 @@ class ShardedEngine:
         kept = None if scope is None else scope.kept
         if kept is None or call.is_slope:
             return replace(self.options, reduction=SUMMED), None
+        check_reduction(kept.reduction, loss_scale=call.options.scale is not None)
         # The step's own: another step may have cut the trees
         return replace(self.options, reduction=kept.reduction), kept
 

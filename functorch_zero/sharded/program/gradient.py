@@ -1,7 +1,7 @@
 """The phases of a gradient in a program: functions from one value to the next, as those of a
 training step in `phases`.
 
-    GradientRun ── differentiate ──> LocalGradient ── agree_on ──> Report ── finish ──> the results
+    GradientRun ── differentiate ──> LocalGradient ── agree_on ──> Agreed ── finish ──> the results
 
 `ShardedEngine` runs them one after the other. A plan runs the same functions on tensors without
 values, and looks on between them.
@@ -21,14 +21,18 @@ from ...errors import StructureError, explain
 from ...groups import labelled
 from ...layout.extent import Rows
 from ...layout.joined import Joined
+from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
 from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import GradientReduction
 from ...step.program import LossCall
 from ...step.rows import leading_sizes, total_size
+from ...step.scope import gradient_in_words
+from ...step.weights import check_weight_value
 from ..average import Report, report_later, report_of, words_of
 from ..buffers import check_synchronizable, synchronize
-from ..grad_mean import to_means
+from ..grad_mean import in_range, to_means
+from ..nonfinite import refuse
 from ..options import Options
 from ..params import grads_like
 from ..passes import LossOnData, Passed, run_passes
@@ -94,6 +98,11 @@ class LossTrees:
         """Those of which no gradients are taken."""
         return [given.tree for given in self._given if not given.is_trained]
 
+    def layout_in_words(self, joined: Joined) -> Layout:
+        """The layout of all trees, whose paths begin with the trees' names; that of the only one,
+        as one process tells paths."""
+        return self.trees[0].sharding.layout if len(self.trees) == 1 else joined.layout
+
     def trained_in(self, joined: Joined) -> list[tuple[ShardedTree, int]]:
         """The trees whose gradients are taken, each with the number of its first bucket.
 
@@ -146,6 +155,13 @@ class GradientRun:
     scope: RanksScope | None  # of the program's step that it is in; None: it is in none
 
 
+class Agreed(NamedTuple):
+    """The agreement of all ranks on a gradient; the same on every rank."""
+
+    report: Report  # its flags say which buffers have changed
+    fine: bool  # loss and gradients are finite, or nobody looks
+
+
 class LocalGradient(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
@@ -174,11 +190,26 @@ def differentiate(run: GradientRun) -> LocalGradient:
     return LocalGradient(run.reduction.finish(), passed)
 
 
-def agree_on(run: GradientRun, local: LocalGradient) -> Report:
+def is_fine(run: GradientRun, local: LocalGradient) -> bool:
+    """Whether this rank has found numbers that are finite; True where nobody looks, for which the
+    host would wait for the device."""
+    if not run.call.options.looks:
+        return True
+    passed = local.passed
+    return in_range(
+        local.reduced, run.joined.layout, passed.outcome, is_to_divide=passed.is_to_divide
+    )
+
+
+def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
     """Tell all ranks this one's findings, and learn theirs. One all-reduce of words; none in a
     program's step whose ledger takes them, see Note [words that wait] in `ledger`.
 
+    Args:
+        fine: as `is_fine` has found.
+
     Raises:
+        NonFiniteError: loss or gradients are not finite on a rank, and the call refuses that.
         StructureError: this rank's loss has changed a buffer's shape or dtype, or backward has
             written to one.
         GroupError: ranks have taken gradients of other things, or have started other collectives.
@@ -188,22 +219,27 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Report:
     old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     flags = changes.flags(axes.world.rank, look=run.look)
+    if run.call.options.looks:
+        flags = [*flags, not fine]
     if run.scope is not None and _may_wait(run, flags):
         # None to compare where a loss says what rows weigh, or sees all of them
         plain = outcome.weight is None and not exchanged
         rows = leading_sizes(run.call.data) if plain else []
         reminder = run.loss.reminder
         run.scope.ledger.post(Posted(run.log, words_of(means), rows, reminder))
-        return report_later(means)
+        return Agreed(report_later(means), fine=True)
     # Logs are compared here, when all collectives of the passes have started
-    return report_of(
-        means,
-        labelled(axes.world, "gradient/metrics"),
-        run.log,
-        flags,
-        axes.copy,
-        total_size(run.call.data),
-    )
+    group = labelled(axes.world, "gradient/metrics")
+    report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
+    if not run.call.options.looks:
+        return Agreed(report, fine=True)
+    *changed, unfit = report.flags
+    # All ranks come here alike, so one more exchange can say which leaf, on which rank
+    if unfit and run.call.options.nonfinite == "raise":
+        check_weight_value(outcome.weight, axes.world.rank)
+        layout, number = run.trees.layout_in_words(run.joined), axes.piece_number
+        refuse(gradient_in_words(), outcome.loss, local.reduced, layout, number, axes.world)
+    return Agreed(report._replace(flags=changed), fine=not unfit)
 
 
 def _may_wait(run: GradientRun, flags: Sequence[bool]) -> bool:
@@ -215,32 +251,37 @@ def _may_wait(run: GradientRun, flags: Sequence[bool]) -> bool:
 
 
 @torch.no_grad()
-def finish(run: GradientRun, local: LocalGradient, report: Report) -> tuple[Any, Any]:
+def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any, Any]:
     """The loss for all ranks, with its metrics and buffers if it has some; and the gradients.
 
     Collectives: one per dtype of the buffers that changed.
     """
-    outcome, axes = local.passed.outcome, run.options.axes
+    outcome, axes, (report, fine) = local.passed.outcome, run.options.axes, agreed
     sizes, rank = report.sizes, axes.world.rank
     if not local.passed.exchanged:
         rows = leading_sizes(run.call.data)
         run.loss.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
     # In place: the flats were made for this gradient
-    to_means(local.reduced, report.weight if local.passed.is_to_divide else None, scale=None)
-    buffers = synchronize(
-        run.call.buffers,
-        outcome.buffers,
-        report.flags,
-        run.options.sync_buffers,
-        labelled(axes.data, "gradient/buffers"),
-        None if outcome.weight is None else report.num_weighty,
-        outcome.is_weighty,
-    )
-    if run.kept is not None:
-        run.kept.replace(run.reduction.kept)
+    total = report.weight if local.passed.is_to_divide else None
+    to_means(local.reduced, total, run.call.options.scale)
+    buffers = run.call.buffers
+    # What isn't finite leaves buffers, and the tensors of a reduction, as they were
+    if fine:
+        buffers = synchronize(
+            buffers,
+            outcome.buffers,
+            report.flags,
+            run.options.sync_buffers,
+            labelled(axes.data, "gradient/buffers"),
+            None if outcome.weight is None else report.num_weighty,
+            outcome.is_weighty,
+        )
+        if run.kept is not None:
+            run.kept.replace(run.reduction.kept)
     metrics = dict(report.metrics)
     mean = metrics.pop("loss")
-    return run.call.results(mean, metrics, buffers), run.trees.gradients(local.reduced, run.joined)
+    results = run.call.results(mean, metrics, buffers, fine=fine)
+    return results, run.trees.gradients(local.reduced, run.joined)
 
 
 def no_updates(params: ShardedTree) -> ShardedTree:

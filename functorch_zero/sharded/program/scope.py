@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 from ...optim.base import Transform
+from ...step.program import LossCall
 from ...step.scope import StepScope, scope_here
 from .donation import Donation
 from .kept import KeptTensors
@@ -51,6 +52,8 @@ def compared(method: Function) -> Function:
         for argument in given:
             if isinstance(argument, Transform):
                 settings["the optimizer"] = engine.description_of(argument)
+            if isinstance(argument, LossCall):
+                settings["the options"] = {**vars(argument.options)}
         function = partial(method, engine, *args, **kwargs)
         return of_call(method.__name__, given, settings, function)
 

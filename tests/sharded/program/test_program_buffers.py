@@ -15,7 +15,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError, UnequalBatchesWarning
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.step.program import LossCall
+from functorch_zero.step.program import GradientOptions, LossCall
 from functorch_zero.testing.equality import assert_equal_values
 from tests.tiers import crossed
 
@@ -506,7 +506,7 @@ def test_errors_about_named_arguments_name_the_rank() -> None:
         for call, error in [
             (LossCall(plain, (), buffers=sharded), StructureError),
             (LossCall(plain, (), batch={"teacher": sharded}), StructureError),
-            (LossCall(plain, (), count=2), TypeError),
+            (LossCall(plain, (), options=GradientOptions(2)), TypeError),
         ]:
             with pytest.raises(error, match=r"on rank 5\. Remedy"):
                 call.check(5)

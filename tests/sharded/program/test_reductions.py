@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from optree import tree_map
@@ -710,3 +711,34 @@ def test_a_value_without_trained_trees() -> None:
     state, _ = sharded(sharded.init(make_params()), 1.0)
     assert state.parts == {"reduction": {"error": {}}}
     sharded.shard_state(sharded.unshard(state))
+
+
+def test_a_gradient_that_is_not_finite_leaves_what_is_kept() -> None:
+    """And none has a scale, which changes what gradients are multiplied by."""
+
+    def run(group: Any) -> None:
+        def gradient(net: Any, x: Tensor) -> Any:
+            return fz.value_and_grad(loss, nonfinite="tell")(net, x)
+
+        def step(net: Any, x: Tensor) -> Any:
+            (mean, fine), grads = gradient(net, x)
+            return (descended(net, grads) if fine else net), {"loss": mean}
+
+        made = fz.program_step(step, init=lambda net: net)
+        sharded = fz.shard(made, level=2, group=group, reduction=ROUNDED)
+        state, (x, *_) = sharded.init(make_params()), make_batches()
+        state, _ = sharded(state, part(x, group))
+        after, _ = sharded(state, part(x * torch.nan, group))
+        assert_equal_values(state.replace(step=2), after, grade="bitwise")
+        assert any(map(torch.count_nonzero, optree.tree_leaves(after.parts)))
+
+        def scaled(net: Any, x: Tensor) -> Any:
+            mean, grads = fz.value_and_grad(loss, scale=2.0)(net, x)
+            return descended(net, grads), {"loss": mean}
+
+        made = fz.program_step(scaled, init=lambda net: net)
+        sharded = fz.shard(made, level=2, group=group, reduction=ROUNDED)
+        with pytest.raises(NotImplementedError, match="keeps gradients between steps, and a loss"):
+            sharded(sharded.init(make_params()), part(x, group))
+
+    run_ranks(run, 2)
