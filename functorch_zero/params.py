@@ -59,6 +59,10 @@ class Engine(Protocol):
         """The inner product of two trees in pieces, one 0-d tensor."""
         ...
 
+    def norms(self, trees: Any) -> dict[str, Tensor]:
+        """The norms of whole trees, 0-d, by name: of held params, and of trees in pieces."""
+        ...
+
     def zero_updates(self, params: Any) -> Any:
         """Updates in pieces that change nothing."""
         ...

@@ -72,6 +72,7 @@ from .transforms.scaling import (
 )
 from .transforms.trust_ratio import scale_by_trust_ratio
 from .transforms.weight_decay import add_decayed_weights
+from .tree_norms import norms
 from .wrappers.hyperparams import (
     hyperparams,
     inject_hyperparams,
@@ -214,6 +215,7 @@ __all__ += [
     "from_torch",
     "from_torchopt",
     "import_torch_state",
+    "norms",
     "replace_states",
     "state_metrics",
     "to_torch",

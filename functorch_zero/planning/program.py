@@ -176,7 +176,7 @@ class _AnnouncedEngine:
         self.keeps_tensors = engine.keeps_tensors
         self.reduced = 0
         # The rest of an `Engine`, as it is
-        self.dot, self.unshard = engine.dot, engine.unshard
+        self.dot, self.norms, self.unshard = engine.dot, engine.norms, engine.unshard
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
         self.placed = engine.placed
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import optree
-import torch
 from torch import Tensor
 
-from ..optim.across import Across, norms_of
-from ..optim.arithmetic import on_numbers
+from ..optim.across import Across
 from ..optim.states import state_metrics
+from ..optim.tree_norms import roots_of_totals, squares_of
 from ..tree import PyTree
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
@@ -57,14 +55,11 @@ class UpdateMetrics:
         """
         # Computed right away, since the tree's storage may be written over by the update
         if name in self._names:
-            leaves, treedef = optree.tree_flatten(make_tree())
-            # By norms, which make no tensor of the squares
-            squares = on_numbers(torch.square, norms_of(leaves))
-            self._squares[name] = treedef.unflatten(squares)
+            self._squares[name] = squares_of(make_tree())
 
     def metrics(self, opt_state: Any) -> dict[str, Tensor]:
         """All that was asked for, by name."""
-        found = self._norms()
+        found = roots_of_totals(self._squares, self._across)
         if set(self._names) - set(NORMS):
             found |= state_metrics(opt_state)
         wanted: dict[str, Tensor] = {}
@@ -75,15 +70,6 @@ class UpdateMetrics:
                 if key == name or key.startswith(name + "."):
                     wanted[key] = value
         return wanted
-
-    def _norms(self) -> dict[str, Tensor]:
-        """The norms asked for, 0-d, of whole trees. One collective for all together, of one number
-        per norm; none if no norm was asked for."""
-        if not self._squares:
-            return {}
-        # `across` adds up the shares of leaves that are cut; others are whole on every rank
-        totals = self._across.totals([(tree,) for tree in self._squares.values()])
-        return {name: x.sqrt() for name, x in zip(self._squares, totals, strict=True)}
 
 
 def _by_name(metrics: Iterable[str]) -> list[str]:

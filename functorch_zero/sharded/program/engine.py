@@ -7,7 +7,7 @@ and a tree that is only read is frozen there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
 from ...optim.naming import described
+from ...optim.tree_norms import roots_of_totals, squares_of, without_trained
 from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ...runtime.reduce import SUMMED
 from ...runtime.two_seeds import TwoSeeds
@@ -340,6 +341,29 @@ class ShardedEngine:
                 self._refuse_no_updates(a)
                 self._refuse_no_updates(b)
             return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
+
+    @compared
+    def norms(self, trees: Mapping[str, ShardedTree]) -> dict[str, Tensor]:
+        """The norms of whole trees, 0-d, by name. One all-reduce.
+
+        Args:
+            trees: "param_norm" is of held params, whose trained leaves count; others are in pieces.
+
+        Raises:
+            StructureError: they are of other params, or no leaf is trained.
+        """
+        with sharing_failures(*self.options.axes.groups, call="norms"), torch.no_grad():
+            first, squares = next(iter(trees.values())), {}
+            for name, tree in trees.items():
+                if name == "param_norm":
+                    self._check_held(tree)
+                    if tree.is_read_only:
+                        raise without_trained(tree, self.rank)
+                    tree = tree.pieces()
+                self._check_pieces(tree, first)
+                self._refuse_no_updates(tree)
+                squares[name] = squares_of(tree.local_tree)
+            return roots_of_totals(squares, self._across_of(first.sharding.layout))
 
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
         """Zeros in pieces for trained leaves, None elsewhere. No communication.
