@@ -40,7 +40,8 @@ from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.state import State
-from ..step.train import TrainStep, mark_trainable
+from ..step.train import TrainStep
+from ..step.trainable import mark_trainable
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
 from .live_bytes import ValueNeeded, bytes_held

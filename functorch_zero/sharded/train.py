@@ -37,7 +37,8 @@ from ..step.state import (
     marked,
     trained,
 )
-from ..step.train import TrainStep, check_trained, mark_trainable, optimizer_view
+from ..step.train import TrainStep, optimizer_view
+from ..step.trainable import check_trained, mark_trainable
 from ..tree import PyTree, check_tensors, named_leaves, paths, select
 from .agreement import agree, releases_and_ranks
 from .background import BackgroundTasks

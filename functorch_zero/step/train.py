@@ -7,7 +7,7 @@ whole leaves, or at level 3 pieces. State leaves that follow a param are this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.across import Across
@@ -25,11 +25,9 @@ from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..shared_elements import check_apart
 from ..tree import (
     PyTree,
     check_tensors,
-    mask_of,
     merge,
     named_leaves,
     paths,
@@ -56,8 +54,7 @@ from .state import (
     marked,
     trained,
 )
-
-Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
+from .trainable import Trainable, check_trained, mark_trainable
 
 
 @dataclass(frozen=True)
@@ -351,105 +348,6 @@ def merged_metrics(metrics: Metrics, others: Metrics) -> Metrics:
             "Remedy: rename one"
         )
     return metrics | others
-
-
-def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
-    """The same leaves, with `requires_grad` saying which are trained."""
-    check_params(params)
-    if trainable is not None:
-        mask = mask_of(params, trainable)
-        _check_floating(params, mask)
-        params = tree_map(lambda p, train: p.detach().requires_grad_(train), params, mask)
-    check_apart(params)
-    # A step that trains nothing would still run, and mislead
-    if not any(p.requires_grad for p in optree.tree_leaves(params)):
-        raise _nothing_trained(params, trainable)
-    return params
-
-
-def check_trained(
-    trainable: Trainable, params: PyTree[Tensor], mask: PyTree[bool], rank: int | None = None
-) -> None:
-    """Raise, naming a leaf, if a step's rule chooses other leaves than its state says are trained:
-    the state is another step's.
-
-    Args:
-        trainable: the step's. A function sees meta tensors, so one that goes by values or by
-            identity can't be asked again; those choose all leaves then, or none, or raise.
-        params: tensors of the whole leaves' shapes and dtypes.
-        mask: the leaves that the state says are trained.
-    """
-    if trainable is None:
-        return
-    metas = tree_map(
-        lambda p, on: torch.empty_like(p, device="meta", requires_grad=on), params, mask
-    )
-    try:
-        asked = optree.tree_leaves(mask_of(metas, trainable))
-    except Exception:
-        # A function's own error, a KeyError by identity say, is no answer
-        if callable(trainable):
-            return
-        raise
-    known = optree.tree_leaves(mask)
-    if callable(trainable) and (all(asked) or not any(asked)):
-        return
-    for path, wanted, found in zip(paths(params), asked, known, strict=True):
-        if bool(wanted) != found:
-            raise StructureError(
-                explain(
-                    "the state is of a step that trains other leaves",
-                    path=path,
-                    expected="trained" if wanted else "frozen",
-                    got="trained" if found else "frozen",
-                    rank=rank,
-                    remedy="call this step's own init, and carry the params over: "
-                    "state.replace(params=other.params)",
-                )
-            )
-
-
-def _nothing_trained(params: PyTree[Tensor], trainable: Trainable) -> StructureError:
-    known = paths(params)
-    if not known:
-        return StructureError(
-            explain(
-                "params have no leaves",
-                got=f"a {type(params).__name__}",
-                remedy="step.init(params, buffers): params come first",
-            )
-        )
-    names = ", ".join([*known[:3], "..."] if len(known) > 3 else known)
-    if trainable is not None:
-        return StructureError(
-            explain(
-                "no leaf of params is trained: trainable chose none",
-                got=f"leaves {names}",
-                remedy="let trainable be true for the paths to train; fz.named_leaves(params) has "
-                "them all",
-            )
-        )
-    return StructureError(
-        explain(
-            "no leaf of params is trained: none has requires_grad",
-            got=f"leaves {names}",
-            remedy="pass trainable=lambda path, leaf: True to train_step, or call "
-            "requires_grad_() on the leaves",
-        )
-    )
-
-
-def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
-    """Raise, naming the first leaf that is to be trained and can't have a gradient."""
-    # Autograd has gradients of floating-point and complex leaves only
-    for path, leaf in named_leaves(select(params, mask)).items():
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            remedy = "leave it out of `trainable`, or convert it"
-            raise StructureError(
-                explain(
-                    "an integer leaf can't be trained", path=path, got=leaf.dtype, remedy=remedy
-                )
-            )
 
 
 def _with_grad(params: PyTree[Tensor]) -> PyTree[bool]:
