@@ -224,6 +224,11 @@ def storages(tree: PyTree[Any]) -> set[int]:
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
 
 
+def is_within(path: str, names: Iterable[str]) -> bool:
+    """Whether a leaf's path leads through an entry of one of these names."""
+    return path.split(".")[0] in names
+
+
 def own_copy(leaf: Any) -> Any:
     """A tensor's copy, without its history, trained where the tensor is; anything else itself."""
     if not isinstance(leaf, Tensor):

@@ -28,7 +28,7 @@ from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..step.program_step import ProgramStep
+from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State, trained
 from ..step.train import TrainStep
 from ..tree import check_savable, paths
@@ -143,18 +143,25 @@ def check_state(step: Step, state: Any) -> None:
         )
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options)
-        differ = step.options.sync_buffers == "local" and step.group.size > 1
-        if differ and optree.tree_leaves(state.buffers):
-            raise StructureError(
-                'buffers differ by rank under sync_buffers="local", and a checkpoint has one of '
-                'each. Remedy: give save a step made with shard(..., sync_buffers="rank0"), which '
-                "takes rank 0's, or keep yours elsewhere"
-            )
+        _check_same_buffers(step, [state.buffers])
     elif isinstance(step, ShardedProgramStep):
         step.check_state(state)
+        names = step.unsharded.buffers
+        _check_same_buffers(step, [entry_of(state.value, name) for name in names])
     elif state.sharding is not None:
         raise StructureError(
             "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
+        )
+
+
+def _check_same_buffers(step: ShardedStep, buffers: list[Any]) -> None:
+    """Raise if each rank may keep buffers of its own."""
+    differ = step.options.sync_buffers == "local" and step.group.size > 1
+    if differ and optree.tree_leaves(buffers):
+        raise StructureError(
+            'buffers differ by rank under sync_buffers="local", and a checkpoint has one of each. '
+            'Remedy: give save a step made with shard(..., sync_buffers="rank0"), which takes rank '
+            "0's, or keep yours elsewhere"
         )
 
 

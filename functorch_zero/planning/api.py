@@ -184,7 +184,7 @@ def plan(
         of_shard |= {"donate": donates, "loss_scale": loss_scale}
         options = _options_for(device, journal, **of_shard)
     if program is not None:
-        check_of_program(options)
+        check_of_program(options, program.buffers)
         with _values_refused(journal):
             made = _plan_of_program(program, params, batch, options, lie_on, device, rows or {})
             return replace(made, bandwidth=bandwidth)

@@ -145,7 +145,7 @@ class _ImaginedAgreement:
         self._agreement = ProgramAgreement(options, BackgroundTasks())
         self._rank, self._watch = options.group.rank, watch
 
-    def on_arguments(self, given: Any, layouts: Any, seed: int | None) -> None:
+    def on_arguments(self, given: Any, layouts: Any, seed: Any, facts: Any) -> None:
         return None
 
     def on_first_value(self, value: Any, fills: Any) -> None:

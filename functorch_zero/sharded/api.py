@@ -180,7 +180,7 @@ def shard(
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, ProgramStep):
-        check_of_program(options)
+        check_of_program(options, step.buffers)
         return ShardedProgramStep(step, options)
     return ShardedEvalStep(step, options)
 

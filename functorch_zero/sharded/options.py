@@ -364,12 +364,17 @@ def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:
     return value
 
 
-def check_of_program(options: Options) -> None:
-    """Raise if a program is given an option that it has no place for."""
-    if options.sync_buffers == "local":
+def check_of_program(options: Options, buffers: Sequence[str]) -> None:
+    """Raise if a program is given an option that it has no place for.
+
+    Args:
+        buffers: the names that the program gives its own.
+    """
+    if options.sync_buffers == "local" and not buffers:
         raise ValueError(
             'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
-            'program\'s value are the same on every rank. Remedy: "mean" or "rank0"'
+            "program's value are the same on every rank. Remedy: program_step(..., "
+            'buffers=("buffers",)), which says where they are; or "mean" or "rank0"'
         )
 
 

@@ -103,7 +103,9 @@ def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> N
     agree(labelled(options.axes.world, "refit/agreement"), facts)
 
 
-def first_parts(params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int) -> Any:
+def first_parts(
+    params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int, name: str = ""
+) -> Any:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
     layout = sharding.layout
     made = []
@@ -113,8 +115,18 @@ def first_parts(params: PyTree[Tensor], sharding: Sharding, engine: Engine, numb
         if bucket.cut.holds_pieces:
             leaf = leaf.reshape(-1)[extent.in_leaf]
         made.append(leaf.detach().clone())
-    holding = Holding(sharding, "held", engine, number)
+    holding = Holding(sharding, "held", engine, number, name=name)
     return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
+
+
+def leaves_on_meta(tree: ShardedTree) -> PyTree[Tensor]:
+    """The whole leaves of a tree without values, which say whether they are trained."""
+    layout, read_only = tree.sharding.layout, tree.holding.read_only
+    leaves = []
+    for leaf in layout.leaves:
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        leaves.append(made.requires_grad_(leaf.trainable and not read_only))
+    return layout.treedef.unflatten(leaves)
 
 
 def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTree[Any]:

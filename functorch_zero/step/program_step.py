@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -18,11 +18,13 @@ from .._torch_private import transforms_active, version_of
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
+from ..optim.arguments import check_takes
 from ..params import as_local
 from ..shared_elements import check_apart
 from ..tree import (
     check_keys,
     check_savable,
+    is_within,
     named_leaves,
     own_copy,
     paths,
@@ -35,6 +37,7 @@ from .refit import carried, check_no_parts
 from .rng import Streams
 from .scope import StepScope, running
 from .state import State, Trained, check_whole_state
+from .trainable import Trainable, mark_trainable
 
 Program = Callable[..., tuple[Any, Mapping[str, Any]]]
 
@@ -45,6 +48,22 @@ class ProgramStep:
 
     program: Program
     first_value: Callable[..., Any]
+    trainable: Mapping[str, Trainable] = field(default_factory=dict, hash=False)
+    buffers: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        known = [*inspect.signature(self.first_value).parameters]
+        unknown = [name for name in self.trainable if name not in known]
+        if unknown:
+            raise ValueError(
+                explain(
+                    "trainable has a rule for a tree that the program's init doesn't take",
+                    expected=f"names among {known}",
+                    got=unknown,
+                    remedy="name the parameters of init: trainable={'params': rule}",
+                )
+            )
 
     def __repr__(self) -> str:
         name = getattr(self.program, "__qualname__", type(self.program).__name__)
@@ -68,25 +87,52 @@ class ProgramStep:
         """
         given = named_args(self.first_value, args)
         values = named_values(given, values)
-        for arg in given.values():
-            check_apart(arg)
-        # Copies, so that nobody who holds the tensors given can change the state
-        own_args = []
         for name, arg in given.items():
-            filled = values[name].fill(arg) if name in values else arg
-            own_args.append(tree_map(own_copy, filled))
+            check_apart(arg)
+            given[name] = values[name].fill(arg) if name in values else arg
+        return self._first_state(self.marked(given), seed)
+
+    def _first_state(self, given: Mapping[str, Any], seed: int | None) -> State:
+        """The first state, of arguments of `init` that know which of their leaves are trained."""
+        # Copies, so that nobody who holds the tensors given can change the state
+        own_args = [tree_map(own_copy, arg) for arg in given.values()]
         with torch.no_grad():
             value = self.first_value(*own_args)
             check_value(value)
+            self.check_buffers(value)
             value = tree_map(settled, value)
         return State.first(value, seed, trained=Trained.of(value))
+
+    def marked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `init` by name, of which those that `trainable` names have
+        `requires_grad` as its rules say."""
+        rules = self.trainable
+        return {n: mark_trainable(x, rules[n]) if n in rules else x for n, x in given.items()}
+
+    def check_buffers(self, value: Any) -> None:
+        """Raise unless a value, or the arguments of `init`, have trees of the names of buffers."""
+        known = inspect.signature(self.first_value).parameters
+        for name in self.buffers:
+            if name not in known and not any(is_within(path, [name]) for path in paths(value)):
+                raise ValueError(
+                    explain(
+                        "the program has no buffers of this name",
+                        path=name,
+                        expected=f"a parameter of init, among {[*known]}, or an entry of the value",
+                        got=f"a {type(value).__name__}",
+                        remedy='buffers=("buffers",) of program_step, for value.buffers',
+                    )
+                )
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program: leaves of the value keep what they are
         where the state's value has a leaf of that path, and all others are those of `init(*args)`.
         Step number and seed go on. The state given stays valid.
 
-        An optimizer whose first state follows from values of params takes those of `args`.
+        Args:
+            args: of `init`. Their values count only where the state's value has no tree of the
+                parameter's name with a leaf of that path. Those left out, or None, are the value's
+                own trees of that name.
 
         Raises:
             StructureError: a leaf has another shape or dtype than before, or a reduction keeps
@@ -94,7 +140,10 @@ class ProgramStep:
         """
         check_whole_state(state)
         check_no_parts(state.parts)
-        fresh = self.init(*args, seed=None)
+        known = as_trained(state)
+        given = args_of_refit(self.first_value, args, known)
+        begun = {n: carried_tree(arg, entry_of(known, n), n) for n, arg in given.items()}
+        fresh = self._first_state(self.marked(begun), None)
         value = carried(fresh.value, state.value, "the value")
         return fresh.replace(step=state.step, seed=state.seed, value=value)
 
@@ -114,7 +163,14 @@ class ProgramStep:
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
 
 
-def program_step(program: Program, *, init: Callable[..., Any]) -> ProgramStep:
+def program_step(
+    program: Program,
+    *,
+    init: Callable[..., Any],
+    trainable: Mapping[str, Trainable] | None = None,
+    buffers: Sequence[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> ProgramStep:
     """Make a step of a program of your own, for one process. `shard` turns it into the same step
     for N ranks.
 
@@ -124,6 +180,14 @@ def program_step(program: Program, *, init: Callable[..., Any]) -> ProgramStep:
             updates by transforms, as many as it likes. Metrics are 0-d tensors or numbers by name.
         init: `(first_tree, ...) -> value`, the first one, with a parameter per tree. It is given
             trees of whole leaves, sharded: trees that are cut already.
+        trainable: by the name of a parameter of `init`, which leaves of that tree are trained: a
+            tree of bools or a function `(path, leaf) -> bool`. Of other trees they are those with
+            `requires_grad`.
+        buffers: names of trees of buffers, which every rank holds whole: arguments of `init` that
+            aren't cut, and entries of the value, which each rank keeps for itself with
+            `shard(sync_buffers="local")`.
+        facts: plain data by name that all ranks must have alike, such as hyperparameters; compared
+            in `init`.
 
     >>> from typing import NamedTuple
     >>> import functorch_zero as fz
@@ -146,7 +210,13 @@ def program_step(program: Program, *, init: Callable[..., Any]) -> ProgramStep:
     >>> state.value.params["w"], metrics["loss"]
     (tensor([0.2000, 0.2000], requires_grad=True), tensor(2.))
     """
-    return ProgramStep(program, init)
+    if isinstance(buffers, str):
+        raise TypeError(f"buffers must be a list of names, got the string {buffers!r}")
+    rules = {} if trainable is None else dict(trainable)
+    for name, rule in rules.items():
+        if callable(rule):
+            check_takes(rule, ("path", "leaf"), 2, by=f"trainable[{name!r}]")
+    return ProgramStep(program, init, rules, tuple(buffers), {} if facts is None else dict(facts))
 
 
 def as_trained(state: State) -> Any:
@@ -186,6 +256,44 @@ def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
                 remedy="pass one argument per parameter, each tree as one of its own",
             )
         ) from None
+
+
+def args_of_refit(
+    first_value: Callable[..., Any], args: tuple[Any, ...], value: Any
+) -> dict[str, Any]:
+    """The arguments of a program's `init`, by name: those given, and the value's own trees in
+    place of those that are None or left out."""
+    given: dict[str, Any] = {}
+    names = [*inspect.signature(first_value).parameters]
+    # The rest, so that too many are refused as usual
+    all_args = (*args, *[None] * (len(names) - len(args)))
+    for name, arg in named_args(first_value, all_args).items():
+        own = entry_of(value, name)
+        if arg is None and own is None:
+            raise StructureError(
+                explain(
+                    "refit was not given an argument of the program's init, and the state's value "
+                    "has no tree of its name",
+                    path=name,
+                    got=f"a {type(value).__name__}",
+                    remedy=f"step.refit(state, {', '.join(names)})",
+                )
+            )
+        given[name] = own if arg is None else arg
+    return given
+
+
+def entry_of(value: Any, name: str) -> Any:
+    """A value's entry of this name; None where it has none."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return getattr(value, name) if name in getattr(value, "_fields", ()) else None
+
+
+def carried_tree(tree: Any, known: Any, name: str) -> Any:
+    """A tree with the values of the leaves that a known one has, too."""
+    is_same = known is None or known is tree
+    return tree if is_same else carried(tree, known, name)
 
 
 def named_values(

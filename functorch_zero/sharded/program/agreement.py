@@ -16,7 +16,7 @@ from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
 from ...params import as_local, is_on_engine
-from ...tree import paths
+from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
 from ..average import other_collectives
 from ..background import BackgroundTasks
@@ -33,14 +33,19 @@ class Agreement(Settlement, Protocol):
     """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
 
     def on_arguments(
-        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+        self,
+        given: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        seed: int | None,
+        facts: Mapping[str, Any],
     ) -> None:
         """Compare the arguments of `init`, by name.
 
         Args:
-            given: all of them.
-            layouts: of the trees that are cut.
+            given: the trees that are cut.
+            layouts: of these.
             seed: of the first state.
+            facts: of `program_step`.
         """
         ...
 
@@ -73,34 +78,41 @@ class ProgramAgreement:
     Args:
         options: those of `shard`.
         background: the step's tasks, whose failures all ranks learn here.
+        own: names of the value's entries that each rank keeps for itself.
     """
 
-    def __init__(self, options: Options, background: BackgroundTasks):
-        self._options, self._background = options, background
+    def __init__(self, options: Options, background: BackgroundTasks, own: Sequence[str] = ()):
+        self._options, self._background, self._own = options, background, own
         self._batches = EqualBatches(options.axes.data.size)
 
     def on_arguments(
-        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+        self,
+        given: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        seed: int | None,
+        facts: Mapping[str, Any],
     ) -> None:
         options = self._options
         # Plain data, and causes before their effects
-        facts = releases_and_ranks(options.group)
-        facts |= {
+        found = releases_and_ranks(options.group)
+        found |= {
             "level": options.levels.describe(),
             "options": options.describe(),
+            "facts of program_step": dict(facts),
             "seed": seed,
         }
         for name, layout in layouts.items():
-            facts[f"layout of {name}"] = layout.describe()
-            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level_name for leaf in layout.leaves}
+            found[f"layout of {name}"] = layout.describe()
+            found[f"levels of {name}"] = {leaf.path: leaf.cut.level_name for leaf in layout.leaves}
         for name in layouts:
-            facts[f"values of {name}"] = told_values(given[name])
-        agree(labelled(options.group, "init/agreement"), facts)
+            found[f"values of {name}"] = told_values(given[name])
+        agree(labelled(options.group, "init/agreement"), found)
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
         # Nothing else would show that the rest beside sharded trees differs
         facts: dict[str, Any] = {"the first value": paths(as_local(value))}
         leaves = unsharded_leaves(value)
+        leaves = {path: leaf for path, leaf in leaves.items() if not is_within(path, self._own)}
         numbers = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
         for path, words in (numbers | told_values(leaves)).items():
             facts[f"values of {path!r} in the first value"] = words

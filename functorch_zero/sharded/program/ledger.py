@@ -31,7 +31,7 @@ from ...params import OnEngine, is_on_engine
 from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
-from ...tree import paths
+from ...tree import is_within, paths
 from ..readable import values_in_words
 
 T = TypeVar("T")
@@ -72,6 +72,8 @@ class Ledger:
         era: of the ranks: a step that is tried again makes other trees than the one that failed.
         settlement: of all ranks.
         look: whether the step is looked at, so that nothing waits. See Note [words that wait].
+        own: names of the value's entries that each rank keeps for itself, as it does all buffers
+            then.
 
     Attributes:
         step, look: as given.
@@ -82,14 +84,22 @@ class Ledger:
         told: by name of a fact that is a checksum, makes the same in words, for an error.
     """
 
-    def __init__(self, step: int, settlement: Settlement, *, look: bool, era: int = 0):
+    def __init__(
+        self,
+        step: int,
+        settlement: Settlement,
+        *,
+        look: bool,
+        era: int = 0,
+        own: Sequence[str] = (),
+    ):
         self.step, self.look = step, look
         self._name = f"step {step}'s" if era == 0 else f"step {step}'s (era {era})"
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
         self.told: dict[str, Callable[[], Any]] = {}
-        self._settlement = settlement
+        self._settlement, self._own = settlement, own
         self._num_settled = 0  # gradients
         self._is_calling = False
 
@@ -118,7 +128,7 @@ class Ledger:
             self._note_story(f"tree {n} in {place}", node)
         for name, words in call.settings.items():
             self.facts[f"{name} in {place}"] = words
-        for path, leaf in call.buffers.items():
+        for path, leaf in {} if self._own else call.buffers.items():
             self._note_leaf(f"buffer {path!r} in {place}", leaf)
 
     def note_given(self, value: Any) -> None:
@@ -140,7 +150,7 @@ class Ledger:
         for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
             if is_on_engine(node):
                 self._note_story(f"the next value's tree {path!r}", node)
-            else:
+            elif not is_within(path, self._own):
                 self._note_leaf(f"leaf {path!r}", node)
         for name, metric in metrics.items():
             self._note_leaf(f"metric {name!r}", metric)

@@ -35,8 +35,11 @@ from ...step.loss import Metrics, check_records
 from ...step.program_step import (
     ProgramStep,
     Unwritten,
+    args_of_refit,
+    carried_tree,
     check_result,
     check_value,
+    entry_of,
     named_args,
     named_values,
 )
@@ -52,7 +55,14 @@ from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
 from ..placed import check_places_work, moved_tree, places_of_buckets
-from ..refit import agree_on_refit, carried, check_same_ranks, refuse_parts
+from ..refit import (
+    agree_on_refit,
+    carried,
+    check_same_ranks,
+    first_parts,
+    leaves_on_meta,
+    refuse_parts,
+)
 from ..tree_numbers import next_number
 from .agreement import Agreement, ProgramAgreement
 from .donation import Donation, EarlierCalls
@@ -110,7 +120,9 @@ class ShardedProgramStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
-        self._agreement = agreement or ProgramAgreement(options, self.background)
+        # Trees of the value that each rank keeps for itself
+        self._own = step.buffers if options.sync_buffers == "local" else ()
+        self._agreement = agreement or ProgramAgreement(options, self.background, self._own)
         self._parts = PartsOfValues(options)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
@@ -165,18 +177,39 @@ class ShardedProgramStep:
     ) -> State:
         """The first state, of which all ranks know that they have made the same."""
         given = named_args(self.unsharded.first_value, args)
-        fills = _fills(given, values)
+        values = dict(named_values(given, values))
+        # They are not cut, nor filled bucket by bucket
+        for name in self.unsharded.buffers:
+            if name in values:
+                given[name] = values.pop(name).fill(given[name])
+        return self._agreed_on(self.unsharded.marked(given), seed, _fills(given, values), {})
+
+    def _agreed_on(
+        self,
+        given: Mapping[str, Any],
+        seed: int | None,
+        fills: Mapping[str, DigestedFill],
+        known: Mapping[str, ShardedTree],
+    ) -> State:
+        """The same of arguments by name, which know what is trained.
+
+        Args:
+            known: by name, trees of another state, whose elements count where they have any.
+        """
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
         check_places_work(self.options.places.given, given, self.group.rank)
-        self._agreement.on_arguments(given, layouts, seed)
-        state = self._first_state(given, layouts, seed, fills)
+        # Of leaves that are known nobody reads the values
+        new = {n: _without(given[n], known[n]) if n in known else given[n] for n in layouts}
+        self._agreement.on_arguments(new, layouts, seed, self.unsharded.facts)
+        state = self._first_state(given, layouts, seed, fills, known)
         self._agreement.on_first_value(state.value, fills)
         return state
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
-        trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
+        whole = self.unsharded.buffers
+        trees = {name: arg for name, arg in given.items() if _is_tree(arg) and name not in whole}
         self.options.levels.check(trees, arguments=[*trees])
         layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
         units = [unit.path for layout in layouts.values() for unit in layout.units]
@@ -189,6 +222,7 @@ class ShardedProgramStep:
         layouts: Mapping[str, Layout],
         seed: int | None,
         fills: Mapping[str, DigestedFill],
+        known: Mapping[str, ShardedTree],
     ) -> State:
         """This rank's part of the value that the program's `init` makes."""
         # All numbers first: a rank that fails at one tree must count as the others do
@@ -197,12 +231,19 @@ class ShardedProgramStep:
         for name, layout in layouts.items():
             sharding, fill = self.options.sharding(layout), fills.get(name)
             engine, number = self.engine, numbers[name]
-            held = hold(given[name], sharding, engine=engine, number=number, name=name, fill=fill)
+            if name in known:
+                first = first_parts(given[name], sharding, engine, number, name)
+                held = carried(first, known[name], self._refit_group, name)
+            else:
+                held = hold(
+                    given[name], sharding, engine=engine, number=number, name=name, fill=fill
+                )
             cut[name] = moved_tree(self.options.places.params, held)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         value = without_pieces(self.unsharded.first_value(*own))
         check_value(value, self.group.rank)
+        self.unsharded.check_buffers(value)
         marked = as_marked(value)
         return State.first(
             self._placed(marked),
@@ -265,14 +306,28 @@ class ShardedProgramStep:
             check_same_ranks(state, self.options)
             refuse_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
-            fresh = self._agreed_first_state(args, None)
-            group = labelled(axes.optimizer, "refit")
+            old = beside_params(self._marked(state, state.value))
+            given = args_of_refit(self.unsharded.first_value, args, old)
+            known, begun = {}, {}
+            for name, arg in given.items():
+                own = entry_of(old, name)
+                if isinstance(own, ShardedTree) and own.holding.form == "held":
+                    known[name] = own
+                    begun[name] = leaves_on_meta(own) if arg is own else arg
+                else:
+                    begun[name] = carried_tree(arg, own, name)
+            fresh = self._agreed_on(self.unsharded.marked(begun), None, {}, known)
             # Elements travel beside the params
-            new, old = beside_params(fresh.value), beside_params(state.value)
-            value = self._placed(carried(new, old, group, "the value"))
+            new = beside_params(fresh.value)
+            value = self._placed(carried(new, old, self._refit_group, "the value"))
             # A refit that fails changes nothing
             self._note_structure(fresh)
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
+
+    @property
+    def _refit_group(self) -> Group:
+        """The ranks among which elements travel in `refit`."""
+        return labelled(self.options.axes.optimizer, "refit")
 
     def _note_structure(self, state: State) -> None:
         """Remember how a first state is cut. States of other structures stay valid."""
@@ -305,7 +360,8 @@ class ShardedProgramStep:
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
-            ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
+            era = era_of(self.group)
+            ledger = Ledger(number, self._agreement, look=look, era=era, own=self._own)
             ledger.note_given(state.value)
             donates = self.options.donate
             donation = Donation(value, self._earlier, ledger.settle) if donates else None
@@ -463,12 +519,10 @@ class ShardedProgramStep:
         )
 
 
-def _fills(
-    given: Mapping[str, Any], values: Mapping[str, DeferredInit] | None
-) -> dict[str, DigestedFill]:
+def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict[str, DigestedFill]:
     """The values for trees on the meta device, by the names of `init`'s parameters."""
     fills = {}
-    for name, deferred in named_values(given, values).items():
+    for name, deferred in values.items():
         if not _is_tree(given[name]):
             raise StructureError(
                 explain(
@@ -480,6 +534,13 @@ def _fills(
             )
         fills[name] = DigestedFill(deferred)
     return fills
+
+
+def _without(tree: Any, known: ShardedTree) -> dict[str, Any]:
+    """By path, the leaves of a tree that a known one hasn't."""
+    paths_known = {leaf.path for leaf in known.sharding.layout.leaves}
+    leaves = zip(paths(tree), optree.tree_leaves(tree), strict=True)
+    return {path: leaf for path, leaf in leaves if path not in paths_known}
 
 
 def _is_tree(arg: Any) -> bool:

@@ -1,0 +1,217 @@
+"""What a program says of itself beside its functions: trained leaves, buffers, facts; and a refit
+that takes the trees of the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.groups import run_ranks
+from functorch_zero.testing import assert_equal_values
+from tests.tiers import crossed, thinned
+
+LEVELS = [0, 1, 2, 3]
+adam = optim.adam(0.1)
+
+
+class Value(NamedTuple):
+    net: Any
+    opt: Any
+    buffers: Any
+
+
+def init(net: Any, buffers: Any) -> Value:
+    return Value(net, adam.init(net), buffers)
+
+
+def weights(*names: str) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return {name: torch.randn(70, generator=made).double().requires_grad_() for name in names}
+
+
+def seen() -> dict[str, Tensor]:
+    return {"mean": torch.zeros(70).double(), "count": torch.tensor(0)}
+
+
+def loss(net: Any, *, buffers: Any, batch: Tensor) -> Any:
+    buffers["mean"].lerp_(batch.mean(0), 0.5)
+    buffers["count"] += 1
+    total = sum((fz.unshard(net[name]) - n) * batch for n, name in enumerate(net))
+    return total.square().mean()
+
+
+def program(value: Value, batch: Tensor) -> Any:
+    gradient = fz.value_and_grad(loss)
+    (mean, _, buffers), grads = gradient(value.net, buffers=value.buffers, batch=batch)
+    net, opt = adam.apply(grads, value.opt, value.net)
+    return Value(net, opt, buffers), {"loss": mean}
+
+
+def step_of(**options: Any) -> Any:
+    return fz.program_step(program, init=init, buffers=["buffers"], **options)
+
+
+def rows(group: Any = None) -> Tensor:
+    x = torch.randn(6, 70, generator=torch.Generator().manual_seed(1)).double()
+    return x if group is None else x.chunk(group.size)[group.rank]
+
+
+def only(name: str) -> Any:
+    return {"net": lambda path, leaf: path == name}
+
+
+@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [True, False], n=2))
+def test_trained_leaves_by_rule(level: int, donate: bool) -> None:
+    step, first = step_of(trainable=only("b")), weights("a", "b", "c")
+    state, _ = step(step.init(first, seen()), rows())
+    moved = tree_map(lambda new, old: bool((new - old).any()), state.value.net, first)
+    assert moved == {"a": False, "b": True, "c": False}
+    by_tree = step_of(trainable={"net": {"a": False, "b": True, "c": False}})
+
+    def run(group: Any) -> Any:
+        found = []
+        for one in (step, by_tree):
+            sharded = fz.shard(one, level=level, group=group, donate=donate)
+            own, _ = sharded(sharded.init(first, seen()), rows(group))
+            assert sharded.check_state(own) is None
+            found.append(sharded.unshard(own))
+        assert_equal_values(*found, grade="bitwise")
+        return found[0]
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(state.value.net, whole.value.net)
+        assert not whole.value.opt[0].mu["b"].eq(0).all()
+
+
+def test_rules_that_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"doesn't take.*names among.*'net'"):
+        step_of(trainable=only("b") | {"gen": True})
+    with pytest.raises(StructureError, match="no leaf of params is trained"):
+        step_of(trainable=only("x")).init(weights("a"), seen())
+
+
+@pytest.mark.parametrize("level", thinned(LEVELS))
+def test_buffers_are_whole_arguments(level: int) -> None:
+    step = step_of()
+    state, _ = step(step.init(weights("a"), seen()), rows())
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        own, _ = sharded(sharded.init(weights("a"), seen()), rows(group))
+        assert own.value.buffers["mean"].shape == (70,)
+        return sharded.unshard(own).value
+
+    for whole in run_ranks(run, 3):
+        assert_equal_values(state.value.buffers["mean"], whole.buffers["mean"])
+        assert int(whole.buffers["count"]) == 1
+
+
+@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [True, False], n=2))
+def test_each_rank_keeps_its_own(level: int, donate: bool, tmp_path: Path) -> None:
+    """From the start, and in steps that are looked at and others. A checkpoint has one of each."""
+
+    def run(group: Any) -> Any:
+        options = {"level": level, "group": group, "donate": donate}
+        sharded = fz.shard(step_of(), sync_buffers="local", **options)
+        start = seen()
+        start["mean"] += group.rank
+        state = sharded.init(weights("a"), start)
+        for _ in range(4):
+            start["mean"].lerp_(rows(group).mean(0), 0.5)
+            state, _ = sharded(state, rows(group))
+        assert_equal_values(start["mean"], state.value.buffers["mean"])
+        again = sharded.shard_state(sharded.unshard(state))
+        assert_equal_values(start["mean"], again.value.buffers["mean"])
+        with pytest.raises(StructureError, match="buffers differ by rank"):
+            checkpoint.save(tmp_path / "local", sharded, state)
+        return state.value.buffers["mean"]
+
+    one, two = run_ranks(run, 2)
+    assert not torch.allclose(one, two)
+
+
+def test_buffers_that_are_nowhere() -> None:
+    step = fz.program_step(program, init=init, buffers=["statistics"])
+    with pytest.raises(ValueError, match=r"no buffers of this name.*'statistics'|statistics"):
+        step.init(weights("a"), seen())
+    with pytest.raises(TypeError, match="got the string"):
+        fz.program_step(program, init=init, buffers="buffers")
+
+
+def test_ranks_have_one_set_of_facts() -> None:
+    def run(group: Any) -> None:
+        sharded = fz.shard(step_of(facts={"rate": group.rank}), level=1, group=group)
+        with pytest.raises(MismatchError, match=r"rate.* 0 on rank 0.* 1 on rank 1"):
+            sharded.init(weights("a"), seen())
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 3]))
+def test_refit_by_the_trees_of_the_state(level: int, ranks: int) -> None:
+    """Other leaves are trained from here on, and begin as the params are now."""
+    first, second = step_of(trainable=only("b")), step_of()
+    state, _ = first(first.init(weights("a", "b"), seen()), rows())
+    expected = second.refit(state)
+    assert {name: leaf.requires_grad for name, leaf in expected.value.net.items()} == {
+        "a": False,  # as in the state
+        "b": True,
+    }
+    both = step_of(trainable={"net": lambda path, leaf: True})
+    expected = both.refit(state)
+    after, _ = both(expected, rows())
+    assert (after.value.net["a"] - state.value.net["a"]).any()
+
+    def run(group: Any) -> Any:
+        old, new = (fz.shard(step, level=level, group=group) for step in (first, both))
+        own, _ = old(old.init(weights("a", "b"), seen()), rows(group))
+        made = new.refit(own)
+        again, _ = new(made, rows(group))
+        return new.unshard(made), new.unshard(again)
+
+    for made, again in run_ranks(run, ranks):
+        assert_equal_values(expected.value, made.value)
+        assert_equal_values(after.value.net, again.value.net)
+        assert int(made.step) == 1
+
+
+def test_refit_with_new_leaves() -> None:
+    """Those that the state has may be on the meta device; optimizers begin from those that are."""
+    average = optim.schedule_free(optim.sgd(0.1), 0.1)
+
+    def init(net: Any) -> Any:
+        return {"net": net, "opt": average.init(net)}
+
+    def program(value: Any, batch: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(
+            lambda net, *, batch: loss(net, buffers=seen(), batch=batch)
+        )(value["net"], batch=batch)
+        net, opt = average.apply(grads, value["opt"], value["net"])
+        return {"net": net, "opt": opt}, {"loss": mean}
+
+    step = fz.program_step(program, init=init)
+    given = weights("a", "b")
+    given["a"] = torch.empty(70, dtype=torch.float64, device="meta", requires_grad=True)
+    state, _ = step(step.init(weights("a")), rows())
+    expected = step.refit(state, given)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        own, _ = sharded(sharded.init(weights("a")), rows(group))
+        with pytest.raises(StructureError, match="has no values"):
+            sharded.refit(own, {name: leaf.to("meta") for name, leaf in given.items()})
+        return sharded.unshard(sharded.refit(own, given))
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected.value, whole.value)
+    other = fz.program_step(lambda value: (value, {}), init=lambda disc: {"net": disc})
+    with pytest.raises(StructureError, match=r"no tree of its name.*disc"):
+        other.refit(state)
