@@ -105,28 +105,6 @@ def run_both(accumulate: int, shard: Any, part: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_training_step_as_a_program(accumulate: int) -> None:
-    train, program = run_both(accumulate, lambda step: step, lambda x: x)
-    assert_equal_values(train, program, grade="bitwise")
-    assert int(program[1]["1.num_batches_tracked"]) == 2 * accumulate
-
-
-@pytest.mark.parametrize(("level", "ranks", "accumulate"), crossed(LEVELS, RANKS, [1, 3], n=4))
-def test_a_training_step_as_a_program_on_ranks(level: int, ranks: int, accumulate: int) -> None:
-    def run(group: Any) -> Any:
-        return run_both(
-            accumulate,
-            lambda step: fz.shard(step, level=level, group=group),
-            lambda x: x.chunk(group.size)[group.rank],
-        )
-
-    for train, program in run_ranks(run, ranks):
-        assert_equal_values(train[0], program[0])
-        assert_equal_values(train[1:], program[1:], grade="bitwise")
-        assert program[1]["1.running_mean"].abs().min() > 0
-
-
 @pytest.mark.parametrize(("level", "same_data"), crossed([1, 3], ["replicate", "shard"], n=2))
 def test_on_a_mesh(level: int, same_data: Any) -> None:
     """Ranks of the same data draw alike, and their buffers count once."""
