@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -75,6 +76,8 @@ class ImaginedProgram:
         options, self.places = with_imagined_places(options, self.watch, device)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
         agreement = _ImaginedAgreement(options, self.watch)
+        # The first of its steps is one to find out the order: it donates nothing
+        step = replace(step, num_gradients=None)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
         self.held = self.others = self.parts = 0
 

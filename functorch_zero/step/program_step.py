@@ -51,6 +51,7 @@ class ProgramStep:
     trainable: Mapping[str, Trainable] = field(default_factory=dict, hash=False)
     buffers: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    num_gradients: int | None = None  # that each step takes; None: nobody has said
 
     def __post_init__(self) -> None:
         known = [*inspect.signature(self.first_value).parameters]
@@ -109,6 +110,19 @@ class ProgramStep:
         rules = self.trainable
         return {n: mark_trainable(x, rules[n]) if n in rules else x for n, x in given.items()}
 
+    def check_taken(self, streams: Streams, rank: int | None = None) -> None:
+        """Raise unless a step has taken as many gradients as the program has said."""
+        if self.num_gradients not in (None, streams.num_gradients):
+            raise StructureError(
+                explain(
+                    "a program has taken another number of gradients in a step than it says",
+                    expected=f"num_gradients={self.num_gradients}",
+                    got=streams.num_gradients,
+                    rank=rank,
+                    remedy="program_step without num_gradients= counts them in the first step",
+                )
+            )
+
     def check_buffers(self, value: Any) -> None:
         """Raise unless a value, or the arguments of `init`, have trees of the names of buffers."""
         known = inspect.signature(self.first_value).parameters
@@ -157,6 +171,7 @@ class ProgramStep:
         scope = StepScope(streams=Streams(state.seed, state.step))
         with running(scope, device_of(value)), torch.no_grad(), noting_missing_graphs():
             result = self.program(value, *args)
+        self.check_taken(scope.streams)
         new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
         check_next_value(state.value, new)
@@ -170,6 +185,7 @@ def program_step(
     trainable: Mapping[str, Trainable] | None = None,
     buffers: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
+    num_gradients: int | None = None,
 ) -> ProgramStep:
     """Make a step of a program of your own, for one process. `shard` turns it into the same step
     for N ranks.
@@ -188,6 +204,9 @@ def program_step(
             `shard(sync_buffers="local")`.
         facts: plain data by name that all ranks must have alike, such as hyperparameters; compared
             in `init`.
+        num_gradients: how many gradients each step takes, where that is always the same. A step
+            that donates then writes over its params from the first one on; None: the first step
+            counts, and copies.
 
     >>> from typing import NamedTuple
     >>> import functorch_zero as fz
@@ -216,7 +235,8 @@ def program_step(
     for name, rule in rules.items():
         if callable(rule):
             check_takes(rule, ("path", "leaf"), 2, by=f"trainable[{name!r}]")
-    return ProgramStep(program, init, rules, tuple(buffers), {} if facts is None else dict(facts))
+    own_facts = {} if facts is None else dict(facts)
+    return ProgramStep(program, init, rules, tuple(buffers), own_facts, num_gradients)
 
 
 def as_trained(state: State) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ class Streams:
 
     def __init__(self, seed: Tensor | None, step: Tensor):
         self._seed, self._step = seed, step
-        self._gradients = count()
+        self.num_gradients = 0
         self._in_a_loss = False
         self.num_draws = 0
 
@@ -86,7 +85,8 @@ class Streams:
 
     def of_next_gradient(self, part: int, device: torch.device) -> MicroStreams:
         """The next gradient's, on this part of the batch."""
-        gradient = next(self._gradients)
+        gradient = self.num_gradients
+        self.num_gradients += 1
 
         @contextmanager
         def of_micro_batch(micro: int) -> Iterator[None]:

@@ -98,6 +98,33 @@ def test_donating_changes_no_bit(name: str, level: int) -> None:
         assert_equal_values(kept, donated, grade="bitwise")
 
 
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_known_number_of_gradients_donates_from_the_first_step_on(level: int) -> None:
+    step = fz.program_step(simple, init=init, num_gradients=1)
+
+    def run(group: Any) -> Any:
+        kept, _ = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert all(used_up)
+        return kept, donated
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_a_wrong_number_of_gradients_is_told() -> None:
+    step = fz.program_step(simple, init=init, num_gradients=2)
+    with pytest.raises(StructureError, match=r"number of gradients.*expected num_gr.*=2, got 1"):
+        step(step.init(FIRST), BATCHES[0])
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, donate=True)
+        with pytest.raises(StructureError, match="another number of gradients"):
+            sharded(sharded.init(FIRST), part(BATCHES[0], group))
+
+    run_ranks(run, 2)
+
+
 def reads_params(value: Any, x: Tensor) -> Any:
     """It holds a leaf while the tree is updated."""
     params, state = value

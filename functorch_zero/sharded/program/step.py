@@ -129,6 +129,7 @@ class ShardedProgramStep:
         self._structures: list[ValueStructure] = []
         self._calls = EraCounter(self.group)
         self._earlier = EarlierCalls()  # where the step donates
+        self._earlier.num_gradients = step.num_gradients
 
     def __repr__(self) -> str:
         return f"ShardedProgramStep({self.options.in_words}, {self.unsharded})"
@@ -376,6 +377,7 @@ class ShardedProgramStep:
             unwritten = Unwritten(tensors_of_nodes(value), look=look)
             with running(scope, device_of_value(value)), noting_missing_graphs():
                 result = self._run(value, args, donation)
+            self.unsharded.check_taken(scope.streams, rank)
             new, metrics = check_result(result, rank)
             new = without_pieces(new, value)
             note_writes(value)
