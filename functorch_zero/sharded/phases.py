@@ -304,10 +304,9 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
         old.use_up()
     new = State(
         step=state.step + 1,
-        value=TrainValue(params, buffers, opt_state),
+        value=TrainValue(params, buffers, opt_state, agreed.finite),
         seed=state.seed,
         sharding=run.sharding,
-        finite=agreed.finite,
         parts=run.parts.parts_of(local.kept) if agreed.fine else state.parts,
     )
     return new, metrics

@@ -91,6 +91,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         params=all_gather_params(state.params.as_noted(), axes),
         buffers=tree_map(torch.clone, state.buffers),
         opt_state=all_gather_state(opt_state, prepared.plan, layout, axes.optimizer),
+        finite=tree_map(torch.clone, state.finite),
     )
     parts = prepared.parts.whole(state.parts, axes)
     return State(
@@ -98,7 +99,6 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         value=value,
         seed=tree_map(torch.clone, state.seed),
         sharding=None,
-        finite=tree_map(torch.clone, state.finite),
         parts=parts,
         trained=Trained.of(value.params),  # which say what is trained
     )
@@ -197,13 +197,13 @@ def shard_state(
         params=held,
         buffers=tree_map(torch.clone, whole.buffers),
         opt_state=opt_state,
+        finite=tree_map(torch.clone, whole.finite),
     )
     return State(
         step=whole.step.clone(),
         value=value,
         seed=tree_map(torch.clone, whole.seed),
         sharding=sharding,
-        finite=tree_map(torch.clone, whole.finite),
         parts=parts,
     )
 

@@ -141,12 +141,11 @@ class ShardedTrainStep:
             # The caller's buffers stay the caller's
             copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
             parts = self._prepare(layout).parts.init(held.flats()[0].device)
-            value = TrainValue(params=held, buffers=copies, opt_state=opt_state)
-            finite = self.unsharded.policy.init()
+            value = TrainValue(held, copies, opt_state, self.unsharded.policy.init())
             # A rank without room for what it places says so before the others go on
             if self.options.places.given:
                 agree(labelled(self.group, "init/places"), {"places": [*self.options.places.given]})
-            return State.first(value, seed, sharding=sharding, finite=finite, parts=parts)
+            return State.first(value, seed, sharding=sharding, parts=parts)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on this rank's part of the batch.
@@ -283,13 +282,13 @@ class ShardedTrainStep:
             # Copies of those that the state has; the others stay the caller's
             new_buffers = carried_whole(given, state.buffers, "buffers")
             new_buffers = tree_map(lambda b, own: b.clone() if b is own else b, new_buffers, given)
-            finite = self.unsharded.policy.init()
+            first = self.unsharded.policy.init()
+            finite = carried_whole(first, state.finite, "the policy's state")
             return State(
                 step=state.step.clone(),
-                value=TrainValue(held, new_buffers, self.engine.placed(opt_state)),
+                value=TrainValue(held, new_buffers, self.engine.placed(opt_state), finite),
                 seed=tree_map(torch.clone, state.seed),
                 sharding=sharding,
-                finite=carried_whole(finite, state.finite, "the policy's state"),
                 # None so far: a reduction begins with what it keeps
                 parts=prepared.parts.init(held.flats()[0].device),
             )

@@ -26,6 +26,8 @@ class TrainValue(NamedTuple):
     params: PyTree[Tensor]  # sharded, a ShardedTree: whole, or at level 3 this rank's pieces
     buffers: PyTree[Tensor]  # whole, on every rank
     opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
+    # Steps skipped, and the loss scale; None: nothing is skipped
+    finite: NonFiniteState | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _is_params(node: Any) -> bool:
 class State:
     """Everything that a run carries from one step to the next; a pytree.
 
-    A training step's `params`, `buffers` and `opt_state` are reached by their names:
+    A training step's `params`, `buffers`, `opt_state` and `finite` are reached by their names:
     `state.params` is `state.value.params`. Paths of leaves leave the value's name out, too.
     """
 
@@ -82,8 +84,6 @@ class State:
     value: Any  # the program's own tree; a training step's is a TrainValue
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
     sharding: Sharding | None = None  # how it is cut, the same on every rank; None: whole
-    # Steps skipped, and the loss scale; None: nothing is skipped
-    finite: NonFiniteState | None = None
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
     # Of a training step's whole params, or of a program's whole value; None: the sharding says, or
     # each leaf's requires_grad
@@ -113,6 +113,12 @@ class State:
         self.settle()
         return self.value.opt_state
 
+    @property
+    def finite(self) -> NonFiniteState | None:
+        """The steps skipped, and the loss scale; None: nothing is skipped."""
+        finite: NonFiniteState | None = self.value.finite
+        return finite
+
     def settle(self) -> None:
         """Return once the host may read the state's tensors: some may be on their way to a
         place."""
@@ -134,7 +140,8 @@ class State:
         # By field, or else a model's params would leave no room for the rest
         value = self.value
         fields = value._asdict() if hasattr(value, "_asdict") else {"value": value}
-        parts = [f"{name}: {outline(node, most=4)}" for name, node in fields.items()]
+        given = {name: node for name, node in fields.items() if node is not None}
+        parts = [f"{name}: {outline(node, most=4)}" for name, node in given.items()]
         return f"State(step {step}, {place}; {'; '.join(parts)})"
 
     def replace(self, **changes: Any) -> State:

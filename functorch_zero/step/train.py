@@ -111,9 +111,8 @@ class TrainStep:
         trained_params, across = optimizer_view(params, _with_grad(params))
         opt_state = self.optimizer.init_whole(trained_params, across)
         check_reported(self.metrics, opt_state)
-        value = TrainValue(params, buffers, opt_state)
-        finite, trained = self.policy.init(), Trained.of(params)
-        return State.first(value, seed, finite=finite, trained=trained)
+        value = TrainValue(params, buffers, opt_state, self.policy.init())
+        return State.first(value, seed, trained=Trained.of(params))
 
     def refit(
         self,

@@ -48,7 +48,7 @@ class Step(NamedTuple):
             "opt_state": state.opt_state,
             "buffers": self.buffers[0],
             "metrics": self.metrics,
-            "counters": (state.step, state.seed, state.finite),
+            "counters": (state.step, state.seed, state.value.finite),
         }
 
 

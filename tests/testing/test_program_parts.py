@@ -217,7 +217,7 @@ def test_the_oracle_is_that_of_a_training_step(
         return TrainValue(params, BUFFERS, optimizer.init(params))
 
     def program(value: TrainValue, batch: Any) -> Any:
-        params, buffers, opt_state = value
+        params, buffers, opt_state, _ = value
         of_batch = fz.value_and_grad(loss, accumulate=accumulate)
         (found, seen, buffers), grads = of_batch(params, buffers=buffers, batch=batch)
         params, opt_state = optimizer.apply(grads, opt_state, params)
