@@ -583,14 +583,14 @@ STEPS = {
         r"state.step is no counter: expected a 0-d int64 tensor, got \(2,\)",
     ),
     "state: to be sharded, of adamax": Stepping(
-        lambda step: step.shard_state(make(optimizer=optim.adamax(0.1)).init(PARAMS)),
+        lambda step: step.shard(make(optimizer=optim.adamax(0.1)).init(PARAMS)),
         StructureError,
         r"state.opt_state .*this leaf is in a \w+ in place of a \w+.*Remedy: pass the",
         optimizer=optim.adam(0.1),
         levels=(0, 3),
     ),
     "state: to be sharded, params": Stepping(
-        lambda step: step.shard_state(PARAMS), TypeError, r"got a Params", levels=(0, 3)
+        lambda step: step.shard(PARAMS), TypeError, r"got a Params", levels=(0, 3)
     ),
     "state: of sgd": Stepping(
         of(optim.sgd(0.1)),

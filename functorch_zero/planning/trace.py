@@ -37,7 +37,7 @@ from ..sharded.equal_batches import EqualBatches
 from ..sharded.options import Options
 from ..sharded.phases import LocalResults, Run, advance, agree_on, differentiate
 from ..sharded.placed import Stored, moved_tree, stored_flats
-from ..sharded.state import shard_state
+from ..sharded.state import cut_state
 from ..sharded.update import PreparedUpdate
 from ..sharded_optim.ferry import Coming, home_of, in_turn
 from ..sharded_optim.sharded_state import ShardedOptState
@@ -154,7 +154,7 @@ class ImaginedStep:
         # No seed: nothing is drawn where nothing has values
         whole = step.init(params, buffers, seed=None)
         sharding = options.sharding(self._layout)
-        state = shard_state(whole, prepared, sharding)
+        state = cut_state(whole, prepared, sharding)
         params_there = moved_tree(options.places.params, state.params)
         opt_state = prepared.placed(state.value.opt_state)
         state = state.replace(params=params_there, opt_state=opt_state)

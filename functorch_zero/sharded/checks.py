@@ -74,7 +74,7 @@ def check_place(state: State, options: Options) -> Sharding:
     sharding = state.sharding
     if sharding is None:
         raise StructureError(
-            "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
+            "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
         )
     # It is remembered weakly, which a number can't be
     if not isinstance(state.step, Tensor):
@@ -102,7 +102,7 @@ def check_place(state: State, options: Options) -> Sharding:
                 expected=options.place,
                 got=got,
                 rank=options.group.rank,
-                remedy="unshard it with the step that made it, then shard_state with this one",
+                remedy="unshard it with the step that made it, then shard it with this one",
             )
         )
     return sharding
@@ -138,7 +138,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
                 expected="a ShardedTree, as in the state of `init`",
                 got=f"a {type(params).__name__}",
                 rank=options.group.rank,
-                remedy="fz.shard_tree(tree, layout_like=state.params), or step.shard_state(...) of "
+                remedy="fz.shard_tree(tree, layout_like=state.params), or step.shard(...) of "
                 "a whole state",
             )
         )
@@ -181,7 +181,7 @@ def own_params(state: State, rank: int) -> ShardedTree:
             got=_cut_in_words(theirs, params.sharding.level),
             rank=rank,
             remedy="give both steps one level and one rule of trained leaves; or go by whole "
-            "params: step.shard_state(whole.replace(params=other.unshard(...).params))",
+            "params: step.shard(whole.replace(params=other.unshard(...).params))",
         )
     )
 

@@ -252,7 +252,7 @@ def _known_as_cut(opt_state: Any, rank: int) -> ShardedOptState:
                 expected="a state of a training step",
                 got=f"a {type(opt_state).__name__} in its place",
                 rank=rank,
-                remedy="step.shard_state(step.unshard(state)) with the training step",
+                remedy="step.shard(step.unshard(state)) with the training step",
             )
         )
     return opt_state

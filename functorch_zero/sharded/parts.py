@@ -104,7 +104,7 @@ class ReductionParts:
         if parts is None and keeps:
             raise StructureError(
                 f"the state has no parts, and reduction={name} keeps {[*keeps]} between steps "
-                f"(rank {rank}). Remedy: take the state from this step's `init` or `shard_state`"
+                f"(rank {rank}). Remedy: take the state from this step's `init` or `shard`"
             )
         if parts is not None and not keeps:
             raise StructureError(
@@ -128,7 +128,7 @@ class ReductionParts:
                         expected=expected,
                         got=type(leaf).__name__ if got is None else tuple(got),
                         rank=self._axes.world.rank,
-                        remedy="take the state from this step's `init` or `shard_state`",
+                        remedy="take the state from this step's `init` or `shard`",
                     )
                 )
 

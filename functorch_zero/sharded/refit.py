@@ -65,7 +65,7 @@ def check_same_ranks(state: State, options: Options) -> None:
                 expected=options.place,
                 got="a whole state" if state.sharding is None else state.sharding,
                 rank=options.group.rank,
-                remedy="step.shard_state(step.unsharded.refit(whole, ...)), where whole is "
+                remedy="step.shard(step.unsharded.refit(whole, ...)), where whole is "
                 "unsharded by the step that made the state",
             )
         )
@@ -83,7 +83,7 @@ def refuse_parts(state: State, rank: int) -> None:
             path="parts",
             rank=rank,
             remedy="refit the whole state, and let the reduction begin anew: "
-            "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None), ...))",
+            "step.shard(step.unsharded.refit(other.unshard(state).replace(parts=None), ...))",
         )
     )
 

@@ -177,7 +177,7 @@ def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
     return flat.view(leaf.shape)
 
 
-def shard_state(
+def cut_state(
     whole: State,
     prepared: PreparedUpdate,
     sharding: Sharding,

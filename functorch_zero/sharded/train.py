@@ -53,7 +53,7 @@ from .placed import check_places_work, moved_tree
 from .program.engine import ShardedEngine
 from .readable import told_values
 from .refit import agree_on_refit, carried, first_parts, refuse_parts
-from .state import lay_out_state, shard_state, unshard_state
+from .state import cut_state, lay_out_state, unshard_state
 from .tree_numbers import next_number
 from .update import PreparedUpdate
 
@@ -219,7 +219,7 @@ class ShardedTrainStep:
             axes = self.options.axes.at("state/unshard")
             return unshard_state(state, prepared, axes)
 
-    def shard_state(self, state: State) -> State:
+    def shard(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
         communication.
 
@@ -227,7 +227,7 @@ class ShardedTrainStep:
         """
         check_state(state)
         if state.sharding is not None:
-            raise StructureError("shard_state takes a whole state, and this one is sharded already")
+            raise StructureError("step.shard takes a whole state, and this one is sharded already")
         check_policies(state)
         view, _ = optimizer_view(state.params, trained(state))
         with torch.no_grad():
@@ -237,7 +237,7 @@ class ShardedTrainStep:
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
-            part = shard_state(state, prepared, sharding, self.engine, number)
+            part = cut_state(state, prepared, sharding, self.engine, number)
             return part.replace(opt_state=self.engine.placed(part.value.opt_state))
 
     def refit(

@@ -249,10 +249,10 @@ class Sharded:
             case "relevel":
                 whole = self.sharded.unshard(state)
                 self.sharded = self._shard(0 if self.case.level == 3 else 3)
-                self.state = self.sharded.shard_state(whole)
+                self.state = self.sharded.shard(whole)
             case "whole leaves":
                 whole = self.sharded.unshard(state)
-                self.state = self.sharded.shard_state(normalised(whole))
+                self.state = self.sharded.shard(normalised(whole))
             case "init again":
                 whole = self.sharded.unshard(state)
                 self.state = self.sharded.init(whole.params, whole.buffers)

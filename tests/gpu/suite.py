@@ -303,7 +303,7 @@ def of_whole_state() -> None:
 
     def run(group: Any) -> Any:
         sharded = fz.shard(fz.train_step(loss_fn, optim.adamw(1e-2)), level=3, group=group)
-        return sharded.unshard(sharded.shard_state(whole))
+        return sharded.unshard(sharded.shard(whole))
 
     for again in run_ranks(run, 2):
         pairs = zip(optree.tree_leaves(whole), optree.tree_leaves(again), strict=True)

@@ -311,7 +311,7 @@ def test_whole_and_cut_again(levels: tuple[int, int]) -> None:
     def on_rank(group: Any) -> Any:
         before, state = trained(levels[0], group, batches[:2])
         whole = before.unshard(state)
-        step, state = trained(levels[1], group, batches[2:], lambda s, p, b: s.shard_state(whole))
+        step, state = trained(levels[1], group, batches[2:], lambda s, p, b: s.shard(whole))
         return step.unshard(state)
 
     found = run_ranks(on_rank, 3)[0]

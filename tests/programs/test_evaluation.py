@@ -45,7 +45,7 @@ def test_metrics_and_rows(level: Any, ranks: int) -> None:
         step = fz.shard(CASE.step, level=level, group=group)
         whole, _ = CASE.step(CASE.step.init(*TREES), BATCH)
         step.init(*TREES)
-        state = step.shard_state(whole)
+        state = step.shard(whole)
         sharded = fz.shard(evaluate, level=level, group=group)
         own = [x.tensor_split(ranks)[group.rank] for x in (NOISE, REAL)]
         first, second = sharded(state, *own), sharded(state, *own)

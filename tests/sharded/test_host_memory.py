@@ -185,7 +185,7 @@ def test_a_save_has_the_values_of_its_call(tmp_path: Path) -> None:
     loaded = checkpoint.load(tmp_path / "saved", step, like=like).state
     assert_equal_values(expected, step.unshard(loaded), grade=EXACT)
     after, _ = step(loaded, x)
-    again, _ = step(step.shard_state(expected), x)
+    again, _ = step(step.shard(expected), x)
     assert_equal_values(step.unshard(again), step.unshard(after), grade=EXACT)
 
 

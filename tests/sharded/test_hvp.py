@@ -294,7 +294,7 @@ def test_zero_updates_are_moments_of_a_programs_own(level: int) -> None:
     def run(group: Any) -> Any:
         sharded = fz.shard(step, level=level, group=group)
         state, _ = sharded(sharded.init(params), split(batch, even(ROWS, 2))[group.rank])
-        return sharded.unshard(sharded.shard_state(sharded.unshard(state)))
+        return sharded.unshard(sharded.shard(sharded.unshard(state)))
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)

@@ -170,7 +170,7 @@ def loss_of(apply: Any, params: Any, x: Tensor) -> Tensor:
     return apply(params, {}, x.to(weight.dtype))[0].double().square().mean()
 
 
-@pytest.mark.parametrize("where", ["step", "evaluation", "shard_state"])
+@pytest.mark.parametrize("where", ["step", "evaluation", "step.shard"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("field", POLICIES)
 def test_a_state_whose_params_became_a_plain_dict(field: str, nested: bool, where: str) -> None:
@@ -187,7 +187,7 @@ def test_a_state_whose_params_became_a_plain_dict(field: str, nested: bool, wher
         elif where == "evaluation":
             fz.eval_step(lambda p, b, x: {"loss": loss_of(apply, p, x)})(state, x)
         else:
-            fz.shard(step, level=1, group=SingleRank()).shard_state(state)
+            fz.shard(step, level=1, group=SingleRank()).shard(state)
 
 
 @pytest.mark.parametrize(("field", "level"), crossed(POLICIES, [None, 0, 1, 2, 3]))

@@ -149,7 +149,7 @@ def device_state(step: Any, params: Any, buffers: Any) -> Any:
         return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
 
     on_device = tree_map(lambda x: moved(x) if x.dim() else x, whole)
-    return step.shard_state(on_device.replace(buffers=tree_map(moved, whole.buffers)))
+    return step.shard(on_device.replace(buffers=tree_map(moved, whole.buffers)))
 
 
 def let_meta_be_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     value = tree_map(lambda x: moved(x) if x.dim() else x, whole.value)
     value = value._replace(buffers=tree_map(moved, whole.value.buffers))
-    state, found = step.shard_state(whole.replace(value=value)), Counter[str]()
+    state, found = step.shard(whole.replace(value=value)), Counter[str]()
     read: list[Tensor] = []  # whose values are digested
     monkeypatch.setattr(ledger, "content_word", lambda leaf, look: str(read.append(leaf)))
     for number in range(LAST + 1):

@@ -245,7 +245,7 @@ def test_a_placed_state_is_carried_to_other_ranks(tmp_path: Path) -> None:
             state = checkpoint.load(tmp_path / "saved", step, like=state).state
             assert all(map(disk.holds, vectors(state)))
             assert_equal_values(whole, step.unshard(state), grade=EXACT)
-            assert all(map(disk.holds, vectors(step.shard_state(whole))))
+            assert all(map(disk.holds, vectors(step.shard(whole))))
         state = train(step, state, batches, group)
         checkpoint.save(tmp_path / "saved", step, state)
         return step.unshard(state)
@@ -462,7 +462,7 @@ def test_replaced_params_are_moved(level: int, tmp_path: Path) -> None:
         expected = None
         for made in (
             tree_map(torch.clone, state),
-            step.shard_state(whole),
+            step.shard(whole),
             checkpoint.load(tmp_path / "saved", step, like=step.init(make_params())).state,
             state,
         ):

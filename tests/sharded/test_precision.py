@@ -642,7 +642,7 @@ def test_inference_mode() -> None:
                 train_step(lambda p, b, x: x, optim.sgd(0.1)), level=level, group=CountingGroup(1)
             )
             found = shard(evaluate, level=level, group=CountingGroup(1))(
-                sharded.shard_state(state), torch.ones(2, 8)
+                sharded.shard(state), torch.ones(2, 8)
             )
             assert torch.equal(found["sum"], expected)
 

@@ -491,7 +491,7 @@ def test_a_reduction_that_keeps_tensors_goes_by_whole_states() -> None:
         with pytest.raises(StructureError, match=r"replace\(parts=None\)"):
             second.refit(before.unshard(state))
         whole = before.unshard(state).replace(parts=None)
-        return after.unshard(after.shard_state(after.unsharded.refit(whole))).replace(parts=None)
+        return after.unshard(after.shard(after.unsharded.refit(whole))).replace(parts=None)
 
     for found in run_ranks(run, 2):
         assert_equal_values(second.refit(first.init(PARAMS)), found, grade="bitwise")
@@ -566,7 +566,7 @@ def test_init_and_refit_of_a_program_leave_its_other_states_valid() -> None:
         with pytest.raises(MismatchError):
             sharded.init(frozen, group.rank)
         state, _ = sharded(state)
-        sharded.shard_state(sharded.unshard(state))
+        sharded.shard(sharded.unshard(state))
         other = sharded.refit(state, frozen, 0)
         for valid in (state, other):
             sharded.unshard(sharded(valid)[0])

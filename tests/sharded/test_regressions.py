@@ -364,7 +364,7 @@ def test_a_param_can_be_a_metric_and_a_frozen_one_the_weight(level: int, call: s
         assert metrics == {"temperature": 1.5, "share": 2.0}
 
 
-@pytest.mark.parametrize("way", ["a step", "shard_state", "a step, and init reads values"])
+@pytest.mark.parametrize("way", ["a step", "step.shard", "a step, and init reads values"])
 def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> None:
     """It would take the memory once more. Where `init` reads values, nothing is checked."""
     seen: list[str] = []  # the devices that `init` was called on
@@ -384,8 +384,8 @@ def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> Non
     state = step().init({"w": trained(4)})
     assert seen == ["cpu"]
     # Another step, which has not made this state
-    if way == "shard_state":
-        run_ranks(lambda group: shard(step(), level=1, group=group).shard_state(state), 1)
+    if way == "step.shard":
+        run_ranks(lambda group: shard(step(), level=1, group=group).shard(state), 1)
     else:
         step()(state, None)
     assert seen[1] == "meta" and seen.count("cpu") == 1

@@ -176,7 +176,7 @@ def test_the_error_is_carried_to_other_ranks(tmp_path: Path) -> None:
 
     def back(group: Any) -> None:
         step = fz.shard(make_step(), level=1, group=group, reduction=ROUNDED)
-        assert_equal_values(wholes[-1], step.unshard(step.shard_state(wholes[-1])), grade=EXACT)
+        assert_equal_values(wholes[-1], step.unshard(step.shard(wholes[-1])), grade=EXACT)
 
     run_ranks(back, 3)
     kept, _ = make_step()(wholes[-1], batches[0])
@@ -369,7 +369,7 @@ def test_pieces_and_what_is_the_same_are_carried(level: int, tmp_path: Path) -> 
         step = fz.shard(make_step(), level=level, group=group, reduction=Averaged())
         state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
         assert_equal_values(whole, step.unshard(state), grade=EXACT)
-        assert_equal_values(step.shard_state(whole).parts, state.parts, grade=EXACT)
+        assert_equal_values(step.shard(whole).parts, state.parts, grade=EXACT)
         return step.unshard(train(step, state, batches[3:], group))
 
     whole = run_ranks(first, 2)[0]
@@ -550,10 +550,10 @@ def test_states_of_another_reduction_are_refused() -> None:
         other(keeping.init(make_params()), x)
     whole = keeping.unshard(keeping.init(make_params()))
     with pytest.raises(StructureError, match=r"has parts.*Remedy"):
-        plain.shard_state(whole)
-    state, _ = plain(plain.shard_state(whole.replace(parts=None)), x)
+        plain.shard(whole)
+    state, _ = plain(plain.shard(whole.replace(parts=None)), x)
     assert state.parts is None
-    first = keeping.shard_state(plain.unshard(state)).parts["reduction"]["error"]
+    first = keeping.shard(plain.unshard(state)).parts["reduction"]["error"]
     assert all(not e.any() for e in first.values()), "a state without parts is given first ones"
 
 

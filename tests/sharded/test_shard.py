@@ -448,7 +448,7 @@ def test_training_goes_on_at_another_level_and_world_size(
 
     def then(group: Any) -> Any:
         sharded = shard(step, level=level, group=group)
-        state = sharded.shard_state(whole[0])
+        state = sharded.shard(whole[0])
         assert equal_trees(sharded.unshard(state), whole[0])
         for batch in batches[2:]:
             state, _ = sharded(state, batch)
@@ -481,7 +481,7 @@ def test_states_for_another_level_group_or_kind_are_refused() -> None:
         ):
             other(state, batch_for(group))
         with pytest.raises(StructureError, match="sharded already"):
-            other.shard_state(state)
+            other.shard(state)
 
     run_ranks(run, 1)
 

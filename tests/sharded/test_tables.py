@@ -653,7 +653,7 @@ def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
 
 
 def test_states_and_evaluations() -> None:
-    """`shard_state` is the inverse of `unshard`; `refit` takes a table along; evaluations look up
+    """`step.shard` is the inverse of `unshard`; `refit` takes a table along; evaluations look up
     the state's rows, and those of an average."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -674,7 +674,7 @@ def test_states_and_evaluations() -> None:
     def run(group: Any) -> Any:
         sharded = fz.shard(step, level=3, group=group)
         state, _ = sharded(sharded.init(params, {}), halves(batch, group))
-        again = sharded.shard_state(sharded.unshard(state))
+        again = sharded.shard(sharded.unshard(state))
         same = zip(state.params.flats(), again.params.flats(), strict=True)
         assert all(torch.equal(a, b) for a, b in same)
         sharded_too = [fz.shard(evaluate, level=3, group=group) for evaluate in evaluations]

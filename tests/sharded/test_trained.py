@@ -159,20 +159,20 @@ def handed_over(state: Any, step: Any) -> Any:
     whole = state if level is None else step.unshard(state)
     theirs = other.init(whole.params)
     mine = whole.replace(params=theirs.params)
-    return mine if level is None else step.shard_state(mine)
+    return mine if level is None else step.shard(mine)
 
 
 def pickled(state: Any, step: Any) -> Any:
     whole = state if state.sharding is None else step.unshard(state)
     whole = pickle.loads(pickle.dumps(whole.replace(params=tree_map(torch.detach, whole.params))))
-    return whole if state.sharding is None else step.shard_state(whole)
+    return whole if state.sharding is None else step.shard(whole)
 
 
 def and_back(state: Any, step: Any) -> Any:
     """Whole, without any flag, and sharded again."""
     if state.sharding is None:
         return tree_map(lambda x: x.detach(), state)
-    return step.shard_state(tree_map(lambda x: x.detach(), step.unshard(state)))
+    return step.shard(tree_map(lambda x: x.detach(), step.unshard(state)))
 
 
 @pytest.mark.parametrize("edit", [handed_over, pickled, and_back])

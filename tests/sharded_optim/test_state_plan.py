@@ -141,7 +141,7 @@ def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
         for x in (1.0, 2.0):
             state, _ = step(state, torch.tensor(x, dtype=torch.float64))
         whole = step.unshard(state)
-        back = step.shard_state(whole)
+        back = step.shard(whole)
         assert optree.tree_structure(back) == optree.tree_structure(state)
         for a, b in zip(local_leaves(back), local_leaves(state), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -192,7 +192,7 @@ def test_an_optimizer_must_be_a_transform() -> None:
 def test_states_of_the_other_kind_are_refused() -> None:
     step = loss_of(lambda p: p["w"].sum())
     whole = step.init({"w": torch.ones(3, requires_grad=True)})
-    with pytest.raises(StructureError, match=r"given a whole state.*Remedy.*shard_state"):
+    with pytest.raises(StructureError, match=r"given a whole state.*Remedy.*step.shard"):
         run_ranks(lambda group: shard(step, level=1, group=group)(whole, None), 1)
     (state,) = run_ranks(lambda group: init_on(group, step), 1)
     with pytest.raises(StructureError, match=r"sharded state.*Remedy.*unshard"):

@@ -441,7 +441,7 @@ class ShardedProgramStep:
                 trained=Trained(tuple(trained)),
             )
 
-    def shard_state(self, state: State) -> State:
+    def shard(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
         communication. Of `State.parts`, sums become rank 0's; a state without parts is given first
         ones.
@@ -451,11 +451,11 @@ class ShardedProgramStep:
         """
         check_is_state(state)
         if state.sharding is not None:
-            raise StructureError("shard_state takes a whole state, and this one is sharded already")
+            raise StructureError("step.shard takes a whole state, and this one is sharded already")
         if not self._structures:
             raise StructureError(
-                "shard_state was called before init: how a program's value is cut follows from its "
-                "init. Remedy: like = step.init(...) once, then step.shard_state(state)"
+                "step.shard was called before init: how a program's value is cut follows from its "
+                "init. Remedy: like = step.init(...) once, then step.shard(state)"
             )
         structure = self._structures[-1]
         with torch.no_grad():
@@ -504,7 +504,7 @@ class ShardedProgramStep:
         check_is_state(state)
         if state.sharding is None:
             raise StructureError(
-                "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
+                "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
             )
         check_not_donated(state)
         known = [structure.sharding for structure in reversed(self._structures)]
@@ -516,7 +516,7 @@ class ShardedProgramStep:
                 expected=known[0].told,
                 got=state.sharding.told,
                 rank=self.group.rank,
-                remedy="unshard it with the step that made it, then shard_state with this one",
+                remedy="unshard it with the step that made it, then shard it with this one",
             )
         )
 

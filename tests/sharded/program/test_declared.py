@@ -128,7 +128,7 @@ def test_each_rank_keeps_its_own(level: int, donate: bool, tmp_path: Path) -> No
             start["mean"].lerp_(rows(group).mean(0), 0.5)
             state, _ = sharded(state, rows(group))
         assert_equal_values(start["mean"], state.value.buffers["mean"])
-        again = sharded.shard_state(sharded.unshard(state))
+        again = sharded.shard(sharded.unshard(state))
         assert_equal_values(start["mean"], again.value.buffers["mean"])
         with pytest.raises(StructureError, match="buffers differ by rank"):
             checkpoint.save(tmp_path / "local", sharded, state)

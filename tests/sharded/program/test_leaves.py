@@ -934,7 +934,7 @@ def test_choices_from_a_loaded_state(tmp_path: Any) -> None:
         sharded, evaluation = (fz.shard(s, level=1, group=group) for s in (step, evaluate))
         checkpoint.save(tmp_path, sharded, sharded.init(FIRST))
         loaded = checkpoint.load(tmp_path, sharded, like=sharded.init(FIRST)).state
-        wholes = sharded.shard_state(sharded.unshard(loaded))
+        wholes = sharded.shard(sharded.unshard(loaded))
         copies = copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))
         for state in (loaded, wholes, sharded.refit(loaded, FIRST), *copies):
             with pytest.raises(StructureError, match="used as if they were whole"):

@@ -248,7 +248,7 @@ def test_whole_and_back_and_refit() -> None:
             options = {"level": 2, "group": group, "place": places_of(storage)}
             sharded, refitted = fz.shard(step, **options), fz.shard(other, **options)
             state = train(sharded, sharded.init(FIRST), BATCHES[:2])
-            again = sharded.shard_state(sharded.unshard(state))
+            again = sharded.shard(sharded.unshard(state))
             found.append([sharded.unshard(train(sharded, again, BATCHES[2:4]))])
             new = refitted.refit(again, FIRST)
             found[-1] += [refitted.unshard(new)]

@@ -206,7 +206,7 @@ def test_as_on_whole_trees(level: int, ranks: int) -> None:
         for seed in range(2):
             state, metrics = sharded(state, x, interleaved(rows(12, 3, seed), group, 2))
             found.append(metrics)
-        again = sharded.shard_state(sharded.unshard(state))
+        again = sharded.shard(sharded.unshard(state))
         return sharded.unshard(again).value, found
 
     for whole, found in run_ranks(run, ranks):

@@ -84,7 +84,7 @@ def test_a_state_goes_whole_and_back() -> None:
         state = sharded.init(first_gen, first_disc)
         first, second = batches(2)
         state, _ = sharded(state, part(first, group))
-        again = sharded.shard_state(sharded.unshard(state))
+        again = sharded.shard(sharded.unshard(state))
         one, _ = sharded(state, part(second, group))
         other, _ = sharded(again, part(second, group))
         return sharded.unshard(one), sharded.unshard(other)
@@ -275,7 +275,7 @@ def test_a_copy_that_init_makes_is_read_only_as_a_whole_one_is() -> None:
         assert all(leaf.requires_grad for leaf in optree.tree_leaves(state.value.params))
         assert not any(leaf.requires_grad for leaf in optree.tree_leaves(state.value.ema))
         state, _ = sharded(state, part(x, group))
-        state = sharded.shard_state(sharded.unshard(state))
+        state = sharded.shard(sharded.unshard(state))
         state, _ = sharded(state, part(x, group))
         other = fz.shard(fz.program_step(alone, init=first), level=3, group=group)
         with pytest.raises(StructureError) as caught:
@@ -522,11 +522,11 @@ def test_a_whole_state_of_another_net_is_refused() -> None:
         state = sharded.init(first_gen, first_disc)
         for words, given in wrong.items():
             with pytest.raises(StructureError, match=r"(?s)expected.*got.*Remedy") as caught:
-                sharded.shard_state(given)
+                sharded.shard(given)
             assert words in str(caught.value)
         with pytest.raises(TypeError, match="a state is what"):
-            sharded.shard_state(whole.value)
-        assert_equal_values(sharded.unshard(state), sharded.unshard(sharded.shard_state(whole)))
+            sharded.shard(whole.value)
+        assert_equal_values(sharded.unshard(state), sharded.unshard(sharded.shard(whole)))
 
     run_ranks(run, 2)
 
@@ -544,7 +544,7 @@ def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
 
     def run(group: Any) -> Any:
         sharded = fz.shard(step, level=3, group=group)
-        state = sharded.shard_state(sharded.unshard(sharded.init(frozen)))
+        state = sharded.shard(sharded.unshard(sharded.init(frozen)))
         state, _ = sharded(state)
         return sharded.unshard(state)
 

@@ -651,7 +651,7 @@ def test_a_pickled_tree_has_the_same_leaves() -> None:
     assert optree.tree_structure(again) == optree.tree_structure(params)
 
 
-@pytest.mark.parametrize("way", ["shard_tree", "shard_state"])
+@pytest.mark.parametrize("way", ["shard_tree", "step.shard"])
 def test_ranks_that_differentiate_other_trees_are_told(way: str) -> None:
     step = fz.train_step(lambda p, b, x: square(p) * x, optim.sgd(0.1))
 
@@ -663,7 +663,7 @@ def test_ranks_that_differentiate_other_trees_are_told(way: str) -> None:
             if way == "shard_tree":
                 trees.append(fz.shard_tree(whole, level=3, group=group))
             else:
-                trees.append(sharded.shard_state(step.init(whole)).params)
+                trees.append(sharded.shard(step.init(whole)).params)
         with pytest.raises(GroupError, match="not started the same collectives"):
             fz.value_and_grad(square)(trees[group.rank])
 

@@ -197,7 +197,7 @@ def test_what_is_kept_goes_to_other_ranks(tmp_path: Path) -> None:
         again = checkpoint.load(tmp_path, sharded, like=first_of(sharded)).state
         assert_equal_values(state.parts, again.parts, grade=EXACT)
         whole = sharded.unshard(state)
-        again = sharded.shard_state(whole)
+        again = sharded.shard(whole)
         assert_equal_values(whole, sharded.unshard(again), grade=EXACT)
         train(sharded, again, batches)
 
@@ -243,8 +243,8 @@ def test_the_value_may_be_the_tree() -> None:
         whole = first.unshard(train(first, first.init(make_params()), [x]))
         assert {*whole.parts["reduction"]["error"]} == {*make_params()}
         second.init(make_params())
-        later = second.unshard(train(second, second.shard_state(whole), [x]))
-        expected = first.unshard(train(first, first.shard_state(whole), [x]))
+        later = second.unshard(train(second, second.shard(whole), [x]))
+        expected = first.unshard(train(first, first.shard(whole), [x]))
         assert_equal_values(expected, later, grade=EXACT)
 
     run_ranks(run, 2)
@@ -532,7 +532,7 @@ def test_a_kept_tensor_of_another_shape_is_named() -> None:
     sharded = fz.shard(STEP, level=1, group=SingleRank(), reduction=ROUNDED)
     state = first_of(sharded)
     whole = sharded.unshard(state)
-    for call, given in ((sharded.unshard, state), (sharded.shard_state, whole)):
+    for call, given in ((sharded.unshard, state), (sharded.shard, whole)):
         parts = tree_map(lambda leaf: leaf[0], given.parts)
         story = r"another shape: path parts\.reduction\.error\.first\.b, expected \(1, 5\)"
         with pytest.raises(StructureError, match=story):
@@ -668,7 +668,7 @@ def test_states_with_other_parts_are_refused() -> None:
         with pytest.raises(StructureError, match=r"replace\(parts=None\)"):
             STEP.refit(whole, make_params(), make_params())
         # Begun anew
-        again = keeping.shard_state(whole.replace(parts=None))
+        again = keeping.shard(whole.replace(parts=None))
         assert_equal_values(state.parts, again.parts, grade=EXACT)
 
     run_ranks(run, 2)
@@ -710,7 +710,7 @@ def test_a_value_without_trained_trees() -> None:
     sharded = fz.shard(step, level=1, group=SingleRank(), reduction=ROUNDED)
     state, _ = sharded(sharded.init(make_params()), 1.0)
     assert state.parts == {"reduction": {"error": {}}}
-    sharded.shard_state(sharded.unshard(state))
+    sharded.shard(sharded.unshard(state))
 
 
 def test_a_gradient_that_is_not_finite_leaves_what_is_kept() -> None:
