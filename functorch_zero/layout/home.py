@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -20,8 +21,7 @@ class Lease:
         has_ended: whether a step has written over the tensors.
     """
 
-    def __init__(self) -> None:
-        self.has_ended = False
+    has_ended = False
 
 
 class Home(Lease):
@@ -36,10 +36,10 @@ class Home(Lease):
         published: the published flat; see Note [published flats] in `layout`.
     """
 
+    published: Published | None = None
+
     def __init__(self, flat: Any, kind: Any = None, leaves: Sequence[Any] | None = None):
-        super().__init__()
         self.flat, self.kind, self.leaves = flat, kind, leaves
-        self.published: Published | None = None
 
     def end(self) -> None:
         """Note that a step writes over the tensors."""
@@ -47,8 +47,8 @@ class Home(Lease):
 
     def is_of(self, leaves: Sequence[Any]) -> bool:
         """Whether just these are cut from it."""
-        known = self.leaves
-        return known is not None and len(known) == len(leaves) and all(map(is_, known, leaves))
+        known = self.leaves or ()
+        return len(known) == len(leaves) and all(map(is_, known, leaves))
 
 
 class Published:
@@ -78,14 +78,15 @@ class Homes:
     storage is looked up, and a leaf from anywhere else lies in no flat."""
 
     def __init__(self, homes: Sequence[Home | None] = ()):
-        self._by_leaf: dict[int, Home] = {}  # by the id of a leaf
-        for home in homes:
-            if home is not None:
-                self._note(home)
+        self._homes = homes
 
-    def _note(self, home: Home) -> None:
-        # With `map`, since this runs for every leaf at every step
-        self._by_leaf.update(dict.fromkeys(map(id, home.leaves or ()), home))
+    @cached_property
+    def _by_leaf(self) -> dict[int, Home]:
+        """By the id of a leaf. With `map`, since this runs for every leaf at every step."""
+        known: dict[int, Home] = {}
+        for home in filter(None, self._homes):
+            known.update(dict.fromkeys(map(id, home.leaves or ()), home))
+        return known
 
     def home_of(self, leaves: Sequence[Any]) -> Home | None:
         """That which just these leaves are cut from; of one among others, its part of it. None:
@@ -104,11 +105,12 @@ class Homes:
         """Note leaves that take the place of others, whose flat may go."""
         for leaf in old:
             self._by_leaf.pop(id(leaf), None)
-        self._note(Home(flat, leaves=leaves))
+        self._by_leaf.update(dict.fromkeys(map(id, leaves), Home(flat, leaves=leaves)))
 
     def among(self, leaves: Sequence[Any]) -> list[Home]:
         """Those that leaves of a tree are cut from. A leaf that it has twice is nobody's own."""
-        given = Counter(map(id, leaves))
-        twice = {key for key, count in given.items() if count > 1}
-        found = {id(home): home for key, home in self._by_leaf.items() if key in given}
-        return [x for x in found.values() if twice.isdisjoint(map(id, x.leaves or ()))]
+        counts = Counter(map(id, leaves))
+        found = filter(None, dict.fromkeys(map(self._by_leaf.get, counts)))
+        if len(counts) == len(leaves):
+            return [*found]
+        return [home for home in found if all(counts[id(x)] < 2 for x in home.leaves or ())]

@@ -150,7 +150,9 @@ class PreparedUpdate:
             same_structure(own, new, what="the optimizer's updates")
             same_structure(before, after, what="the optimizer's next state")
             homes = owned.state.among(optree.tree_leaves(after))
-            updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
+            # Those given, where a kernel has added them already
+            flats = grads.known_homes if new is given else self._homes_of(new)
+            updates = ShardedTree.of_local(new, grads.holding, flats)
         finally:
             # Else they would be alive until the next one
             owned.begin()
