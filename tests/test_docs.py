@@ -231,6 +231,26 @@ def test_links_between_pages_exist() -> None:
     assert not broken
 
 
+def headless_tables(text: str) -> list[int]:
+    """The numbers of lines under which a table should begin, without a line of its heads: without
+    one it is a paragraph of bars."""
+    lines = ["", *text.splitlines()]
+    return [
+        number
+        for number, line in enumerate(lines)
+        if re.fullmatch(r"\|(\s*:?-+:?\s*\|)+\s*", line) and not lines[number - 1].startswith("|")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_have_heads(page: Path) -> None:
+    assert not headless_tables(page.read_text()), f"these tables of {page.name} lack a first line"
+
+
+def test_a_headless_table_is_found() -> None:
+    assert headless_tables("| a | b |\n|---|---|\n| 1 | 2 |\n\n|---|---|\n| 1 | 2 |\n") == [5]
+
+
 def headings() -> str:
     """Of users' pages; the site's search ranks these first."""
     pages = [page for page in PAGES[1:] if "maintain" not in page.parts]
