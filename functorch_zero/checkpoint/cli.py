@@ -56,7 +56,9 @@ def _line(root: Path, count: int) -> str:
     if manifest.left_out:
         size += f" ({len(manifest.left_out)} frozen ones left out)"
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
-    level = "unsharded" if manifest.level is None else f"level {manifest.level}"
+    level = "unsharded" if manifest.ranks == 1 else "a level by leaf"
+    if manifest.level is not None:
+        level = f"level {manifest.level}"
     optimizer = manifest.optimizer or ""
     return f"step {count}  {size}  {ranks}  {level}  {optimizer}".rstrip()
 

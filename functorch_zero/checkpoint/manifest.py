@@ -82,7 +82,7 @@ class Manifest:
     Attributes:
         step: the state's step.
         ranks: the number of ranks that saved, a file each.
-        level: of the step that saved; None for an unsharded one.
+        level: of the step that saved; None for an unsharded one, and for levels by leaf.
         block: the number of bytes that each checksum covers.
         checksum: the kind of checksum, a key of `CHECKSUMS`.
         leaves: the leaves that are tensors.

@@ -55,7 +55,7 @@ class Snapshot:
     left_out: list[Held]  # the frozen params, if they are left out
     parts: list[Part]  # the elements that this rank saves
     step: int
-    level: int | None  # None: the state is unsharded
+    level: int | None  # None: the state is unsharded, or its levels are by leaf
     user: Any  # plain JSON data
     about: dict[str, Any]  # for people, see `Manifest.about`
     versions: list[int]  # of `_tensors`, when the snapshot was made

@@ -574,6 +574,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "step 1  damaged" in command("ls", root).stdout
 
 
+def test_the_list_tells_levels_by_leaf_from_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, params, buffers = make_step()
+
+    def save(group: Any) -> None:
+        sharded = shard(step, level=lambda path, leaf: 3, group=group)
+        checkpoint.save(tmp_path / "by leaf", sharded, sharded.init(params, buffers))
+
+    run_ranks(save, 2)
+    checkpoint.save(tmp_path / "alone", step, step.init(params, buffers))
+    told = {"by leaf": "2 ranks  a level by leaf  ", "alone": "1 rank  unsharded  "}
+    for name, expected in told.items():
+        assert main(["checkpoint", "ls", str(tmp_path / name)]) == 0
+        assert expected in capsys.readouterr().out
+
+
 def test_the_zoo_exports_what_its_modules_take(tmp_path: Path) -> None:
     for name in ("mlp", "shared", "frozen", "unused", "scalars"):
         save_on(tmp_path / name, 2, 3, name=name)
