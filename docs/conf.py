@@ -43,6 +43,7 @@ intersphinx_mapping = {name: (url, f"inventories/{name}.inv") for name, url in _
 
 html_theme = "furo"
 html_title = "functorch_zero"
+html_show_copyright = False  # it would name nobody
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 templates_path: list[str] = []
