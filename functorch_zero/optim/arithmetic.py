@@ -185,3 +185,10 @@ def clamp(x: Tensor, least: Number, most: Number) -> Tensor:
         # Both as tensors: of a mixed pair torch would read the tensor on the host
         return x.clamp(number(least), number(most))
     return x.clamp(least, most)
+
+
+def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The identity matrix (size, size). `torch.eye` on the meta device imports the compiler."""
+    unit = torch.zeros(size, size, dtype=dtype, device=device)
+    unit.diagonal().fill_(1)
+    return unit

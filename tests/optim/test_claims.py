@@ -630,6 +630,8 @@ for action in (begin, run):
     for step, level in zip(steps, (3, 1, 0, 3)):
         testing.run_ranks(lambda group: action(group, step, level), 2)
     print(*(name in sys.modules for name in SLOW))
+testing.run_ranks(lambda group: run(group, steps_of(optim.soap(1e-3))[0], 1), 2)
+print(SLOW[0] in sys.modules)
 """
 
 
@@ -639,8 +641,9 @@ def test_the_first_steps_import_nothing_slow() -> None:
     torch's backward imports it."""
     command = [sys.executable, "-c", FIRST_STEPS]
     run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
-    imported, begun, stepped = run.stdout.splitlines()
+    imported, begun, stepped, of_matrices = run.stdout.splitlines()
     assert imported == begun == "False False" and stepped.startswith("False")
+    assert of_matrices == "False"
 
 
 # How much is run: in calls, elements and operators, since times depend on the machine.

@@ -15,7 +15,7 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across
-from ..arithmetic import Number, Tree, elementwise, pick
+from ..arithmetic import Number, Tree, elementwise, identity, pick
 from ..base import (
     Schedule,
     Transform,
@@ -124,7 +124,7 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
     # A pair without curvature has no part: its rho is 0
     rho = torch.where(curvature == 0, torch.zeros_like(curvature), 1 / curvature)
     # at[i] is 1 at i: adding a multiple of it sets one element of a new tensor, not of the old one
-    at = torch.eye(m, dtype=rho.dtype, device=rho.device)
+    at = identity(m, rho.dtype, rho.device)
     # First loop, from the newest pair to the oldest; q's products come from the tables
     alpha = torch.zeros_like(rho)
     for i in reversed(range(m)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..arithmetic import Number
+from ..arithmetic import Number, identity
 from ..base import (
     Schedule,
     Transform,
@@ -69,7 +69,7 @@ def empty_side(count: int, size: int, dtype: torch.dtype, device: torch.device) 
     """A block's side before the first step, for `count` matrices: no statistic, unit matrices for
     roots."""
     # As many copies as matrices: each block of each gets its own statistic
-    unit = torch.eye(size, dtype=dtype, device=device)
+    unit = identity(size, dtype, device)
     return Side(
         outer=torch.zeros(count, size, size, dtype=dtype, device=device),
         root=unit.repeat(count, 1, 1),

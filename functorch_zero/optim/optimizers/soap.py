@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..arithmetic import Number
+from ..arithmetic import Number, identity
 from ..base import (
     Schedule,
     Transform,
@@ -61,7 +61,7 @@ class SoapState(NamedTuple):
 def first_basis(count: int, size: int, like: Tensor) -> Basis:
     """The unit vectors, and no statistic, in the dtype and on the device of a tensor."""
     # The first turns start from the unit vectors
-    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    unit = identity(size, like.dtype, like.device)
     return Basis(like.new_zeros(count, size, size), unit.repeat(count, 1, 1))
 
 

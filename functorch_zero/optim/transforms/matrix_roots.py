@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arithmetic import identity
+
 
 def is_due(count: Tensor, every: int) -> bool:
     """Whether work that is done once per `every` steps is done at step `count` (from 0).
@@ -50,7 +52,7 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
             continue
         return values.to(a.dtype), vectors.to(a.dtype)
     # Neither converged: an answer all the same, and the same structure
-    unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    unit = identity(a.shape[-1], a.dtype, a.device)
     return a.diagonal(dim1=-2, dim2=-1), unit.expand_as(a)
 
 
