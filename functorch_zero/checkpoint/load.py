@@ -411,8 +411,13 @@ def state_to_fill(step: Step, like: State) -> State:
     made: State = tree_map(_blank, like.replace(value=None)).replace(value=value)
     # Before the first write, so that a failure half-way leaves `like` refused, not wrong
     if holders:
-        for node in nodes:
-            node.use_up()
+        for node, own in zip(nodes, homes, strict=True):
+            if isinstance(node, ShardedTree):
+                # Of all buckets, also of those that several nodes have
+                for home in filter(None, own):
+                    home.end()
+            else:
+                node.use_up()
     return made
 
 

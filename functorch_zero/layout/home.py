@@ -45,6 +45,12 @@ class Home(Lease):
         """Note that a step writes over the tensors."""
         self.has_ended, self.flat, self.leaves, self.published = True, None, None, None
 
+    def handed_on(self) -> Home:
+        """Its flat in a home of its own, for somebody who writes over it; this one has ended."""
+        flat = self.flat
+        self.end()
+        return Home(flat, self.kind)
+
     def is_of(self, leaves: Sequence[Any]) -> bool:
         """Whether just these are cut from it."""
         known = self.leaves or ()

@@ -597,18 +597,16 @@ class ShardedTree(OnEngine):
 
         `published`: of flats that stay as they are, as of `note_published`.
         """
-        # Leaves are cut anew: those of this node may have gradients by now
-        made = ShardedTree.of_flats(self.flats(), self.holding)
+        # Leaves are cut anew: those of this node may have gradients by now. Frozen flats stay with
+        # all that have leaves of them, so that a load which writes over them uses these up
+        homes: list[Home | None] = []
+        for home, bucket in zip(self.homes(), self.sharding.layout.buckets, strict=True):
+            if home is not None and bucket.trainable:
+                home = home.handed_on()
+            homes.append(home)
+        made = ShardedTree.of_homes(homes, self.holding)
         made.note_published(published)
-        self.use_up(frozen=False)
         return made
-
-    def use_up(self, *, frozen: bool = True) -> None:
-        """Note that somebody writes over the flats: this node is used up, and all that have leaves
-        of them. `frozen`: whether to those of frozen leaves, too, which go from tree to tree."""
-        for home, bucket in zip(self.known_homes, self.sharding.layout.buckets, strict=True):
-            if home is not None and (frozen or bucket.trainable):
-                home.end()
 
     @property
     def is_used_up(self) -> bool:

@@ -4,6 +4,7 @@ nothing is read that a step has written over."""
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import optim
+from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.testing import assert_equal_updates
 from tests.places import Away
@@ -111,3 +112,26 @@ def test_a_write_to_a_copy_of_what_lies_in_a_place_raises(level: int) -> None:
     with pytest.raises(StructureError, match="copy of a leaf, which lies in a place"):
         leaf.add_(1)
     assert not torch.count_nonzero(leaf.local)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_load_uses_up_leaves_of_frozen_flats(level: int, tmp_path: Path) -> None:
+    """Which go from state to state, and are written over by a load alone."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (params["w"] * params["frozen"] * x).sum()
+
+    def first(value: float) -> Any:
+        w = torch.ones(71, requires_grad=True)
+        return step.init({"w": w, "frozen": torch.full((71,), value)})
+
+    group = fz.groups.SingleRank()
+    step = fz.shard(fz.train_step(loss, optim.adam(0.1)), level=level, group=group)
+    checkpoint.save(tmp_path, step, first(7.0))
+    state = first(1.0)
+    frozen = state.params["frozen"]
+    state, _ = step(state, torch.ones(71))
+    assert torch.equal(frozen.local, torch.ones(71))
+    checkpoint.load(tmp_path, step, like=state)
+    with pytest.raises(DonatedError, match="was read that was donated"):
+        torch.neg(frozen)
