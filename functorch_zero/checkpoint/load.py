@@ -405,7 +405,7 @@ def state_to_fill(step: Step, like: State) -> State:
             # Counts are new ones, which users may have as they are
             tree = tree_map(lambda x: x if is_moved(x) else _blank(x), node.as_it_lies)
             return ShardedOptState(tree, node.holding, own)
-        return lay_out_state(node.beside, node.holding)
+        return lay_out_state(tree_map(_row_by_row, node.beside), node.holding)
 
     value = tree_map(next_of, like.value, is_leaf=is_on_engine)
     made: State = tree_map(_blank, like.replace(value=None)).replace(value=value)
@@ -428,6 +428,12 @@ def _can_be_filled(state: ShardedOptState) -> bool:
     others = [leaf for leaf in leaves if id(leaf) not in at_home]
     are_apart = len(storages(others)) == len(others)
     return are_apart and all(leaf.is_contiguous() and not is_flagged(leaf) for leaf in others)
+
+
+def _row_by_row(leaf: Any) -> Any:
+    """A leaf that a copy of can be read into, whatever the order of its dims."""
+    is_so = not isinstance(leaf, Tensor) or leaf.is_contiguous()
+    return leaf if is_so else _blank(leaf)
 
 
 def _blank(leaf: Any) -> Any:

@@ -20,13 +20,14 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, MismatchError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.optim.naming import described
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
-from functorch_zero.testing import assert_equal_updates
+from functorch_zero.testing import assert_equal_updates, assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.local import local_leaves
@@ -317,6 +318,24 @@ def quadratic(optimizer: Any) -> Any:
         return (params["w"] - x[:, None]).square().mean()
 
     return train_step(loss_fn, optimizer), {"w": w.requires_grad_()}, batches
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_going_back_to_leaves_of_another_order_of_dims(donate: bool, tmp_path: Path) -> None:
+    """SOAP's eigenvectors lie column by column after the first step."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).tanh().square().mean()
+
+    w, x = (torch.randn(13, 11, dtype=torch.float64) for _ in range(2))
+    step = shard(train_step(loss, optim.soap(0.01)), level=2, group=SingleRank(), donate=donate)
+    state, _ = step(step.init({"w": w.requires_grad_()}), x.mT.contiguous())
+    leaves = optree.tree_leaves(step.unshard(state).opt_state)
+    assert not all(leaf.is_contiguous() for leaf in leaves)
+    checkpoint.save(tmp_path, step, state)
+    expected = step.unshard(state)
+    loaded, _ = checkpoint.load(tmp_path, step, like=state)
+    assert_equal_values(expected.value, step.unshard(loaded).value, grade="bitwise")
 
 
 def test_leaves_lie_in_flats_after_loading(tmp_path: Path) -> None:
