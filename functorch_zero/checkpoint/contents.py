@@ -28,10 +28,10 @@ from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..step.program_step import ProgramStep, entry_of
+from ..step.program_step import ProgramStep
 from ..step.state import State, trained
 from ..step.train import TrainStep
-from ..tree import check_savable, paths
+from ..tree import check_savable, is_within, paths
 
 TrainingStep = TrainStep | ShardedTrainStep
 UnshardedStep = TrainStep | ProgramStep
@@ -143,19 +143,20 @@ def check_state(step: Step, state: Any) -> None:
         )
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options)
-        _check_same_buffers(step, [state.buffers])
+        _check_same_buffers(step, state.buffers)
     elif isinstance(step, ShardedProgramStep):
         step.check_state(state)
         names = step.unsharded.buffers
-        _check_same_buffers(step, [entry_of(state.value, name) for name in names])
+        own = [path for path in paths(as_local(state.value)) if is_within(path, names)]
+        _check_same_buffers(step, own)
     elif state.sharding is not None:
         raise StructureError(
             "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
         )
 
 
-def _check_same_buffers(step: ShardedStep, buffers: list[Any]) -> None:
-    """Raise if each rank may keep buffers of its own."""
+def _check_same_buffers(step: ShardedStep, buffers: Any) -> None:
+    """Raise if each rank may keep buffers of its own. `buffers`: those that there are."""
     differ = step.options.sync_buffers == "local" and step.group.size > 1
     if differ and optree.tree_leaves(buffers):
         raise StructureError(

@@ -75,6 +75,7 @@ from .value import (
     as_marked,
     beside_params,
     check_fits,
+    check_trained_alike,
     device_of_value,
     marked_like,
     note_writes,
@@ -460,6 +461,7 @@ class ShardedProgramStep:
         structure = self._structures[-1]
         with torch.no_grad():
             value = structure.part_of(state.value)
+            check_trained_alike(state, value, self.group.rank)
             parts = self._parts.of(value).parts.part(state.parts, device_of_value(value))
             return State(
                 step=state.step.clone(),

@@ -23,6 +23,7 @@ from ...optim.state_checks import check_opt_state
 from ...params import as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...step.program_step import check_next_structure, check_next_value, device_of, leaf_form
+from ...step.state import State, Trained
 from ...tree import paths, same_structure, settled
 from ..state import part_of_state
 
@@ -153,6 +154,25 @@ def trained_leaves(value: Any) -> list[bool]:
 
     leaves: list[bool] = optree.tree_leaves(tree_map(trained, value, is_leaf=is_on_engine))
     return leaves
+
+
+def check_trained_alike(whole: State, part: Any, rank: int) -> None:
+    """Raise, naming the first leaf, unless a whole state trains the leaves that its part does, in
+    a value that is cut as another state's."""
+    asked = optree.tree_leaves((whole.trained or Trained(())).names(whole.value))
+    for path, expected, got in zip(paths(whole.value), trained_leaves(part), asked, strict=True):
+        if expected != got:
+            raise StructureError(
+                explain(
+                    "the whole state trains other leaves than the program's last init or refit",
+                    path=path,
+                    expected="trained" if expected else "frozen",
+                    got="trained" if got else "frozen",
+                    rank=rank,
+                    remedy="step.refit of the unsharded step makes a state of this program; or "
+                    "step.init of params that are trained alike, before step.shard",
+                )
+            )
 
 
 def without_pieces(value: Any, old: Any = None) -> Any:

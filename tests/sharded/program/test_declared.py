@@ -138,6 +138,58 @@ def test_each_rank_keeps_its_own(level: int, donate: bool, tmp_path: Path) -> No
     assert not torch.allclose(one, two)
 
 
+def test_buffers_of_each_rank_in_a_tuple(tmp_path: Path) -> None:
+    """Its entries have numbers for names."""
+
+    def in_a_tuple(value: Any, batch: Tensor) -> Any:
+        (net, opt, buffers), metrics = program(Value(*value), batch)
+        return (net, opt, buffers), metrics
+
+    def first(net: Any, buffers: Any) -> Any:
+        return (*init(net, buffers),)
+
+    step = fz.program_step(in_a_tuple, init=first, buffers=["buffers", "2"])
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, sync_buffers="local")
+        state, _ = sharded(sharded.init(weights("a"), seen()), rows(group))
+        with pytest.raises(StructureError, match="buffers differ by rank"):
+            checkpoint.save(tmp_path, sharded, state)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", thinned(LEVELS))
+def test_a_whole_state_that_trains_other_leaves(level: int) -> None:
+    """Unsharded, its own are trained; cut as another program's state, others would be."""
+    sgd = optim.sgd(0.1)  # without a state, whose structure would tell
+
+    def program(value: Any, batch: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(
+            lambda net, *, batch: loss(net, buffers=seen(), batch=batch)
+        )(value["net"], batch=batch)
+        return {"net": sgd.apply(grads, sgd.init(value["net"]), value["net"])[0]}, {"loss": mean}
+
+    def step_of(**options: Any) -> Any:
+        return fz.program_step(program, init=lambda net: {"net": net}, **options)
+
+    whole = step_of(trainable=only("b")).init(weights("a", "b"))
+    expected, _ = step_of()(whole, rows())
+    for options, words in (
+        (only("b"), None),
+        ({}, r"trains other leaves.*path net\.a.*got frozen"),
+    ):
+        step = step_of(trainable=options)
+        sharded = fz.shard(step, level=level, group=fz.groups.SingleRank())
+        sharded.init(weights("a", "b"))
+        if words is not None:
+            with pytest.raises(StructureError, match=words):
+                sharded.shard(whole)
+            continue
+        state, _ = sharded(sharded.shard(whole), rows())
+        assert_equal_values(expected.value, sharded.unshard(state).value)
+
+
 def test_buffers_that_are_nowhere() -> None:
     step = fz.program_step(program, init=init, buffers=["statistics"])
     with pytest.raises(ValueError, match=r"no buffers of this name.*'statistics'|statistics"):
