@@ -170,8 +170,8 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     """Delete old checkpoints, and return the steps deleted. Run by one rank, at any time.
 
     A checkpoint vanishes at once, however long deleting takes. Damaged ones are neither counted nor
-    deleted, and one that is being saved isn't there yet. While one without frozen params is kept,
-    so is the newest one before it that has them.
+    deleted, and one that is being saved isn't there yet. With each one without frozen params that
+    is kept stays the newest one before it that has them.
 
     Args:
         root: the folder of checkpoints.
@@ -185,9 +185,10 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     intact = [count for count in counts_in(path) if _is_complete(path, count)]
     old = [count for count in intact[:-last] if every is None or count % every]
     partial = [count for count in intact if read_manifest(path, count).left_out]
-    newest = max(set(partial) - set(old), default=0)
-    # Its frozen params may lie nowhere else
-    needed = [count for count in intact if count not in partial and count < newest][-1:]
+    whole = [count for count in intact if count not in partial]
+    # Their frozen params may lie nowhere else, and those of later ones may be others
+    kept = set(partial) - set(old)
+    needed = {max((n for n in whole if n < count), default=None) for count in kept}
     old = [count for count in old if count not in needed]
     for count in old:
         remove_folder(step_folder(path, count))

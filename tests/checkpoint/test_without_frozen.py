@@ -265,6 +265,12 @@ def test_nothing_that_was_saved_is_lost(tmp_path: Path) -> None:
     assert list(checkpoint.verify(tmp_path)) == [1, 4]
     save(5, True)
     assert checkpoint.prune(tmp_path, last=1) == [1, 4]
+    # Each that is kept has a base of its own
+    save(6, False)
+    save(7, True)
+    save(8, True)
+    save(9, False)
+    assert checkpoint.prune(tmp_path, last=1, every=6) == [7]
 
 
 def test_leaves_without_frozen_ones() -> None:
