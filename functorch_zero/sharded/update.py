@@ -137,8 +137,8 @@ class PreparedUpdate:
         look: bool,
         over: bool,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """Run an `update_fn` of the optimizer. `over`: whether what it makes may be written over
-        the state's tensors in their place."""
+        """Run an `update_fn` of the optimizer. `over`: whether the state is used up, and what it
+        makes may be written over its tensors in their place."""
         self.ferry.begin(look=look, over=over)
         given, own, before = grads.local_tree, params.local_tree, state.as_it_lies
         if not self.optimizer.asks_for_state:
@@ -150,6 +150,10 @@ class PreparedUpdate:
             same_structure(own, new, what="the optimizer's updates")
             same_structure(before, after, what="the optimizer's next state")
             homes = owned.state.among(optree.tree_leaves(after))
+            # Leaves that stay as they are: their flats are those of a state that stays valid
+            if not over:
+                still_valid = set(map(id, state.homes()))
+                homes = [home for home in homes if id(home) not in still_valid]
             # Those given, where a kernel has added them already
             flats = grads.known_homes if new is given else self._homes_of(new)
             updates = ShardedTree.of_local(new, grads.holding, flats)

@@ -149,3 +149,28 @@ def test_a_tensor_that_an_author_returns_twice(name: str, level: int) -> None:
     assert_equal_updates(
         dict(old), dict(expected.params), dict(sharded.unshard(got).params), grade="reordered"
     )
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_an_update_passes_on_stays_the_old_state_s(level: int) -> None:
+    """That of a step which doesn't donate is valid, and one that does takes the next state."""
+
+    def init(params: Any) -> Any:
+        return torch.tensor(0), optree.tree_map(torch.clone, params)
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        count, anchor = state
+        if int(count) % 2:
+            anchor = optree.tree_map(torch.clone, params)
+        return optree.tree_map(lambda g: -0.1 * g, updates), (count + 1, anchor)
+
+    step = build("train", optim.pointwise(init, update))
+    group = fz.groups.SingleRank()
+    keeps, takes = (fz.shard(step, level=level, group=group, donate=on) for on in (False, True))
+    params = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    first = keeps.init(params)
+    second, _ = keeps(first, torch.ones(2, 64))
+    third, _ = takes(second, torch.ones(2, 64))
+    for name in PARAMS:
+        assert torch.equal(keeps.unshard(first).opt_state[1][name], PARAMS[name])
+        assert not torch.equal(takes.unshard(third).opt_state[1][name], PARAMS[name])
