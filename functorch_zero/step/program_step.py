@@ -205,8 +205,9 @@ def program_step(
         facts: plain data by name that all ranks must have alike, such as hyperparameters; compared
             in `init`.
         num_gradients: how many gradients each step takes, where that is always the same. A step
-            that donates then writes over its params from the first one on; None: the first step
-            counts, and copies.
+            that donates then writes over its params from the first one on, so that the program
+            can't use the old ones after their update; None: the first step counts, copies, and
+            notes such uses.
 
     >>> from typing import NamedTuple
     >>> import functorch_zero as fz
