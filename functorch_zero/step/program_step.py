@@ -33,7 +33,7 @@ from ..tree import (
 )
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
-from .refit import carried, check_no_parts
+from .refit import carried, check_no_parts, check_own_tensors
 from .rng import Streams
 from .scope import StepScope, running
 from .state import State, Trained, check_whole_state
@@ -150,14 +150,19 @@ class ProgramStep:
 
         Raises:
             StructureError: a leaf has another shape or dtype than before, or a reduction keeps
-                tensors in the state.
+                tensors in the state. Or other leaves are trained, and the value has a tensor of
+                all of them together, or `init` can't run on the meta device.
         """
         check_whole_state(state)
         check_no_parts(state.parts)
         known = as_trained(state)
         given = args_of_refit(self.first_value, args, known)
         begun = {n: carried_tree(arg, entry_of(known, n), n) for n, arg in given.items()}
-        fresh = self._first_state(self.marked(begun), None)
+        begun = self.marked(begun)
+        fresh = self._first_state(begun, None)
+        assert fresh.trained is not None
+        was, now = Trained.of(known).paths, fresh.trained.paths
+        check_own_tensors(self.first_value, begun, was, now, paths(known))
         value = carried(fresh.value, state.value, "the value")
         return fresh.replace(step=state.step, seed=state.seed, value=value)
 

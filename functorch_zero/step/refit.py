@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import optree
+import torch
+from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
@@ -101,17 +103,23 @@ def check_own_leaves(
         shared = made_of(before, {old[0]}) & made_of(before, {*old[1:]})
     kept_and_shared = shared & made_of(before, {*old}) & made_of(after, {*new})
     if kept_and_shared:
-        raise StructureError(
-            explain(
-                "refit trains other leaves than before, or in another order, and can't keep a leaf "
-                "of the optimizer's state that belongs to all leaves together",
-                path=min(kept_and_shared),
-                expected=f"the trained leaves {old}",
-                got=f"{new}",
-                rank=rank,
-                remedy=_BEGIN_ANEW,
-            )
+        raise _of_all_together(min(kept_and_shared), old, new, rank)
+
+
+def _of_all_together(
+    path: str, old: Sequence[str], new: Sequence[str], rank: int | None
+) -> StructureError:
+    return StructureError(
+        explain(
+            "refit trains other leaves than before, or in another order, and can't keep a leaf of "
+            "the optimizer's state that belongs to all leaves together",
+            path=path,
+            expected=f"the trained leaves {[*old]}",
+            got=f"{[*new]}",
+            rank=rank,
+            remedy=_BEGIN_ANEW,
         )
+    )
 
 
 def _tensors_of_state(
@@ -136,6 +144,115 @@ def _tensors_of_state(
         ) from error
     leaves = zip(paths(state), optree.tree_leaves(state), strict=True)
     return {path for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
+
+
+def check_own_tensors(
+    first_value: Callable[..., Any],
+    given: Mapping[str, Any],
+    before: Sequence[str],
+    after: Sequence[str],
+    known: Collection[str],
+    rank: int | None = None,
+) -> None:
+    """The same of a program's value, whose optimizers nobody names.
+
+    The program's `init` runs on the meta device, once with fewer leaves trained. A tensor of all
+    leaves together has another shape then, or it lies beside the trees of leaves' own tensors, in
+    an optimizer's state.
+
+    Args:
+        first_value: the program's `init`.
+        given: its arguments by name. Trees are whole, and their leaves know if they are trained.
+        before: the paths of the leaves of the value that were trained.
+        after: of those that are trained now.
+        known: the paths of all leaves that the state's value has.
+    """
+    if before == after:
+        return
+    for name, tree in given.items():
+        old, new = (_leaves_of(tree, name, names, known) for names in (before, after))
+        gone, added = {*old} - {*new}, {*new} - {*old}
+        # The same leaves in another order belong to other elements, too
+        changed = [gone, added] if gone or added else [{*old[:1]}]
+        if old == new:
+            continue
+        chosen = {*old, *new}
+        everything = _shapes_of_value(first_value, given, name, chosen, rank)
+        for leaves in changed:
+            rest = chosen - leaves
+            # Of no leaves there is no state
+            if not leaves or not rest:
+                continue
+            fewer = _shapes_of_value(first_value, given, name, rest, rank)
+            nodes = {_node_of_trees(path, leaves) for path in everything.keys() - fewer.keys()}
+            for path, shape in fewer.items():
+                is_beside = path.rpartition(".")[0] in nodes - {""}
+                if shape and path in known and (is_beside or everything.get(path) != shape):
+                    raise _of_all_together(path, before, after, rank)
+
+
+def _node_of_trees(path: str, leaves: Set[str]) -> str:
+    """The path of the node that has a tree of leaves' own tensors, of one of which this is the
+    path: "opt" of "opt.mu.w". "" where it is the whole value, or none."""
+    for leaf in leaves:
+        if path.endswith(f".{leaf}"):
+            return path.removesuffix(f".{leaf}").rpartition(".")[0]
+    return ""
+
+
+def _leaves_of(
+    tree: PyTree[Any], name: str, names: Sequence[str], known: Collection[str]
+) -> list[str]:
+    """Of these paths in a value, those of the leaves of an argument of this name, as it has them
+    itself. The value has it under its name; else a leaf is known by the end of its path."""
+    own, prefix, found = {*paths(tree)}, f"{name}.", []
+    is_entry = any(path.startswith(prefix) for path in known)
+    for path in names:
+        if is_entry:
+            path = path.removeprefix(prefix) if path.startswith(prefix) else ""
+        while path not in own and not is_entry and path:
+            path = path.partition(".")[2]
+        if path in own:
+            found.append(path)
+    return found
+
+
+def _shapes_of_value(
+    first_value: Callable[..., Any],
+    given: Mapping[str, Any],
+    name: str,
+    chosen: Set[str],
+    rank: int | None,
+) -> dict[str, tuple[int, ...]]:
+    """By path, the shapes of a first value's tensors, if these leaves of a tree were trained."""
+    bare = {n: tree_map(_without_values, arg) for n, arg in given.items()}
+    for path, leaf in zip(paths(bare[name]), optree.tree_leaves(bare[name]), strict=True):
+        if isinstance(leaf, Tensor):
+            leaf.requires_grad_(path in chosen)
+    try:
+        # What `init` draws elsewhere is undone
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            value = first_value(*bare.values())
+    except Exception as error:
+        raise StructureError(
+            explain(
+                "refit trains other leaves than before, and can't tell which part of the value "
+                "belongs to them, since the program's init fails on the meta device",
+                path=name,
+                expected=f"a value by the trained leaves {sorted(chosen)}",
+                got=f"{type(error).__name__}: {error}",
+                rank=rank,
+                remedy=f"let init take leaves without values; or {_BEGIN_ANEW}",
+            )
+        ) from error
+    rows = zip(paths(value), optree.tree_leaves(value), strict=True)
+    return {path: tuple(leaf.shape) for path, leaf in rows if isinstance(leaf, Tensor)}
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
 def carried(new: PyTree[Any], old: PyTree[Any], what: str) -> PyTree[Any]:

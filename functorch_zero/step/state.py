@@ -44,6 +44,11 @@ class Trained:
         flags = [_requires_grad(leaf) for leaf in optree.tree_leaves(tree)]
         return cls(tuple(zip(paths(tree), flags, strict=True)), _policies_of(tree))
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the leaves that are trained."""
+        return [path for path, on in self.by_path if on]
+
     def names(self, tree: PyTree[Any]) -> PyTree[bool]:
         """Which leaves are trained of a tree whose leaves may be others by now: by path. One of a
         path that is not known is trained if it requires grad."""

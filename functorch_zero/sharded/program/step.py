@@ -25,7 +25,7 @@ from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
-from ...params import Engine, is_on_engine
+from ...params import Engine, as_local, is_on_engine
 from ...places import moved
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
@@ -43,9 +43,10 @@ from ...step.program_step import (
     named_args,
     named_values,
 )
+from ...step.refit import check_own_tensors
 from ...step.rng import Streams
 from ...step.scope import running
-from ...step.state import State, Trained
+from ...step.state import State
 from ...step.state import check_state as check_is_state
 from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
@@ -80,7 +81,7 @@ from .value import (
     marked_like,
     note_writes,
     tensors_of_nodes,
-    trained_leaves,
+    trained_of,
     unsharded_leaves,
     used_up_nodes,
     whole_value,
@@ -318,7 +319,11 @@ class ShardedProgramStep:
                     begun[name] = leaves_on_meta(own) if arg is own else arg
                 else:
                     begun[name] = carried_tree(arg, own, name)
-            fresh = self._agreed_on(self.unsharded.marked(begun), None, {}, known)
+            begun = self.unsharded.marked(begun)
+            fresh = self._agreed_on(begun, None, {}, known)
+            was, now = trained_of(old).paths, trained_of(fresh.value).paths
+            first, rank = self.unsharded.first_value, self.group.rank
+            check_own_tensors(first, begun, was, now, paths(as_local(old)), rank)
             # Elements travel beside the params
             new = beside_params(fresh.value)
             value = self._placed(carried(new, old, self._refit_group, "the value"))
@@ -432,14 +437,12 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
-            value = whole_value(marked)
-            trained = zip(paths(value), trained_leaves(marked), strict=True)
             return State(
                 step=state.step.clone(),
-                value=value,
+                value=whole_value(marked),
                 seed=tree_map(torch.clone, state.seed),
                 parts=self._parts.of(marked).parts.whole(state.parts, axes.at("unshard")),
-                trained=Trained(tuple(trained)),
+                trained=trained_of(marked),
             )
 
     def shard(self, state: State) -> State:

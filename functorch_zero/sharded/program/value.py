@@ -146,21 +146,21 @@ def whole_value(value: Any) -> Any:
     return tree_map(whole, value, is_leaf=is_on_engine)
 
 
-def trained_leaves(value: Any) -> list[bool]:
-    """Per leaf of the whole value, in flatten order, whether it is trained."""
+def trained_of(value: Any) -> Trained:
+    """Which leaves of the whole value are trained."""
 
     def trained(node: Any) -> Any:
         return node.trained if _is_held(node) else tree_map(lambda leaf: False, as_local(node))
 
-    leaves: list[bool] = optree.tree_leaves(tree_map(trained, value, is_leaf=is_on_engine))
-    return leaves
+    flags = tree_map(trained, value, is_leaf=is_on_engine)
+    return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
 
 
 def check_trained_alike(whole: State, part: Any, rank: int) -> None:
     """Raise, naming the first leaf, unless a whole state trains the leaves that its part does, in
     a value that is cut as another state's."""
     asked = optree.tree_leaves((whole.trained or Trained(())).names(whole.value))
-    for path, expected, got in zip(paths(whole.value), trained_leaves(part), asked, strict=True):
+    for (path, expected), got in zip(trained_of(part).by_path, asked, strict=True):
         if expected != got:
             raise StructureError(
                 explain(

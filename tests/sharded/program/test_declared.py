@@ -267,3 +267,78 @@ def test_refit_with_new_leaves() -> None:
     other = fz.program_step(lambda value: (value, {}), init=lambda disc: {"net": disc})
     with pytest.raises(StructureError, match=r"no tree of its name.*disc"):
         other.refit(state)
+
+
+def trained_by(optimizer: Any, name: str, entry: str = "net") -> Any:
+    """A program that trains the leaves whose names are in `name`, of a net that its value has under
+    this entry."""
+
+    def init(net: Any) -> Any:
+        return {entry: net, "opt": optimizer.init(net)}
+
+    def rule(path: str, leaf: Tensor) -> bool:
+        return path in name.split()
+
+    return fz.program_step(lambda value: (value, {}), init=init, trainable={"net": rule})
+
+
+@pytest.mark.parametrize("entry", ["net", "model"])
+@pytest.mark.parametrize(("old", "new"), [("a", "b"), ("a b", "b"), ("b", "a b")])
+@pytest.mark.parametrize("name", ["full_matrix_adagrad", "lbfgs"])
+def test_a_tensor_of_all_leaves_is_not_kept(name: str, old: str, new: str, entry: str) -> None:
+    """Where it keeps its shape, its elements are those of other leaves."""
+    optimizer = {
+        "full_matrix_adagrad": optim.contrib.full_matrix_adagrad(0.1, whole_tree=True),
+        "lbfgs": optim.chain(optim.lbfgs(0.1, memory_size=2)),
+    }[name]
+    params = {"a": torch.ones(2, 2), "b": torch.ones(4)}
+    first, second = (trained_by(optimizer, leaves, entry) for leaves in (old, new))
+    first.refit(first.init(params), params)  # the same leaves are trained
+    with pytest.raises(StructureError, match="all leaves together"):
+        second.refit(first.init(params), params)
+
+    def run(group: Any) -> None:
+        before, after = (fz.shard(step, level=2, group=group) for step in (first, second))
+        state = before.init(params)
+        before.refit(state, params)
+        with pytest.raises(StructureError, match="all leaves together"):
+            after.refit(state, params)
+
+    run_ranks(run, 2)
+
+
+def test_leaves_of_their_own_are_kept_beside_others() -> None:
+    """Averages and another tree's optimizer stay, also one of all of that tree's leaves."""
+    together, alone = optim.contrib.full_matrix_adagrad(0.1, whole_tree=True), optim.adam(0.1)
+
+    def step_of(rule: Any) -> Any:
+        def init(net: Any, disc: Any) -> Any:
+            mean = tree_map(torch.clone, net)
+            return {"net": net, "disc": disc, "mean": mean} | {
+                "opt": alone.init(net),
+                "disc_opt": together.init(disc),
+            }
+
+        return fz.program_step(lambda value: (value, {}), init=init, trainable={"net": rule})
+
+    given = weights("a", "b"), {"w": torch.ones(2, requires_grad=True)}
+    first, second = (step_of(rule) for rule in (only("a")["net"], only("b")["net"]))
+    state = first.init(*given)
+    mark = tree_map(lambda leaf: leaf + 1, state.value["disc_opt"])
+    made = second.refit(state.replace(value=state.value | {"disc_opt": mark}))
+    assert_equal_values(mark, made.value["disc_opt"], grade="bitwise")
+
+
+def test_an_init_that_reads_values_can_not_tell() -> None:
+    def init(net: Any) -> Any:
+        assert float(net["a"].sum()) < 1e6
+        return {"net": net, "opt": adam.init(net)}
+
+    first, second = (
+        fz.program_step(lambda value: (value, {}), init=init, trainable={"net": only(n)["net"]})
+        for n in "ab"
+    )
+    state = first.init(weights("a", "b"))
+    first.refit(state)
+    with pytest.raises(StructureError, match="init fails on the meta device"):
+        second.refit(state)
