@@ -6,15 +6,13 @@ arithmetic in one process, which every engine must equal.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
-from weakref import WeakKeyDictionary, ref
+from functools import cached_property
+from typing import Any, NamedTuple, get_args
 
 import optree
 import torch
@@ -40,87 +38,14 @@ from ..tree import (
 )
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
+from .loss_calls import LossCalls, PerLoss
 from .micro_batches import check_accumulate
 from .nonfinite import NonFiniteGradient, all_finite, not_finite, refusal
-from .reminder import Reminder
-from .scope import gradient_in_words, next_streams
+from .scope import gradient_in_words, next_streams, scope_here
 from .state import State, check_not_on_meta
 
-T = TypeVar("T")
-
-
-class PerLoss(Generic[T]):
-    """An object for each loss, made when it is first asked for.
-
-    A lambda or a bound method that a program makes anew in each step goes on with the object of
-    one that is gone: of the same kind, see `_kind_of`. Losses that live at the same time have
-    objects of their own, up to 16 of a kind. A further one goes on with the object that was asked
-    for longest ago, since losses in reference cycles stay until a garbage collection.
-
-    Ranks collect garbage at different times, so calls that are counted by such an object may have
-    other numbers on other ranks. A number decides only whether this rank looks at its loss: by
-    `Untouched`, `refuse_reentrant_checkpoints`, `check_weight_value` and `TwoSeeds`. It never
-    decides about a collective.
-    """
-
-    def __init__(self, make: Callable[[], T]):
-        self._make = make
-        # By kind: weak references to losses, with their objects; the last one asked for is last
-        self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
-        self._of_kind = WeakKeyDictionary()
-
-    def of(self, loss: Callable[..., Any]) -> T:
-        """The object of a loss."""
-        kind = _kind_of(loss)
-        before = self._of_kind.get(kind, [])
-        entry = _entry_for(loss, before)
-        own = self._make() if entry is None else entry[1]
-        # A new list, since other threads may be reading that one
-        self._of_kind[kind] = [*(e for e in before if e is not entry), (_weak(loss), own)]
-        return own
-
-
-_MOST_OF_A_KIND = 16  # objects of `PerLoss`: each call of a loss looks through them
-
-
-def _entry_for(
-    loss: Callable[..., Any], entries: list[tuple[Callable[[], Any], T]]
-) -> tuple[Callable[[], Any], T] | None:
-    """The loss's own entry, else that of a loss that is gone; where there are many, else the one
-    asked for longest ago. None: the loss gets a new one."""
-    for wanted in (loss, None):
-        for entry in entries:
-            if entry[0]() is wanted:
-                return entry
-    return entries[0] if len(entries) >= _MOST_OF_A_KIND else None
-
-
-def _kind_of(loss: Callable[..., Any]) -> Any:
-    """The code of a loss, below partials of it; its class, where it has no code."""
-    while isinstance(loss, partial):
-        loss = loss.func
-    return getattr(loss, "__code__", type(loss))
-
-
-def _weak(loss: Callable[..., Any]) -> Callable[[], Any]:
-    """A weak reference; of an object that can't have one, a reference to nothing, so that all
-    losses of its class share their object."""
-    try:
-        return ref(loss)
-    except TypeError:
-        return lambda: None
-
-
-class _History:
-    """The unsharded calls of one loss in this process, whichever `value_and_grad(loss)` made
-    them."""
-
-    def __init__(self) -> None:
-        self.numbers = itertools.count()  # of the calls, from 0
-        self.reminder = Reminder()
-
-
-_HISTORIES = PerLoss(_History)
+# Of each loss, outside of steps: whichever `value_and_grad(loss)` is called
+_CALLS = PerLoss(LossCalls)
 
 
 def value_and_grad(
@@ -463,7 +388,6 @@ class Part(NamedTuple):
 
     number: int  # from 0: the losses draw what that rank would draw
     mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
-    reminder: Reminder | None = None  # None: the loss's own, which warns once
     round_sums: bool = False  # as `mean_gradients` takes it
 
 
@@ -485,9 +409,9 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
     check_not_on_meta(tree, call.data)
-    history = _HISTORIES.of(call.counted)
-    look = is_looked_at(next(history.numbers))
-    part = PART.get()
+    scope, part = scope_here(), PART.get()
+    calls = _CALLS.of(call.counted) if scope is None else scope.calls
+    look = is_looked_at(calls.next_number(call.counted))
     grads, outcome = mean_gradients(
         call.loss_fn(look=look),
         (tree, call.args),
@@ -496,7 +420,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         count=options.accumulate,
         streams=next_streams(part.number, _device_of(tree)),
         look=look,
-        reminder=part.reminder or history.reminder,
+        reminder=calls.reminder,
         scale=options.scale,
         round_sums=part.round_sums,
     )

@@ -33,6 +33,7 @@ from ..tree import (
 )
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
+from .loss_calls import LossCalls
 from .refit import carried, check_no_parts, check_own_tensors
 from .rng import Streams
 from .scope import StepScope, running
@@ -52,6 +53,7 @@ class ProgramStep:
     buffers: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     num_gradients: int | None = None  # that each step takes; None: nobody has said
+    calls: LossCalls = field(default_factory=LossCalls, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = [*inspect.signature(self.first_value).parameters]
@@ -173,7 +175,7 @@ class ProgramStep:
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
-        scope = StepScope(streams=Streams(state.seed, state.step))
+        scope = StepScope(streams=Streams(state.seed, state.step), calls=self.calls)
         with running(scope, device_of(value)), torch.no_grad(), noting_missing_graphs():
             result = self.program(value, *args)
         self.check_taken(scope.streams)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .loss_calls import LossCalls
 from .rng import MicroStreams, Streams, no_stream
 
 
@@ -21,10 +22,12 @@ class StepScope:
 
     Attributes:
         streams: the random numbers of the program, and of the gradients that it takes.
+        calls: of the step's losses, from its first one on.
         rank: on which the step is sharded; None: it isn't.
     """
 
     streams: Streams
+    calls: LossCalls
     rank: int | None = None
 
 

@@ -16,7 +16,6 @@ from ..groups.protocol import Group
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.program import PART, Part
 from ..step.program_step import ProgramStep
-from ..step.reminder import Reminder
 from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
@@ -268,7 +267,7 @@ def run_program_in_parts(
             group.barrier()
             return over_parts.grads, over_parts.outcome
 
-        PART.set(Part(own, mean, Reminder(), round_sums))  # in this thread alone
+        PART.set(Part(own, mean, round_sums))  # in this thread alone
         return run_whole(step, start, [parts[own] for parts in batches])
 
     try:

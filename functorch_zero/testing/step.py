@@ -23,6 +23,7 @@ from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
+from ..step.loss_calls import LossCalls
 from ..step.program_step import ProgramStep
 from ..step.reminder import Reminder
 from ..step.rows import num_rows
@@ -166,14 +167,14 @@ def assert_sharded_equals_unsharded(
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
     start: Start | ProgramStart
+    # Whoever proves by parts means unequal ones to count the same: the step's own reminder is not
+    # used up by that
+    if per_rank:
+        step = _without_reminders(step)
     if isinstance(step, ProgramStep):
         of_trees = _leaves_of_trees(step, tuple(of_init), sync_buffers)
         start = ProgramStart(tuple(of_init), seed, of_trees)
     else:
-        # Whoever proves by parts means unequal ones to count the same: the step's own reminder is
-        # not used up by that
-        if per_rank:
-            step = replace(step, reminder=Reminder())
         params, buffers = of_init
         start = Start(params, buffers, seed)
     oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
@@ -266,6 +267,13 @@ def _check(
     error = replace(comparison, shares=partial(oracle.shares, parts)).difference() or error
     error.add_note(HINT)
     raise error
+
+
+def _without_reminders(step: TrainStep | ProgramStep) -> TrainStep | ProgramStep:
+    """The same step, of which nobody was warned yet."""
+    if isinstance(step, ProgramStep):
+        return replace(step, calls=LossCalls())
+    return replace(step, reminder=Reminder())
 
 
 @dataclass(frozen=True)

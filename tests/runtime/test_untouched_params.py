@@ -24,7 +24,7 @@ from functorch_zero.precision import Precision
 from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
-from functorch_zero.step.program import PerLoss
+from functorch_zero.step.loss_calls import PerLoss
 from functorch_zero.step.train import train_step
 from tests.tiers import crossed
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from optree import tree_map
 from torch import nn
 
 import functorch_zero as fz
@@ -287,3 +288,39 @@ def test_lost_buffers_are_told_once(run: Any, accumulate: int) -> None:
         assert "Remedy: output, buffers = apply" in message
     for loss in KEPT.values():
         assert not lost_in(lambda loss=loss: run(loss, accumulate))
+
+
+def walk_of(*factors: float) -> Any:
+    """A program with a gradient for each factor. All losses have the same code."""
+
+    def loss_of(factor: float) -> Any:
+        return lambda params, *, batch: (batch["x"] @ fz.unshard(params)["w"] * factor).mean()
+
+    losses = [loss_of(factor) for factor in factors]
+
+    def program(params: Any, batch: Any) -> Any:
+        for loss in losses:
+            _, grads = fz.value_and_grad(loss, accumulate=2)(params, batch=batch)
+            params = fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads))
+        return params, {}
+
+    return fz.program_step(program, init=lambda params: params)
+
+
+@pytest.mark.parametrize("level", [None, 1])
+def test_programs_have_reminders_of_their_own(level: int | None) -> None:
+    """One for all losses of a program, also where another program's loss has the same code."""
+
+    def train(step: Any) -> None:
+        def run(group: Any) -> None:
+            mine = step if level is None else fz.shard(step, level=level, group=group)
+            state = mine.init(PARAMS)
+            for _ in range(2):
+                state, _ = mine(state, batch_of(3))
+
+        run_ranks(run, 1)
+
+    for step in (walk_of(1.0, 2.0), walk_of(1.0)):
+        (message,) = caught(lambda step=step: train(step))
+        assert "2, 1 rows" in message
+        assert len(caught(lambda step=step: train(step))) == (level is not None)

@@ -36,8 +36,8 @@ from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_pla
 from ...sharded_optim.state_plan import plan_state
 from ...step.backward import nodes_behind
 from ...step.loss import untrained
-from ...step.program import LossCall, PerLoss
-from ...step.reminder import Reminder
+from ...step.loss_calls import LossCalls
+from ...step.program import LossCall
 from ...step.scope import next_streams, scope_here
 from ...step.state import check_not_on_meta
 from ...tree import PyTree
@@ -77,10 +77,9 @@ class ShardedEngine:
         places = options.places.state
         # One object: by it the engine knows states that lie in its places
         self._brought = None if places is None else partial(brought, places)
-        self._reminder = Reminder()  # for all losses together
+        self._calls = LossCalls()  # of losses, outside of steps
         self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
-        self._call_numbers = PerLoss(itertools.count)  # from 0
         # By layouts and what is trained, the last one used at the end: the same keys, in the same
         # order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -451,7 +450,9 @@ class ShardedEngine:
         options, all_kept = self._reducing(call)
         kept = None if all_kept is None else all_kept.of_gradient(given.trained_in(joined))
         kept_before = {} if kept is None else kept.before
-        look = is_looked_at(next(self._call_numbers.of(call.counted)))
+        scope = ranks_here()
+        calls = self._calls if scope is None else scope.calls
+        look = is_looked_at(calls.next_number(call.counted))
         if look and options.axes.data.size > 1:
             call.trying = self._trying
         of_trees = call.loss_fn(look=look, rank=self.rank)
@@ -472,7 +473,7 @@ class ShardedEngine:
                 call.data,
                 call.options.accumulate,
                 streams,
-                self._reminder,
+                calls.reminder,
                 scale=call.options.scale,
             ),
             reduction=make_reduction(joined.layout, options, log, kept_before),
@@ -481,7 +482,7 @@ class ShardedEngine:
             log=log,
             kept=kept,
             look=look,
-            scope=ranks_here(),
+            scope=scope,
         )
 
     def _trying(self, loss: Tensor) -> AbstractContextManager[None]:

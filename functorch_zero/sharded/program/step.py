@@ -32,6 +32,7 @@ from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
 from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
+from ...step.loss_calls import LossCalls
 from ...step.program_step import (
     ProgramStep,
     Unwritten,
@@ -130,6 +131,7 @@ class ShardedProgramStep:
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
         self._calls = EraCounter(self.group)
+        self._loss_calls = LossCalls()  # this rank's: thread ranks share the unsharded step
         self._earlier = EarlierCalls()  # where the step donates
         self._earlier.num_gradients = step.num_gradients
 
@@ -374,6 +376,7 @@ class ShardedProgramStep:
             donation = Donation(value, self._earlier, ledger.settle) if donates else None
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),
+                calls=self._loss_calls,
                 rank=rank,
                 ledger=ledger,
                 donation=donation,
