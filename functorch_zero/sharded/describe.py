@@ -322,7 +322,8 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
-            rows += _rows_of_tree(name or node.holding.name, node, sends=sends)
+            own_name = "" if name == step.unsharded.nameless else name or node.holding.name
+            rows += _rows_of_tree(own_name, node, sends=sends)
             if node.holding.form == "held":
                 stored.see_params(node)
                 units += node.sharding.layout.units
@@ -349,7 +350,7 @@ def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
     for unit in layout.units:
         for b in unit.buckets:
             bucket = layout.buckets[b]
-            names = tuple(f"{name}.{layout.leaves[n].path}" for n in bucket.leaves)
+            names = tuple(f"{name}.{layout.leaves[n].path}".lstrip(".") for n in bucket.leaves)
             # In pieces, frozen leaves are None, and so are all of a tree that is read only
             held = [leaves[n] for n in bucket.leaves if leaves[n] is not None]
             if not held:

@@ -53,6 +53,9 @@ class ProgramStep:
     buffers: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     num_gradients: int | None = None  # that each step takes; None: nobody has said
+    # The argument of `init`, the only one that is cut, and entry of the value whose leaves keep
+    # their own paths: as the params of a training step do, in options, logs and `State.parts`
+    nameless: str | None = None
     calls: LossCalls = field(default_factory=LossCalls, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,8 @@ class TrainedTrees:
     """The trees of a program's value that are trained, and what a reduction keeps of all of them.
 
     Args:
-        layouts: of the trees, by their places: paths in the value, "" of a tree that is the value.
+        layouts: of the trees, by their places: paths in the value, "" of a tree that is the value,
+            or has no name.
         options: those of `shard`.
 
     Attributes:
@@ -40,7 +41,7 @@ class TrainedTrees:
 
     def __init__(self, layouts: Mapping[str, Layout], options: Options):
         self.layouts, self.reduction = layouts, options.reduction
-        # A tree that is the value has its leaves' own paths
+        # A tree that is the value, or has no name, has its leaves' own paths
         prefixes = None if [*layouts] == [""] else [*layouts]
         joined = join_layouts([*layouts.values()], [True] * len(layouts), prefixes)
         self.parts = ReductionParts(options.reduction, joined.layout, options.axes)
@@ -117,10 +118,11 @@ class PartsOfValues:
 
     Args:
         options: those of `shard`.
+        nameless: the place of a tree whose leaves keep their own paths.
     """
 
-    def __init__(self, options: Options):
-        self._options = options
+    def __init__(self, options: Options, nameless: str | None = None):
+        self._options, self._nameless = options, nameless
         self._known: TrainedTrees | None = None
 
     def of(self, value: Any) -> TrainedTrees:
@@ -129,7 +131,7 @@ class PartsOfValues:
         nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
         for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
             if _keeps(node):
-                layouts[path] = node.sharding.layout
+                layouts["" if path == self._nameless else path] = node.sharding.layout
         if self._known is None or not _same(self._known.layouts, layouts):
             self._known = TrainedTrees(layouts, self._options)
         return self._known
@@ -233,7 +235,7 @@ def _moved(value: Any, places: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
     for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
-        # A tree that is the value has no other place
+        # A tree that is the value, or has no name, has no other place
         if path and path in places and node.holding.name != path:
             names[path] = node.holding.name
     return names if sorted(names) == sorted(names.values()) else {}

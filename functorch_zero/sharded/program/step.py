@@ -126,7 +126,7 @@ class ShardedProgramStep:
         # Trees of the value that each rank keeps for itself
         self._own = step.buffers if options.sync_buffers == "local" else ()
         self._agreement = agreement or ProgramAgreement(options, self.background, self._own)
-        self._parts = PartsOfValues(options)
+        self._parts = PartsOfValues(options, step.nameless)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
@@ -215,11 +215,17 @@ class ShardedProgramStep:
         """Those of the trees among the arguments of `init`, by name."""
         whole = self.unsharded.buffers
         trees = {name: arg for name, arg in given.items() if _is_tree(arg) and name not in whole}
-        self.options.levels.check(trees, arguments=[*trees])
+        named = {self._name_of(name): tree for name, tree in trees.items()}
+        arguments = [name for name in named if name]
+        self.options.levels.check(named, arguments)
         layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
         units = [unit.path for layout in layouts.values() for unit in layout.units]
-        self.options.places.check_units(units, arguments=[*trees])
+        self.options.places.check_units(units, arguments)
         return layouts
+
+    def _name_of(self, argument: str) -> str:
+        """The name of the tree that is this argument of `init`, by which its paths begin."""
+        return "" if argument == self.unsharded.nameless else argument
 
     def _first_state(
         self,
@@ -235,13 +241,13 @@ class ShardedProgramStep:
         cut = {}
         for name, layout in layouts.items():
             sharding, fill = self.options.sharding(layout), fills.get(name)
-            engine, number = self.engine, numbers[name]
+            engine, number, own_name = self.engine, numbers[name], self._name_of(name)
             if name in known:
-                first = first_parts(given[name], sharding, engine, number, name)
+                first = first_parts(given[name], sharding, engine, number, own_name)
                 held = carried(first, known[name], self._refit_group, name)
             else:
                 held = hold(
-                    given[name], sharding, engine=engine, number=number, name=name, fill=fill
+                    given[name], sharding, engine=engine, number=number, name=own_name, fill=fill
                 )
             cut[name] = moved_tree(self.options.places.params, held)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
@@ -249,7 +255,7 @@ class ShardedProgramStep:
         value = without_pieces(self.unsharded.first_value(*own))
         check_value(value, self.group.rank)
         self.unsharded.check_buffers(value)
-        marked = as_marked(value)
+        marked = as_marked(value, self.unsharded.nameless)
         return State.first(
             self._placed(marked),
             seed,
@@ -431,7 +437,7 @@ class ShardedProgramStep:
         """A value whose trees are trained, or read only, as `init` has made those in their
         places; by which they are named."""
         noted = [known for known in self._structures if known.sharding == state.sharding]
-        return marked_like(value, noted[-1] if noted else None)
+        return marked_like(value, noted[-1] if noted else None, self.unsharded.nameless)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
@@ -485,7 +491,7 @@ class ShardedProgramStep:
         """
         check_tensors(tree, name)
         check_apart(tree)
-        return self.options.layout_under(name, tree)
+        return self.options.layout_under(self._name_of(name), tree)
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
@@ -499,8 +505,10 @@ class ShardedProgramStep:
                     "step.init(...); a tree that init closes over is not cut",
                 )
             )
-        names = [*layouts]
-        joined = join_layouts([*layouts.values()], [True] * len(names), names)
+        names = [*map(self._name_of, layouts)]
+        joined = join_layouts(
+            [*layouts.values()], [True] * len(names), names if any(names) else None
+        )
         return self.options.sharding(joined.layout)
 
     def parts_of(self, state: State) -> ReductionParts:

@@ -70,16 +70,20 @@ class ValueStructure(NamedTuple):
         return found
 
 
-def marked_like(value: Any, structure: ValueStructure | None) -> Any:
+def marked_like(value: Any, structure: ValueStructure | None, nameless: str | None = None) -> Any:
     """A value whose trees have the names of their places, and are trained, or read only, as the
-    structure says of those there. Where that is None, or another one: as each tree was made."""
+    structure says of those there. Where that is None, or another one: as each tree was made.
+
+    Args:
+        nameless: the place of a tree that has no name.
+    """
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
     if structure is None or structure.treedef != treedef:
         places, noted = paths(value, is_on_engine), [None] * len(nodes)
     else:
         places, noted = structure.paths, structure.nodes
     marked = [*map(_marked_like, nodes, noted)]
-    return treedef.unflatten(_named_by(places, marked))
+    return treedef.unflatten(_named_by(places, marked, nameless))
 
 
 def _marked_like(node: Any, noted: Any) -> Any:
@@ -93,10 +97,10 @@ def _is_held(node: Any) -> bool:
     return isinstance(node, ShardedTree) and node.holding.form == "held"
 
 
-def as_marked(value: Any) -> Any:
+def as_marked(value: Any, nameless: str | None = None) -> Any:
     """The value of `init`: its trees remember whether their leaves are trained, and their paths as
-    names. Other tensors are not trained. The same as of whole trees: a clone that is made without
-    gradients isn't trained."""
+    names, but for the tree in the nameless place. Other tensors are not trained. The same as of
+    whole trees: a clone that is made without gradients isn't trained."""
 
     def mark(node: Any) -> Any:
         if _is_held(node):
@@ -104,15 +108,15 @@ def as_marked(value: Any) -> Any:
         return settled(node.detach()) if isinstance(node, Tensor) else map_local(_detached, node)
 
     nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-    return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)]))
+    return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)], nameless))
 
 
-def _named_by(places: Sequence[str], nodes: Sequence[Any]) -> list[Any]:
+def _named_by(places: Sequence[str], nodes: Sequence[Any], nameless: str | None) -> list[Any]:
     """The nodes of a value, of which sharded trees are named by their paths: one that the value
     holds twice has a node for each. One that is the whole value keeps its name."""
     named = []
     for path, node in zip(places, nodes, strict=True):
-        is_named = isinstance(node, ShardedTree) and path
+        is_named = isinstance(node, ShardedTree) and path not in ("", nameless)
         named.append(node.named(path) if is_named else node)
     return named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
+from tests.sharded.test_seams import ROUNDED
 from tests.tiers import crossed
 
 LEVELS = [0, 1, 2, 3]
@@ -30,27 +32,35 @@ class Value(NamedTuple):
     finite: Any  # the loss scale, and the number of steps skipped
 
 
-def train_step(loss_fn: Any, optimizer: Any, *, accumulate: int = 1, trainable: Any = None) -> Any:
-    """`fz.train_step` with SCALING, and with all metrics of gradients, params and optimizer."""
+def train_step(
+    loss_fn: Any,
+    optimizer: Any,
+    *,
+    accumulate: int = 1,
+    trainable: Any = None,
+    scaling: Any = SCALING,
+) -> Any:
+    """`fz.train_step` with all metrics of gradients, params and optimizer."""
 
     def init(params: Any, buffers: Any) -> Value:
-        return Value(params, buffers, optimizer.init(params), SCALING.init())
+        finite = None if scaling is None else scaling.init()
+        return Value(params, buffers, optimizer.init(params), finite)
 
     def loss(params: Any, *, buffers: Any, batch: Any) -> Any:
         return loss_fn(params, buffers, batch)
 
     def program(value: Value, batch: Any) -> Any:
         params, buffers, opt_state, finite = value
-        gradient = fz.value_and_grad(
-            loss, accumulate=accumulate, scale=finite.scale, nonfinite="tell"
-        )
+        scale = None if scaling is None else finite.scale
+        gradient = fz.value_and_grad(loss, accumulate=accumulate, scale=scale, nonfinite="tell")
         (mean, seen, buffers, fine), grads = gradient(params, buffers=buffers, batch=batch)
         norms = optim.norms(grads=grads, params=params)
-        finite = SCALING.next(finite, fine=fine)
         if fine:
             params, opt_state = optimizer.apply(grads, opt_state, params)
         seen = {"loss": mean, **seen, **norms, **optim.state_metrics(opt_state)}
-        seen |= {"skipped": finite.skipped, "loss_scale": finite.scale}
+        if scaling is not None:
+            finite = scaling.next(finite, fine=fine)
+            seen |= {"skipped": finite.skipped, "loss_scale": finite.scale}
         return Value(params, buffers, opt_state, finite), seen
 
     rules = {} if trainable is None else {"params": trainable}
@@ -160,5 +170,42 @@ def test_files_of_both(tmp_path: Path) -> None:
             first, second = (dict(named_leaves(whole)) for whole in wholes)
             assert first.keys() == second.keys() and "finite.scale" in first
             assert_equal_values(first, {path: second[path] for path in first}, grade="bitwise")
+
+    run_ranks(run, 2)
+
+
+def test_a_tree_without_a_name(tmp_path: Path) -> None:
+    """Its leaves keep their own paths where a training step's do: in patterns of levels and places,
+    in what describes a state, and in the parts that a reduction keeps, whose files go both ways."""
+    loss_fn, params, buffers = build(torch.float32)
+    optimizer = optim.adamw(0.1)
+    unscaled = replace(train_step(loss_fn, optimizer, scaling=None), nameless="params")
+
+    def run(group: Any) -> None:
+        steps, found = [], []
+        for step in (fz.train_step(loss_fn, optimizer), unscaled):
+            folder = tmp_path / f"{len(found)} of rank {group.rank}"
+            folder.mkdir()
+            options: Any = {
+                "level": {"": 3, "3.*": 1},
+                "place": {"state": {"0": fz.places.File(folder)}},
+            }
+            sharded = fz.shard(step, group=group, donate=True, reduction=ROUNDED, **options)
+            state = sharded.init(params, buffers, seed=3)
+            for number in range(2):
+                own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(number))
+                state, _ = sharded(state, own)
+            rows = [row for row in fz.describe(sharded, state).rows if "0.weight" in row.leaves]
+            held = [(row.unit, row.leaves, row.where) for row in rows]
+            found.append((named_leaves(state.parts), held, named_leaves(sharded.unshard(state))))
+            steps.append((sharded, state))
+        assert "reduction.error.0.weight" in found[0][0]
+        assert_equal_values(*found, grade="bitwise")
+        for sharded, state in steps:
+            checkpoint.save(tmp_path / type(sharded).__name__, sharded, state)
+        names = [type(sharded).__name__ for sharded, _ in steps]
+        for (sharded, like), name in zip(steps, reversed(names), strict=True):
+            loaded = checkpoint.load(tmp_path / name, sharded, like=like).state
+            assert_equal_values(found[0][0], named_leaves(loaded.parts), grade="bitwise")
 
     run_ranks(run, 2)
