@@ -3,7 +3,7 @@ reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,14 +62,19 @@ class UpdateMetrics:
         found = roots_of_totals(self._squares, self._across)
         if set(self._names) - set(NORMS):
             found |= state_metrics(opt_state)
-        wanted: dict[str, Tensor] = {}
-        for name in self._names:
-            # An optimizer may report one name from several parts
-            for key, value in found.items():
-                # Several of one name have the path of their part after it: "clip_norm.0"
-                if key == name or key.startswith(name + "."):
-                    wanted[key] = value
-        return wanted
+        return chosen(self._names, found)
+
+
+def chosen(names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of metrics, those of these names, in their order."""
+    wanted: dict[str, Tensor] = {}
+    for name in names:
+        # An optimizer may report one name from several parts
+        for key, value in found.items():
+            # Several of one name have the path of their part after it: "clip_norm.0"
+            if key == name or key.startswith(name + "."):
+                wanted[key] = value
+    return wanted
 
 
 def _by_name(metrics: Iterable[str]) -> list[str]:

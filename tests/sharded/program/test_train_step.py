@@ -1,11 +1,10 @@
-"""A training step, written as a program of public functions: the same numbers, to the bit."""
+"""A training step as a program: the same numbers, to the bit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.groups import run_ranks
+from functorch_zero.step.train_program import as_program
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.sharded.test_seams import ROUNDED
@@ -23,48 +23,6 @@ from tests.tiers import crossed
 
 LEVELS = [0, 1, 2, 3]
 SCALING = fz.LossScale(initial=2.0**12, interval=2)
-
-
-class Value(NamedTuple):
-    params: Any
-    buffers: Any
-    opt_state: Any
-    finite: Any  # the loss scale, and the number of steps skipped
-
-
-def train_step(
-    loss_fn: Any,
-    optimizer: Any,
-    *,
-    accumulate: int = 1,
-    trainable: Any = None,
-    scaling: Any = SCALING,
-) -> Any:
-    """`fz.train_step` with all metrics of gradients, params and optimizer."""
-
-    def init(params: Any, buffers: Any) -> Value:
-        finite = None if scaling is None else scaling.init()
-        return Value(params, buffers, optimizer.init(params), finite)
-
-    def loss(params: Any, *, buffers: Any, batch: Any) -> Any:
-        return loss_fn(params, buffers, batch)
-
-    def program(value: Value, batch: Any) -> Any:
-        params, buffers, opt_state, finite = value
-        scale = None if scaling is None else finite.scale
-        gradient = fz.value_and_grad(loss, accumulate=accumulate, scale=scale, nonfinite="tell")
-        (mean, seen, buffers, fine), grads = gradient(params, buffers=buffers, batch=batch)
-        norms = optim.norms(grads=grads, params=params)
-        if fine:
-            params, opt_state = optimizer.apply(grads, opt_state, params)
-        seen = {"loss": mean, **seen, **norms, **optim.state_metrics(opt_state)}
-        if scaling is not None:
-            finite = scaling.next(finite, fine=fine)
-            seen |= {"skipped": finite.skipped, "loss_scale": finite.scale}
-        return Value(params, buffers, opt_state, finite), seen
-
-    rules = {} if trainable is None else {"params": trainable}
-    return fz.program_step(program, init=init, trainable=rules, buffers=["buffers"])
 
 
 def build(dtype: torch.dtype) -> tuple[Any, Any, Any]:
@@ -101,10 +59,12 @@ def run_both(shard: Any, share: Any, dtype: torch.dtype, accumulate: int) -> lis
     rule = {path: path != "3.bias" for path in params}
     trainable = fz.Params(rule, params.units, params.names)
     names = ["grad_norm", "param_norm", "clip_norm", "clip_factor", "learning_rate"]
+    if accumulate == 2:
+        names.insert(1, "update_norm")
     options = {"accumulate": accumulate, "trainable": trainable}
     train = fz.train_step(loss_fn, optimizer, metrics=names, loss_scale=SCALING, **options)
     found = []
-    for step in (shard(train), shard(train_step(loss_fn, optimizer, **options))):
+    for step in (shard(train), shard(as_program(train))):
         state, seen = step.init(params, buffers, seed=3), []
         for number in range(6):
             state, metrics = step(state, tree_map(share, batch_of(number)))
@@ -157,7 +117,7 @@ def test_files_of_both(tmp_path: Path) -> None:
 
     def run(group: Any) -> None:
         steps = []
-        for step, level in ((train, 2), (train_step(loss_fn, optimizer), 3)):
+        for step, level in ((train, 2), (as_program(train), 3)):
             steps.append(fz.shard(step, level=level, group=group, donate=True))
         for one, other in (steps, steps[::-1]):
             own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(0))
@@ -179,11 +139,11 @@ def test_a_tree_without_a_name(tmp_path: Path) -> None:
     in what describes a state, and in the parts that a reduction keeps, whose files go both ways."""
     loss_fn, params, buffers = build(torch.float32)
     optimizer = optim.adamw(0.1)
-    unscaled = replace(train_step(loss_fn, optimizer, scaling=None), nameless="params")
+    train = fz.train_step(loss_fn, optimizer)
 
     def run(group: Any) -> None:
         steps, found = [], []
-        for step in (fz.train_step(loss_fn, optimizer), unscaled):
+        for step in (train, as_program(train)):
             folder = tmp_path / f"{len(found)} of rank {group.rank}"
             folder.mkdir()
             options: Any = {
