@@ -107,13 +107,27 @@ class ProgramStep:
             check_value(value)
             self.check_buffers(value)
             value = tree_map(settled, value)
-        return State.first(value, seed, trained=Trained.of(value))
+        return State.first(value, seed, trained=self.trained_of(value))
 
     def marked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `init` by name, of which those that `trainable` names have
         `requires_grad` as its rules say."""
         rules = self.trainable
         return {n: mark_trainable(x, rules[n]) if n in rules else x for n, x in given.items()}
+
+    def trained_of(self, value: Any) -> Trained:
+        """Which leaves of a whole value are trained; with a tree that has no name, which of that
+        one's, by its own paths."""
+        return Trained.of(value if self.nameless is None else entry_of(value, self.nameless))
+
+    def _as_trained(self, state: State) -> Any:
+        """The value for the program: leaves without a history, which require grad where they are
+        trained."""
+        known, value = state.trained or Trained(()), state.value
+        if self.nameless is None:
+            return tree_map(_marked, value, known.names(value))
+        names = {self.nameless: known.names(entry_of(value, self.nameless))}
+        return tree_map(_marked, value, tree_map(lambda leaf: False, value)._replace(**names))
 
     def check_taken(self, streams: Streams, rank: int | None = None) -> None:
         """Raise unless a step has taken as many gradients as the program has said."""
@@ -160,13 +174,12 @@ class ProgramStep:
         """
         check_whole_state(state)
         check_no_parts(state.parts)
-        known = as_trained(state)
+        known = self._as_trained(state)
         given = args_of_refit(self.first_value, args, known)
         begun = {n: carried_tree(arg, entry_of(known, n), n) for n, arg in given.items()}
         begun = self.marked(begun)
         fresh = self._first_state(begun, None)
-        assert fresh.trained is not None
-        was, now = Trained.of(known).paths, fresh.trained.paths
+        was, now = (Trained.of(value).paths for value in (known, self._as_trained(fresh)))
         check_own_tensors(self.first_value, begun, was, now, paths(known))
         value = carried(fresh.value, state.value, "the value")
         return fresh.replace(step=state.step, seed=state.seed, value=value)
@@ -174,7 +187,7 @@ class ProgramStep:
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program; the state given stays valid."""
         check_whole_state(state)
-        value = as_trained(state)
+        value = self._as_trained(state)
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
@@ -248,13 +261,6 @@ def program_step(
             check_takes(rule, ("path", "leaf"), 2, by=f"trainable[{name!r}]")
     own_facts = {} if facts is None else dict(facts)
     return ProgramStep(program, init, rules, tuple(buffers), own_facts, num_gradients)
-
-
-def as_trained(state: State) -> Any:
-    """The value for the program: leaves without a history, which require grad where they are
-    trained."""
-    known = Trained(()) if state.trained is None else state.trained
-    return tree_map(_marked, state.value, known.names(state.value))
 
 
 def _marked(leaf: Any, on: bool) -> Any:

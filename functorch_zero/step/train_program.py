@@ -89,7 +89,7 @@ class TrainProgram:
         metrics = merged_metrics(metrics, policy.metrics(finite))
         return TrainValue(params, buffers, opt_state, finite), metrics
 
-    def _loss(self, params: Any, *, buffers: Any, batch: Any) -> Any:
+    def _loss(self, params: Any, *, buffers: Any, batch: Any = None) -> Any:
         return self.step.loss_fn(params, buffers, batch)
 
     def _norms(self, **trees: Any) -> dict[str, Tensor]:

@@ -446,12 +446,13 @@ class ShardedProgramStep:
         with failures, torch.no_grad():
             self.check_state(state)
             marked = self._marked(state, state.value)
+            value = whole_value(marked)
             return State(
                 step=state.step.clone(),
-                value=whole_value(marked),
+                value=value,
                 seed=tree_map(torch.clone, state.seed),
                 parts=self._parts.of(marked).parts.whole(state.parts, axes.at("unshard")),
-                trained=trained_of(marked),
+                trained=self.unsharded.trained_of(value),
             )
 
     def shard(self, state: State) -> State:

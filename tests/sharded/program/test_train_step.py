@@ -157,10 +157,13 @@ def test_a_tree_without_a_name(tmp_path: Path) -> None:
                 state, _ = sharded(state, own)
             rows = [row for row in fz.describe(sharded, state).rows if "0.weight" in row.leaves]
             held = [(row.unit, row.leaves, row.where) for row in rows]
-            found.append((named_leaves(state.parts), held, named_leaves(sharded.unshard(state))))
+            whole = sharded.unshard(state)
+            found.append((named_leaves(state.parts), held, named_leaves(whole), whole.trained))
             steps.append((sharded, state))
         assert "reduction.error.0.weight" in found[0][0]
-        assert_equal_values(*found, grade="bitwise")
+        assert_equal_values(*[each[:3] for each in found], grade="bitwise")
+        # The same as of the unsharded step, with the policies
+        assert found[0][3] == found[1][3] == train.init(params, buffers).trained
         for sharded, state in steps:
             checkpoint.save(tmp_path / type(sharded).__name__, sharded, state)
         names = [type(sharded).__name__ for sharded, _ in steps]
