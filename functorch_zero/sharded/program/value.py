@@ -7,6 +7,7 @@ A value's nodes are sharded trees, optimizers' states, and leaves that every ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,7 +90,33 @@ def marked_like(value: Any, structure: ValueStructure | None, nameless: str | No
 def _marked_like(node: Any, noted: Any) -> Any:
     if not _is_held(node):
         return settled(node)
-    return node.as_read_only(noted.read_only) if isinstance(noted, Holding) else node.as_noted()
+    if not isinstance(noted, Holding):
+        return node.as_noted()
+    return _trained_like(node, noted).as_read_only(noted.read_only)
+
+
+def _trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
+    """A tree of which those leaves are trained that were in its place: it may come from a step that
+    trains others. Then it is copied, where its pieces are of the same elements."""
+    theirs, ours = tree.sharding.layout, noted.sharding.layout
+    # By identity first: comparing leaves takes longer
+    if theirs is ours or [x.trainable for x in theirs.leaves] == [x.trainable for x in ours.leaves]:
+        return tree
+    if tree.holding != noted:
+        raise StructureError(
+            explain(
+                "a tree of the value trains other leaves than the one that was in its place, and "
+                "is cut in another way",
+                path=noted.name or None,
+                expected=[leaf.path for leaf in ours.leaves if leaf.trainable],
+                got=[leaf.path for leaf in theirs.leaves if leaf.trainable],
+                rank=tree.sharding.rank,
+                remedy="give both steps one level; or go by whole trees, step.shard(whole), where "
+                "whole has the tree that other.unshard(...) gives",
+            )
+        )
+    copies = tree_map(torch.clone, tree.local_tree)
+    return ShardedTree.of_local(copies, replace(tree.holding, sharding=noted.sharding))
 
 
 def _is_held(node: Any) -> bool:

@@ -342,3 +342,38 @@ def test_an_init_that_reads_values_can_not_tell() -> None:
     first.refit(state)
     with pytest.raises(StructureError, match="init fails on the meta device"):
         second.refit(state)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_tree_of_a_step_that_trains_other_leaves(level: int) -> None:
+    """In its new place the leaves are trained that were there, as in one process."""
+    steps = [step_of(trainable=only(name)) for name in "ab"]
+
+    def run(steps: Any, batch: Tensor) -> Any:
+        one, two = (step.init(weights("a", "b"), seen()) for step in steps)
+        for _ in range(4):
+            one, _ = steps[0](one, batch)
+            two, _ = steps[1](two.replace(value=two.value._replace(net=one.value.net)), batch)
+            one = one.replace(value=one.value._replace(net=two.value.net))
+        return one
+
+    expected = run(steps, rows()).value.net
+
+    def run_on_rank(group: Any) -> Any:
+        sharded = [fz.shard(step, level=level, group=group) for step in steps]
+        return sharded[0].unshard(run(sharded, rows(group))).value.net
+
+    for net in run_ranks(run_on_rank, 2):
+        assert_equal_values(expected, net)
+        assert all((net[name] - weights("a", "b")[name]).any() for name in "ab")
+
+
+def test_a_tree_of_another_level_that_trains_other_leaves_is_refused() -> None:
+    def run(group: Any) -> None:
+        two = fz.shard(step_of(trainable=only("b")), level=1, group=group)
+        one = fz.shard(step_of(trainable=only("a")), level=3, group=group)
+        state, other = (step.init(weights("a", "b"), seen()) for step in (two, one))
+        with pytest.raises(StructureError, match=r"path net, expected \['b'\], got \['a'\]"):
+            two(state.replace(value=state.value._replace(net=other.value.net)), rows(group))
+
+    run_ranks(run, 2)
