@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class Adapter:
             loss: Tensor = apply(params, buffers, *batch)[0]
             return loss
 
-        step = fz.train_step(loss_fn, self.optimizer(lr))
+        step = self.step_of(loss_fn, self.optimizer(lr))
         self.run = fz.shard(step, level=self.level, **self.options)
         self.state = self.run.init(params, buffers, seed=None)
         del model, params, buffers
@@ -44,6 +44,9 @@ class Adapter:
 
     def optimizer(self, lr: float) -> optim.Transform:
         return adamw(lr)
+
+    def step_of(self, loss_fn: Any, optimizer: optim.Transform) -> Any:
+        return fz.train_step(loss_fn, optimizer)
 
     def step(self, batch: Any) -> Tensor:
         self.state, metrics = self.run(self.state, batch)
@@ -86,6 +89,46 @@ class Level3Keep(Adapter):
     options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
 
 
+class Program0(Adapter):
+    """The same training step, written as a program."""
+
+    level = 0
+    options: ClassVar[dict[str, Any]] = {"donate": True}
+
+    def step_of(self, loss_fn: Any, optimizer: optim.Transform) -> Any:
+        def init(params: Any, buffers: Any) -> Trained:
+            return Trained(params, buffers, optimizer.init(params))
+
+        def program(value: Trained, batch: Any) -> Any:
+            params, buffers, opt_state = value
+            gradient = fz.value_and_grad(loss_fn)
+            (loss, metrics, buffers), grads = gradient(params, buffers=buffers, batch=batch)
+            params, opt_state = optimizer.apply(grads, opt_state, params)
+            return Trained(params, buffers, opt_state), {"loss": loss, **metrics}
+
+        return fz.program_step(program, init=init, buffers=["buffers"], num_gradients=1)
+
+
+class Trained(NamedTuple):
+    """A program's value."""
+
+    params: Any
+    buffers: Any
+    opt_state: Any
+
+
+class Program1(Program0):
+    level = 1
+
+
+class Program2(Program0):
+    level = 2
+
+
+class Program3(Program0):
+    level = 3
+
+
 ADAPTERS = {
     "fz_alone": Alone,
     "fz_level0": Level0,
@@ -93,4 +136,8 @@ ADAPTERS = {
     "fz_level2": Level2,
     "fz_level3": Level3,
     "fz_level3_keep": Level3Keep,
+    "program_level0": Program0,
+    "program_level1": Program1,
+    "program_level2": Program2,
+    "program_level3": Program3,
 }

@@ -1,5 +1,5 @@
 """What a step costs beside its tensors' arithmetic: `python tests/benchmarks/host_work.py --size
-small`.
+small`; with `--programs`, of our training steps and of the same steps written as programs.
 
 For each contender, in two fresh processes (gloo ranks, a thread each): the bytecodes that Python
 runs in a step of rank 0, the C functions that it calls, and the page faults of a step, a median of
@@ -25,6 +25,7 @@ from contenders import ADAMW, PEERS, batch_of, model_fn
 RANKS = 2
 OURS = ("fz_level0", "fz_level1", "fz_level2", "fz_level3")
 NAMES = ("ddp", "zero_redundancy", "fully_shard", *OURS)
+PROGRAMS = ("program_level0", "program_level1", "program_level2", "program_level3")
 
 
 def measure(name: str, size: str) -> tuple[int, int, int]:
@@ -62,12 +63,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
+    parser.add_argument("--programs", action="store_true", help="training steps, and as programs")
     args = parser.parse_args()
 
     import functorch_zero as fz
 
     print("| | bytecodes | C calls | page faults |\n|---|---:|---:|---:|")
-    for name in NAMES:
+    for name in (*OURS, *PROGRAMS) if args.programs else NAMES:
         bytecodes, calls, faults = fz.launch(measure, RANKS, name, args.size, timeout=300)[0]
         print(f"| {name} | {bytecodes:,} | {calls:,} | {faults:,} |", flush=True)
 
