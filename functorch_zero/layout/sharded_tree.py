@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -92,6 +93,11 @@ class Holding:
     def label(self) -> str:
         """The tree's name and number, the same on all ranks. Its gradients have the same."""
         return f"{self.name!r} (tree {self.number})" if self.name else f"tree {self.number}"
+
+    @cached_property
+    def in_pieces(self) -> Holding:
+        """The same of gradients and updates; with the same engine and number."""
+        return replace(self, form="pieces")
 
     def __eq__(self, other: object) -> bool:
         """Whether the leaves are of the same elements, so that `tree_map` may pair them."""
@@ -383,7 +389,6 @@ class ShardedTree(OnEngine):
         """
         return [None if home is None else home.flat for home in self.homes()]
 
-    @torch.no_grad()
     def homes(self) -> list[Home | None]:
         """By bucket, that which its leaves are cut from; those that lie anywhere are copied to new
         ones.
@@ -406,7 +411,9 @@ class ShardedTree(OnEngine):
             # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
             if homes[b] is None and own[0] is not None:
-                homes[b] = Home(holding.pack(own, bucket), (holding.form, bucket))
+                with torch.no_grad():
+                    flat = holding.pack(own, bucket)
+                homes[b] = Home(flat, (holding.form, bucket))
         # Those of leaves that users have are not remembered: these may be written to
         if self._tree is None:
             self._homes, self._local, self.leases, self._is_packed = homes, None, (), True
@@ -487,6 +494,10 @@ class ShardedTree(OnEngine):
                 don't.
             DonatedError: a step has taken its storage.
         """
+        self._check_not_used_up()
+        if not self.are_leaves_shown:
+            buckets = self.sharding.layout.buckets
+            return self.holding.read_only or not any(bucket.trainable for bucket in buckets)
         rows = zip(self._flags(), self.sharding.layout.leaves, strict=True)
         flags = {spec.path: on for on, spec in rows if spec.trainable}
         frozen = [path for path, on in flags.items() if not on]
@@ -833,7 +844,7 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
         own_piece(flat, bucket, sharding.piece_number) if bucket.trainable else None
         for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
     ]
-    return ShardedTree.of_flats(pieces, replace(holding, form="pieces"))  # same engine, same number
+    return ShardedTree.of_flats(pieces, holding.in_pieces)
 
 
 def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:

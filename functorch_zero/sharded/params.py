@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..layout.extent import Rows
-from ..layout.flat_buffers import to_tree, unpack
+from ..layout.flat_buffers import own_piece, to_tree, unpack
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -109,22 +109,25 @@ def make_reduction(
 
 
 def grads_like(
-    pieces: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int = 0
+    params: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int = 0
 ) -> ShardedTree:
-    """Reduced gradients as a tree, cut as these pieces of its params: zeros for a bucket that no
-    loss reached, None where frozen.
+    """Reduced gradients as a tree, cut as its params are: zeros for a bucket that no loss reached,
+    None where frozen.
 
     Args:
         reduced: by bucket, (piece,) or rows each.
         first_bucket: the number there of the tree's first bucket.
     """
     flats: list[Tensor | Rows | None] = []
-    for b, piece in enumerate(pieces.flats(), start=first_bucket):
-        if piece is None:
+    sharding = params.sharding
+    for b, (bucket, flat) in enumerate(zip(sharding.layout.buckets, params.flats(), strict=True)):
+        if not bucket.trainable:
             flats.append(None)
+        elif first_bucket + b in reduced:
+            flats.append(reduced[first_bucket + b])
         else:
-            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
-    return ShardedTree.of_flats(flats, pieces.holding)
+            flats.append(torch.zeros_like(own_piece(flat, bucket, sharding.piece_number)))
+    return ShardedTree.of_flats(flats, params.holding.in_pieces)
 
 
 def make_unit_flats(

@@ -264,7 +264,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
         params = params.handed_on(params.published(trained=not agreed.fine))
     # This rank's pieces: views of what is held
     view = pieces_of(run.flats, params.holding)
-    grads = grads_like(view, local.reduced)
+    grads = grads_like(params, local.reduced)
 
     # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)

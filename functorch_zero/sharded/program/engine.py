@@ -595,7 +595,7 @@ class ShardedEngine:
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
         # Engines and numbers are not compared: averages of a tree fit it, too
-        fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
+        fits = _is_sharded(tree) and tree.holding == params.holding.in_pieces
         if not fits:
             raise StructureError(
                 explain(

@@ -47,11 +47,7 @@ class _GivenTree(NamedTuple):
     tree: ShardedTree
     place: int  # among the leaves of `(tree, args)`
     is_asked: bool  # for its gradients; trees in `args` are read only
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether its gradients are taken."""
-        return self.is_asked and not self.tree.is_read_only
+    is_trained: bool  # whether its gradients are taken
 
 
 class LossTrees:
@@ -89,7 +85,9 @@ class LossTrees:
         self._given: list[_GivenTree] = []
         for place, leaf in enumerate(self._leaves):
             if _is_sharded(leaf):
-                self._given.append(_GivenTree(leaf, place, is_asked=place < num_asked))
+                is_asked = place < num_asked
+                is_trained = is_asked and not leaf.is_read_only
+                self._given.append(_GivenTree(leaf, place, is_asked, is_trained))
         self.trees = [given.tree for given in self._given]
         self.trained = [given.is_trained for given in self._given]
 
@@ -130,7 +128,7 @@ class LossTrees:
         grads = []
         for given, first_bucket in zip(self._given, joined.first_buckets, strict=True):
             if given.is_trained:
-                grads.append(grads_like(given.tree.pieces(), reduced, first_bucket))
+                grads.append(grads_like(given.tree, reduced, first_bucket))
             # As of a whole tree: None for leaves that are not trained
             elif given.is_asked:
                 grads.append(no_updates(given.tree))
@@ -287,7 +285,7 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
 def no_updates(params: ShardedTree) -> ShardedTree:
     """A tree of updates whose leaves are None."""
     none = [None] * len(params.sharding.layout.buckets)
-    return ShardedTree.of_flats(none, replace(params.holding, form="pieces", read_only=True))
+    return ShardedTree.of_flats(none, replace(params.holding.in_pieces, read_only=True))
 
 
 def _is_sharded(node: Any) -> bool:
