@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -45,7 +45,7 @@ class Donation:
     ranks agree: see Note [before the first write] in `phases`.
 
     Args:
-        value: as the program is given it.
+        nodes: of the value, as the program is given it.
         earlier: calls of the program.
         agree: tell all ranks that this one is about to write. It raises where another has failed.
 
@@ -56,11 +56,11 @@ class Donation:
 
     def __init__(
         self,
-        value: Any,
+        nodes: Sequence[Any],
         earlier: EarlierCalls,
         agree: Callable[[], None],
     ):
-        self._nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+        self._nodes = nodes
         self._num_gradients, self._agree = earlier.num_gradients, agree
         self.needed = set(earlier.needed)
         # By id, the nodes that an update has left as they were, with the number of their uses then
@@ -92,35 +92,31 @@ class Donation:
         if not self._agreed:
             self._agree()
             self._agreed = True
-        return self._is_free(params) and self._is_free(state)
-
-    def _is_free(self, node: Any) -> bool:
-        places = self._places_of(node)
-        if len(places) != 1 or _is_read(node) or not self.needed.isdisjoint(places):
+        if not (self._is_unneeded(params) and self._is_unneeded(state)):
             return False
-        # One that an update has used up before has no storage any more
-        others = [x for x in self._nodes if x is not node]
-        others = [x for x in others if not (is_on_engine(x) and x.is_used_up)]
+        of_others = set[int]()
+        for node in self._nodes:
+            # One that an update has used up before has no storage any more
+            is_used_up = is_on_engine(node) and node.is_used_up
+            if node is not params and node is not state and not is_used_up:
+                of_others |= _storages_of(node)
         # An average that began as a copy of the tree, say, or an older state
-        written = _written_of(node)
-        return all(written.isdisjoint(_storages_of(other)) for other in others)
+        of_params = _storages_of(params)
+        is_apart = of_params.isdisjoint(of_others | _storages_of(state))
+        return is_apart and _written_of(state).isdisjoint(of_others | of_params)
+
+    def _is_unneeded(self, node: ShardedTree | ShardedOptState) -> bool:
+        places = self._places_of(node)
+        # Leaves that the program has read are its own
+        return len(places) == 1 and not node.are_leaves_shown and self.needed.isdisjoint(places)
 
 
-def _is_read(node: Any) -> bool:
-    """Whether the program has read leaves of a node that it was given, which an update would
-    change."""
-    return bool(node.are_leaves_shown)
-
-
-def _written_of(node: ShardedTree | ShardedOptState) -> set[int]:
-    """The storages of a node that an update would write to."""
-    if isinstance(node, ShardedTree):
-        return _storages_of(node)
-    if is_placed(node):
-        return storages([leaf for leaf in optree.tree_leaves(node.as_it_lies) if is_moved(leaf)])
-    # An update makes a new count and a new rate. States of one optimizer may share the old ones.
-    rows = zip(optree.tree_leaves(node.as_it_lies), node.holding.plan.leaves, strict=True)
-    return storages([leaf for leaf, planned in rows if planned.is_cut])
+def _written_of(state: ShardedOptState) -> set[int]:
+    """The storages of a state that an update would write to: all that lies in a place, or else the
+    flats. It makes a new count and a new rate, and states of one optimizer may share the old."""
+    leaves = optree.tree_leaves(state.as_it_lies)
+    written = leaves if is_placed(state) else [home.flat for home in state.homes()]
+    return storages([*filter(is_moved, written)])
 
 
 def _storages_of(node: Any) -> set[int]:
@@ -128,5 +124,5 @@ def _storages_of(node: Any) -> set[int]:
     if not isinstance(node, ShardedTree):
         return storages(as_local(node))
     # Frozen flats go from tree to tree
-    flats = node.pieces().flats() if node.holding.form == "held" else node.flats()
-    return storages([flat for flat in flats if flat is not None])
+    rows = zip(node.flats(), node.sharding.layout.buckets, strict=True)
+    return storages([flat for flat, bucket in rows if bucket.trainable])

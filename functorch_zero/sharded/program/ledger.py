@@ -25,7 +25,7 @@ from zlib import crc32
 import optree
 from torch import Tensor
 
-from ...layout.piece import content_word, form_in_words
+from ...layout.piece import content_word, form_in_words, text_from
 from ...layout.sharded_tree import ShardedTree
 from ...params import OnEngine, is_on_engine
 from ...step.loss import Metrics
@@ -118,7 +118,7 @@ class Ledger:
             made = function()
         finally:
             self._is_calling = False
-        name_nodes(made, f"{self._name} result of {place}")
+        name_results(made, f"{self._name} result of {place}")
         return made
 
     def _note_given(self, place: str, call: LibraryCall) -> None:
@@ -131,23 +131,23 @@ class Ledger:
         for path, leaf in {} if self._own else call.buffers.items():
             self._note_leaf(f"buffer {path!r} in {place}", leaf)
 
-    def note_given(self, value: Any) -> None:
-        """Note how the trees of the value were made that the step is given: somebody may have
-        changed them between the steps."""
-        for path, node in named_nodes(value).items():
-            self._note_story(f"the value's tree {path!r}", node)
+    def note_given(self, nodes: Mapping[str, Any]) -> None:
+        """Note how the trees of the value were made that the step is given, by path: somebody may
+        have changed them between the steps."""
+        for path, node in nodes.items():
+            if is_on_engine(node):
+                self._note_story(f"the value's tree {path!r}", node)
 
-    def note_results(self, value: Any, metrics: Metrics, num_draws: int) -> None:
+    def note_results(self, nodes: Mapping[str, Any], metrics: Metrics, num_draws: int) -> None:
         """Note the results of the step, after the calls that they follow from.
 
         Args:
-            value: the next one.
+            nodes: of the next value, by path.
             metrics: by name, 0-d.
             num_draws: of `fz.random`. Trees follow from them, and what losses are given.
         """
         self.facts = {"the number of draws of fz.random": num_draws} | self.facts
-        nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-        for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        for path, node in nodes.items():
             if is_on_engine(node):
                 self._note_story(f"the next value's tree {path!r}", node)
             elif not is_within(path, self._own):
@@ -263,31 +263,32 @@ class LibraryCall:
         return found
 
 
-def name_nodes(tree: Any, origin: str) -> None:
-    """Name the sharded trees and states in a tree by where it comes from, and their paths."""
-    for path, node in named_nodes(tree).items():
-        node.named_from(f"{origin}.{path}".strip("."))
+def name_results(made: Any, origin: str) -> None:
+    """Name the sharded trees and states among the results of a call by their numbers; the only one
+    has none."""
+    nodes = [*filter(is_on_engine, optree.tree_leaves(made, is_leaf=is_on_engine))]
+    for n, node in enumerate(nodes):
+        node.named_from(f"{origin}.{n}" if len(nodes) > 1 else origin)
 
 
-def name_given(value: Any, step: int) -> None:
-    """Note that the sharded trees and states in a value are given to a program. Those that the step
-    before has made have their names."""
-    for path, node in named_nodes(value).items():
-        origin = node.origin or f"{value_of_step(step)}.{path}".strip(".")
-        node.named_from(origin, place=path)
+def name_given(nodes: Mapping[str, Any], step: int) -> None:
+    """Note that the sharded trees and states in a value, by path, are given to a program. Those
+    that the step before has made have their names."""
+    for path, node in nodes.items():
+        if is_on_engine(node):
+            node.named_from(node.origin or _origin_in_value(path, step), place=path)
 
 
-def named_nodes(tree: Any) -> dict[str, OnEngine]:
-    """The sharded trees and states in a tree, by path."""
-    nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
-    rows = zip(paths(tree, is_on_engine), nodes, strict=True)
-    return {path: node for path, node in rows if is_on_engine(node)}
+def name_next(nodes: Mapping[str, Any], step: int) -> None:
+    """Name the sharded trees and states in the value that a step will be given, by path."""
+    for path, node in nodes.items():
+        if is_on_engine(node):
+            node.named_from(_origin_in_value(path, step))
 
 
-def value_of_step(number: int) -> str:
-    """The origin of the trees in the value that a step is given. It has the number, since a program
-    may keep trees of earlier steps."""
-    return f"step {number}'s value"
+def _origin_in_value(path: str, step: int) -> str:
+    # With the number, since a program may keep trees of earlier steps
+    return text_from(f"step {step}'s value", path)
 
 
 def _by_path(leaf_paths: Sequence[str], tell: Callable[[], Sequence[str]]) -> dict[str, str]:

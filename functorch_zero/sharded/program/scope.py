@@ -15,7 +15,7 @@ from ...step.program import LossCall
 from ...step.scope import StepScope, scope_here
 from .donation import Donation
 from .kept import KeptTensors
-from .ledger import Ledger, LibraryCall, name_nodes
+from .ledger import Ledger, LibraryCall, name_results
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,5 +70,5 @@ def of_call(
         return scope.ledger.of_call(call, function)
     # Before the call, which may use up what it is given
     origin, made = call.origin, function()
-    name_nodes(made, origin)
+    name_results(made, origin)
     return made

@@ -70,16 +70,16 @@ from .agreement import Agreement, ProgramAgreement
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
-from .ledger import Ledger, name_given, name_nodes, value_of_step
+from .ledger import Ledger, name_given, name_next
 from .scope import RanksScope
 from .value import (
+    Nodes,
     ValueStructure,
     as_marked,
     beside_params,
     check_fits,
     check_trained_alike,
     device_of_value,
-    marked_like,
     note_writes,
     tensors_of_nodes,
     trained_of,
@@ -370,16 +370,18 @@ class ShardedProgramStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            value, number = self._marked(state, state.value), int(state.step)
+            as_given = Nodes.of(state.value, self._structure_of(state))
+            given, number = as_given.marked(self.unsharded.nameless), int(state.step)
+            value = given.value
             kept = self._kept_in(state, value)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             era = era_of(self.group)
             ledger = Ledger(number, self._agreement, look=look, era=era, own=self._own)
-            ledger.note_given(state.value)
+            ledger.note_given(as_given.by_path)
             donates = self.options.donate
-            donation = Donation(value, self._earlier, ledger.settle) if donates else None
+            donation = Donation(given.nodes, self._earlier, ledger.settle) if donates else None
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),
                 calls=self._loss_calls,
@@ -388,32 +390,32 @@ class ShardedProgramStep:
                 donation=donation,
                 kept=kept,
             )
-            name_given(value, number)
-            unwritten = Unwritten(tensors_of_nodes(value), look=look)
+            name_given(given.by_path, number)
+            unwritten = Unwritten(tensors_of_nodes(given.nodes), look=look)
             with running(scope, device_of_value(value)), noting_missing_graphs():
                 result = self._run(value, args, donation)
             self.unsharded.check_taken(scope.streams, rank)
             new, metrics = check_result(result, rank)
-            new = without_pieces(new, value)
-            note_writes(value)
-            unwritten.check(
-                lambda node, leaf: paths(value, is_on_engine)[node], rank, used_up_nodes(value)
-            )
+            made = Nodes.of(without_pieces(new, value), self._structure_of(state))
+            note_writes(given.nodes)
+            unwritten.check(lambda node, leaf: given.paths[node], rank, used_up_nodes(given.nodes))
             if donates:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_fits(value, new, rank)
+            check_fits(given, made, rank)
             if kept is not None:
-                kept.check_next(self._parts.of(self._marked(state, new)))
-            ledger.note_results(new, metrics, scope.streams.num_draws)
+                kept.check_next(self._parts.of(made.marked(self.unsharded.nameless).value))
+            ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
             self._agreement.on_results(ledger, args)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
-            after = self._marked(state, self._placed(new))
-            name_nodes(after, value_of_step(number + 1))
-            parts = None if kept is None else kept.next_parts(new, self._parts.of(after))
-            return state.replace(step=state.step + 1, value=after, parts=parts), metrics
+            after = made._replace(nodes=self._placed(made.nodes)).marked(self.unsharded.nameless)
+            name_next(after.by_path, number + 1)
+            parts = None
+            if kept is not None:
+                parts = kept.next_parts(made.value, self._parts.of(after.value))
+            return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
     def _kept_in(self, state: State, value: Any) -> KeptTensors | None:
         """The tensors that the reduction has kept; None: it keeps nothing.
@@ -436,8 +438,12 @@ class ShardedProgramStep:
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
         places; by which they are named."""
+        return Nodes.of(value, self._structure_of(state)).marked(self.unsharded.nameless).value
+
+    def _structure_of(self, state: State) -> ValueStructure | None:
+        """That of `init`, by which the state was cut; None: of another process, say."""
         noted = [known for known in self._structures if known.sharding == state.sharding]
-        return marked_like(value, noted[-1] if noted else None, self.unsharded.nameless)
+        return noted[-1] if noted else None
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""

@@ -31,19 +31,60 @@ from ..state import part_of_state
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
 
 
+class Nodes(NamedTuple):
+    """A value, taken apart once in a step, for all that is asked of its nodes."""
+
+    treedef: Any  # down to the nodes
+    paths: Sequence[str]
+    noted: Sequence[Any]  # of each node, what a `ValueStructure` has; None: it is of another one
+    nodes: Sequence[Any]
+
+    @classmethod
+    def of(cls, value: Any, structure: ValueStructure | None = None) -> Nodes:
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        if structure is None or structure.treedef != treedef:
+            return cls(treedef, paths(value, is_on_engine), [None] * len(nodes), nodes)
+        return cls(treedef, structure.paths, structure.nodes, nodes)
+
+    @property
+    def value(self) -> Any:
+        """The whole of them."""
+        return self.treedef.unflatten(self.nodes)
+
+    @property
+    def by_path(self) -> dict[str, Any]:
+        """The nodes by their paths, each of which the value has once."""
+        return dict(zip(self.paths, self.nodes, strict=True))
+
+    def marked(self, nameless: str | None) -> Nodes:
+        """The same, whose trees have the names of their places, and are trained, or read only, as
+        is noted of those there; without a note, as each tree was made."""
+        return self.named([*map(_marked_like, self.nodes, self.noted)], nameless)
+
+    def named(self, nodes: Sequence[Any], nameless: str | None) -> Nodes:
+        """The same of these nodes, of which sharded trees are named by their paths: one that the
+        value holds twice has a node for each. One that is the whole value, or lies in the nameless
+        place, keeps its name."""
+        named = []
+        for path, node in zip(self.paths, nodes, strict=True):
+            is_named = isinstance(node, ShardedTree) and path not in ("", nameless)
+            named.append(node.named(path) if is_named else node)
+        return self._replace(nodes=named)
+
+
 class ValueStructure(NamedTuple):
     """How a program's value is cut: its nodes without their tensors."""
 
     sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
-    paths: list[str]  # of the nodes
+    paths: Sequence[str]  # of the nodes
     nodes: list[Any]  # Holding or StateHolding; of a leaf that every rank holds, its `leaf_form`
 
     @classmethod
     def of(cls, value: Any, sharding: Sharding) -> ValueStructure:
-        leaves, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        nodes = [leaf.holding if is_on_engine(leaf) else leaf_form(leaf) for leaf in leaves]
-        return cls(sharding, treedef, paths(value, is_on_engine), nodes)
+        made = Nodes.of(value)
+        noted = [node.holding if is_on_engine(node) else leaf_form(node) for node in made.nodes]
+        return cls(sharding, made.treedef, made.paths, noted)
 
     def part_of(self, whole: Any) -> Any:
         """This rank's part of a whole value, in tensors of its own.
@@ -69,22 +110,6 @@ class ValueStructure(NamedTuple):
                 )
             ) from error
         return found
-
-
-def marked_like(value: Any, structure: ValueStructure | None, nameless: str | None = None) -> Any:
-    """A value whose trees have the names of their places, and are trained, or read only, as the
-    structure says of those there. Where that is None, or another one: as each tree was made.
-
-    Args:
-        nameless: the place of a tree that has no name.
-    """
-    nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-    if structure is None or structure.treedef != treedef:
-        places, noted = paths(value, is_on_engine), [None] * len(nodes)
-    else:
-        places, noted = structure.paths, structure.nodes
-    marked = [*map(_marked_like, nodes, noted)]
-    return treedef.unflatten(_named_by(places, marked, nameless))
 
 
 def _marked_like(node: Any, noted: Any) -> Any:
@@ -134,18 +159,8 @@ def as_marked(value: Any, nameless: str | None = None) -> Any:
             return node.as_read_only(node.is_read_only)
         return settled(node.detach()) if isinstance(node, Tensor) else map_local(_detached, node)
 
-    nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-    return treedef.unflatten(_named_by(paths(value, is_on_engine), [*map(mark, nodes)], nameless))
-
-
-def _named_by(places: Sequence[str], nodes: Sequence[Any], nameless: str | None) -> list[Any]:
-    """The nodes of a value, of which sharded trees are named by their paths: one that the value
-    holds twice has a node for each. One that is the whole value keeps its name."""
-    named = []
-    for path, node in zip(places, nodes, strict=True):
-        is_named = isinstance(node, ShardedTree) and path not in ("", nameless)
-        named.append(node.named(path) if is_named else node)
-    return named
+    made = Nodes.of(value)
+    return made.named([*map(mark, made.nodes)], nameless).value
 
 
 def _detached(leaf: Any) -> Any:
@@ -232,9 +247,9 @@ def without_pieces(value: Any, old: Any = None) -> Any:
 _TREES = "keep a tree of them, which tree_map makes, or a whole leaf, fz.unshard(tree)['w'] say"
 
 
-def note_writes(value: Any) -> None:
+def note_writes(nodes: Sequence[Any]) -> None:
     """Count writes to leaves of a value that somebody has read, also those by plain views."""
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+    for node in nodes:
         if is_on_engine(node) and node.are_leaves_shown:
             node.story  # noqa: B018
 
@@ -247,19 +262,18 @@ def unsharded_leaves(value: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
 
 
-def tensors_of_nodes(value: Any) -> list[list[Any]]:
+def tensors_of_nodes(nodes: Sequence[Any]) -> list[list[Any]]:
     """Of each node of a value its tensors. Flats stand for leaves that nobody has read, and count
     the writes to them."""
     found = []
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+    for node in nodes:
         is_uncut = isinstance(node, ShardedTree) and node.is_uncut
         found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
     return found
 
 
-def used_up_nodes(value: Any) -> set[int]:
+def used_up_nodes(nodes: Sequence[Any]) -> set[int]:
     """The numbers of the nodes of a value that a step has written over."""
-    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
     return {n for n, node in enumerate(nodes) if is_on_engine(node) and node.is_used_up}
 
 
@@ -272,13 +286,12 @@ def device_of_value(value: Any) -> torch.device:
     return device_of(value)
 
 
-def check_fits(old: Any, new: Any, rank: int) -> None:
+def check_fits(old: Nodes, new: Nodes, rank: int) -> None:
     """Raise unless a program's next value fits in the place of the one that it was given, as
     `check_next_value`. To compare the leaves of a tree would cut them, so nodes whose holdings say
     that they fit are left out."""
-    before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
-    after, new_treedef = optree.tree_flatten(new, is_leaf=is_on_engine)
-    if treedef == new_treedef:
+    before, after = [*old.nodes], [*new.nodes]
+    if old.treedef == new.treedef:
         for n, (one, two) in enumerate(zip(before, after, strict=True)):
             if not is_on_engine(one) or not is_on_engine(two):
                 continue
@@ -286,9 +299,8 @@ def check_fits(old: Any, new: Any, rank: int) -> None:
                 before[n] = after[n] = None
             elif type(one) is type(two) and one.holding == two.holding:
                 before[n], after[n] = one.as_it_lies, two.as_it_lies
-        new = new_treedef.unflatten(after)
-    old = treedef.unflatten(map(_structure_of, before))
-    check_next_value(old, new, rank)
+    expected = old.treedef.unflatten(map(_structure_of, before))
+    check_next_value(expected, new.treedef.unflatten(after), rank)
 
 
 def _structure_of(node: Any) -> Any:
