@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,9 @@ class Lease:
     """
 
     has_ended = False
+
+
+has_ended = attrgetter("has_ended")
 
 
 class Home(Lease):

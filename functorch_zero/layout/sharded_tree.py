@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import optree
@@ -33,14 +33,13 @@ from .flat_buffers import (
     to_tree,
     unpack,
 )
-from .home import Home, Lease, Published
+from .home import Home, Lease, Published, has_ended
 from .layout import Bucket, Layout
 from .levels import level_of
 from .piece import AsMade, History, Piece, home_of, leases_of, story_from, story_of, text_from
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
-_has_ended = attrgetter("has_ended")
 _FORMS: dict[Form, str] = {"held": "as params are held", "pieces": "in pieces, as gradients are"}
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
@@ -622,7 +621,7 @@ class ShardedTree(OnEngine):
     @property
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage."""
-        return any(map(_has_ended, (*self.leases, *filter(None, self._homes))))
+        return any(map(has_ended, (*self.leases, *filter(None, self._homes))))
 
     def _check_not_used_up(self) -> None:
         if self.is_used_up:

@@ -64,7 +64,7 @@ class Needs(enum.IntEnum):
     """Everything at once."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Transform(Named):
     """A pure part of an optimizer. Make one with the constructors below rather than directly.
 

@@ -36,9 +36,9 @@ DEPTH = 12  # of containers in containers: a cycle ends there. Functions are des
 _LIBRARIES = {"functorch_zero", "numpy", "optree", "torch"}
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Named:
-    """A thing that knows how it was made."""
+    """A thing that knows how it was made. It equals itself alone, since functions do."""
 
     name: str = field(default="", kw_only=True)  # the factory's; qualified, where it isn't ours
     # The arguments of the call, defaults included; "0", "1", … are those of *args

@@ -15,7 +15,7 @@ from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError, explain
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
-from ..layout.home import Home, Lease
+from ..layout.home import Home, Lease, has_ended
 from ..layout.levels import level_of
 from ..layout.piece import (
     AsMade,
@@ -211,7 +211,7 @@ class ShardedOptState(OnEngine):
     @property
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
-        return any(lease.has_ended for lease in self.leases)
+        return any(map(has_ended, self.leases))
 
     @property
     def are_leaves_shown(self) -> bool:

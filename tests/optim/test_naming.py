@@ -412,3 +412,10 @@ def test_ranks_may_have_devices_of_their_own() -> None:
 )
 def test_values_of_any_kind_differ(a: Any, b: Any) -> None:
     assert described(a) != described(b) and described(a) == described(copy.deepcopy(a))
+
+
+def test_a_transform_equals_itself_alone() -> None:
+    """Their names and numbers may be equal, and their functions are not: steps find plans by it."""
+    for factory in (optim.adamw, optim.scale_by_learning_rate):
+        one, other = factory(0.1), factory(0.1)
+        assert one == one and one != other and len({one, other}) == 2
