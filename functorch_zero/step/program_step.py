@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -472,6 +473,10 @@ class Unwritten:
 def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
     """By their numbers, the leaves that are tensors which count writes. To tensors of inference
     mode nobody can write outside of it."""
+    # The usual case, without a call of Python for each leaf: a state may have many
+    is_usual = _PLAIN.issuperset(map(type, leaves)) and not any(map(Tensor.is_inference, leaves))
+    if is_usual and {torch.strided}.issuperset(map(attrgetter("layout"), leaves)):
+        return dict(enumerate(leaves))
     return {
         n: x
         for n, x in enumerate(leaves)
@@ -483,7 +488,7 @@ def _versions(tensors: Mapping[int, Tensor]) -> list[int]:
     return [*map(version_of, tensors.values())]
 
 
-_PLAIN = (Tensor, Parameter)  # subclasses may be of several tensors
+_PLAIN = {Tensor, Parameter}  # subclasses may be of several tensors
 
 
 def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:

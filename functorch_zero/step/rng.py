@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,19 +86,19 @@ class Streams:
 
     def of_next_gradient(self, part: int, device: torch.device) -> MicroStreams:
         """The next gradient's, on this part of the batch."""
-        gradient = self.num_gradients
         self.num_gradients += 1
+        return partial(self._of_micro_batch, part, device, self.num_gradients - 1)
 
-        @contextmanager
-        def of_micro_batch(micro: int) -> Iterator[None]:
-            outside, self._in_a_loss = self._in_a_loss, True
-            try:
-                with replayed(self._seed, self._step, part, device, micro, gradient):
-                    yield
-            finally:
-                self._in_a_loss = outside
-
-        return of_micro_batch
+    @contextmanager
+    def _of_micro_batch(
+        self, part: int, device: torch.device, gradient: int, micro: int
+    ) -> Iterator[None]:
+        outside, self._in_a_loss = self._in_a_loss, True
+        try:
+            with replayed(self._seed, self._step, part, device, micro, gradient):
+                yield
+        finally:
+            self._in_a_loss = outside
 
     def next_key(self) -> int:
         """The key of the program's next draw: the same on every rank."""
