@@ -116,16 +116,29 @@ class PreparedUpdate:
         None where one kernel has added all of them to the params already. With `donate` the state
         is used up. Collectives: those that the optimizer asks for.
         """
-        if self._split is None or not self.fuses(params):
+        if not self.fuses(params):
             return self.run(self._update, grads, state, params, look=look, over=donate)
+        return None, self.run_kernel(grads, state, params, donate=donate, look=look)
+
+    def run_kernel(
+        self,
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+        *,
+        donate: bool,
+        look: bool,
+    ) -> ShardedOptState:
+        """The optimizer's next state, of params to which its kernel adds the updates, where it
+        `fuses`."""
+        assert self._split is not None
         # (piece,) each, views of the params' own, to which a kernel writes
         run = KernelRun(self.across, *self._split, _trained_flats(params), donate=donate)
 
         def update(given: Any, before: Any, own: Any, across: Sharded) -> tuple[Any, Any]:
             return given, run(given, before, own, grad_flats=_trained_flats(grads))
 
-        _, after = self.run(update, grads, state, params, look=look, over=donate)
-        return None, after
+        return self.run(update, grads, state, params, look=look, over=donate)[1]
 
     def run(
         self,

@@ -19,12 +19,13 @@ class EarlierCalls:
     donates by them.
 
     Attributes:
-        num_gradients: the most that a call has taken; None: there was none yet.
+        num_gradients: the most that a call has taken, or will, as the program says; None: nobody
+            knows yet.
         needed: by their places in the value, the nodes that a call has used after their update.
     """
 
-    def __init__(self) -> None:
-        self.num_gradients: int | None = None
+    def __init__(self, num_gradients: int | None):
+        self.num_gradients = num_gradients
         self.needed: set[int] = set()
 
     def note(self, call: Donation) -> None:
@@ -71,6 +72,8 @@ class Donation:
     def note_result(self, result: Any) -> None:
         """Note the nodes that the program has used after their update, or returns, so that the next
         step needs them."""
+        if not self._updated:
+            return
         returned = set(map(id, optree.tree_leaves(result, is_leaf=is_on_engine)))
         for node, num_uses in self._updated.values():
             if node.num_uses > num_uses or id(node) in returned:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -243,67 +243,44 @@ class ShardedEngine:
             prepared = self._prepared(transform, grads, state, params)
             scope = ranks_here()
             donation = None if scope is None else scope.donation
-            if donation is None:
-                return self._apply_to_copies(prepared, grads, state, params)
-            if donation.takes(params, state):
-                return self._apply_in_place(prepared, grads, state, params)
-            result = self._apply_to_copies(prepared, grads, state, params)
-            donation.note_update(params, state)
+            over = donation is not None and donation.takes(params, state)
+            result = self._applied(prepared, grads, state, params, over=over)
+            if donation is not None and not over:
+                donation.note_update(params, state)
             return result
 
-    def _apply_to_copies(
+    def _applied(
         self,
         prepared: PreparedUpdate,
         grads: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
+        *,
+        over: bool,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """The next params and state; those given stay as they are."""
-        if not prepared.fuses(params.pieces()):
-            updates, made = self._updated(prepared, grads, state, params)
-            after = self.placed(made, by=prepared)
-            return self.apply_updates(params, updates), after
-        axes = self.options.axes
-        # The kernel writes to these, and no argument is written to
-        layout = params.sharding.layout
-        empty = emptied(self.options.places.params, layout)
-        flats = copies_to_update(params.flats(), layout, axes.piece_number, empty)
-        pieces = pieces_of(flats, params.holding)
-        look = is_looked_at(next(self._storings))
-        _, made = prepared.update(grads, self.own(state), pieces, donate=False, look=look)
-        after = self.placed(made, by=prepared)
-        new = publish(params, flats, None, axes, donate=True, empty=empty)
-        return new.as_read_only(params.is_read_only), after
-
-    def _apply_in_place(
-        self,
-        prepared: PreparedUpdate,
-        grads: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        """The same for params that are used up, and a state that is, where a kernel runs or it
-        has a place."""
-        flats, read_only = params.flats(), params.is_read_only
-        pieces = pieces_of(flats, params.holding)
-        fuses = prepared.fuses(pieces)
-        over = fuses or is_placed(state)
-        updates: ShardedTree | None
+        """The next params and state. `over`: params are used up, and the state is where a kernel
+        runs or it has a place; else those given stay as they are."""
+        axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
+        empty, flats = emptied(self.options.places.params, layout), params.flats()
+        own = params.pieces()
+        fuses = prepared.fuses(own)
+        uses_up = over and (fuses or is_placed(state))
+        updates: ShardedTree | None = None
         if fuses:
+            # The kernel writes to these
+            if not over:
+                flats = copies_to_update(flats, layout, axes.piece_number, empty)
+                own = pieces_of(flats, params.holding)
             look = is_looked_at(next(self._storings))
-            updates, made = prepared.update(grads, self.own(state), pieces, donate=True, look=look)
+            made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
         else:
-            updates, made = self._updated(prepared, grads, state, params, over=over)
-        new = publish(
-            params.handed_on(params.published(trained=False)),
-            flats,
-            updates,
-            self.options.axes,
-            donate=True,
-            empty=emptied(self.options.places.params, params.sharding.layout),
-        )
+            updates, made = self._updated(prepared, grads, state, params, over=uses_up)
+            self._check_pieces(updates, params, some=True)
+        if over:
+            params = params.handed_on(params.published(trained=False))
+        new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
         # Last: an update may lie in the old state, which is written over
-        after = self.placed(made, state if over else None, by=prepared)
+        after = self.placed(made, state if uses_up else None, by=prepared)
         return new.as_read_only(read_only), after
 
     def description_of(self, transform: Transform) -> Any:
@@ -370,15 +347,7 @@ class ShardedEngine:
         Raises:
             StructureError: some of the leaves require grad, and others don't.
         """
-        with sharing_failures(*self.options.axes.groups, call="zero_updates"):
-            self._check_held(params)
-            if params.is_read_only:
-                return no_updates(params)
-            view = params.pieces()
-            zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
-            made = ShardedTree.of_flats(zeros, view.holding)
-            made.named_from("zeros")
-            return made
+        return self._made_of("zero_updates", params, torch.zeros_like, "zeros")
 
     def pieces(self, params: ShardedTree) -> ShardedTree:
         """Copies of the trained leaves, in pieces; None elsewhere. No communication.
@@ -386,15 +355,20 @@ class ShardedEngine:
         Raises:
             StructureError: some of the leaves require grad, and others don't.
         """
-        with sharing_failures(*self.options.axes.groups, call="pieces"), torch.no_grad():
+        # Views would be written over where the params are donated
+        return self._made_of("pieces", params, torch.clone, f"pieces of #{params.story.word:08x}")
+
+    def _made_of(
+        self, call: str, params: ShardedTree, make: Callable[[Tensor], Tensor], origin: str
+    ) -> ShardedTree:
+        """What a function makes of the trained flats, in pieces; None elsewhere."""
+        with sharing_failures(*self.options.axes.groups, call=call), torch.no_grad():
             self._check_held(params)
             if params.is_read_only:
                 return no_updates(params)
-            view = params.pieces()
-            # Views would be written over where the params are donated
-            copies = [None if flat is None else flat.detach().clone() for flat in view.flats()]
-            made = ShardedTree.of_flats(copies, view.holding)
-            made.named_from(f"pieces of #{params.story.word:08x}")
+            flats = [None if flat is None else make(flat) for flat in params.pieces().flats()]
+            made = ShardedTree.of_flats(flats, params.holding.in_pieces)
+            made.named_from(origin)
             return made
 
     @compared
@@ -416,17 +390,15 @@ class ShardedEngine:
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
-        with ExitStack() as stack:
-            groups = self.options.axes.groups
-            stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
-            stack.enter_context(self.orders.forgotten_on_failure())
+        failures = sharing_failures(*self.options.axes.groups, call="value_and_grad")
+        with failures, self.orders.forgotten_on_failure():
             run = self.open_gradient(call, tree)
             local = differentiate(run)
             agreed = agree_on(run, local, fine=is_fine(run, local))
             results, grads = finish(run, local, agreed)
             if run.scope is not None and run.scope.donation is not None:
                 run.scope.donation.num_taken += 1
-        return results, grads
+            return results, grads
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
         """Check a loss's arguments, and join the sharded trees among them: one pass runs over all,
@@ -583,14 +555,13 @@ class ShardedEngine:
             )
         layout = params.sharding.layout
         known = self._updates.setdefault(transform, {})
-        if id(layout) not in known:
+        prepared = known.get(id(layout))
+        if prepared is None:
             # Trees have many owners, so nothing is donated; of a state what a call says
             options = replace(self.options, donate=False, reduction=SUMMED)
-            known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
-        known[id(layout)].check_state(
-            state.as_it_lies, axes.world.rank, what="the optimizer's state"
-        )
-        return known[id(layout)]
+            prepared = known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
+        prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
+        return prepared
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""

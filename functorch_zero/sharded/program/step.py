@@ -7,7 +7,7 @@ that all ranks have done the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import optree
@@ -132,8 +132,7 @@ class ShardedProgramStep:
         self._structures: list[ValueStructure] = []
         self._calls = EraCounter(self.group)
         self._loss_calls = LossCalls()  # this rank's: thread ranks share the unsharded step
-        self._earlier = EarlierCalls()  # where the step donates
-        self._earlier.num_gradients = step.num_gradients
+        self._earlier = EarlierCalls(step.num_gradients)  # where the step donates
 
     def __repr__(self) -> str:
         return f"ShardedProgramStep({self.options.in_words}, {self.unsharded})"
@@ -393,7 +392,9 @@ class ShardedProgramStep:
             name_given(given.by_path, number)
             unwritten = Unwritten(tensors_of_nodes(given.nodes), look=look)
             with running(scope, device_of_value(value)), noting_missing_graphs():
-                result = self._run(value, args, donation)
+                result = self.unsharded.program(value, *args)
+            if donation is not None:
+                donation.note_result(result)
             self.unsharded.check_taken(scope.streams, rank)
             new, metrics = check_result(result, rank)
             made = Nodes.of(without_pieces(new, value), self._structure_of(state))
@@ -427,13 +428,6 @@ class ShardedProgramStep:
         if not self.options.reduction.keeps and state.parts is None:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
-
-    def _run(self, value: Any, args: Sequence[Any], donation: Donation | None) -> Any:
-        """The program's result. When donating, the value is updated in place where it may be."""
-        result = self.unsharded.program(value, *args)
-        if donation is not None:
-            donation.note_result(result)
-        return result
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their

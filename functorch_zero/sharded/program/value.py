@@ -257,9 +257,8 @@ def note_writes(nodes: Sequence[Any]) -> None:
 def unsharded_leaves(value: Any) -> dict[str, Any]:
     """By path, the tensors and numbers of a value beside its sharded trees and states: every rank
     holds them whole."""
-    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
-    rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+    nodes = Nodes.of(value).by_path
+    return {path: node for path, node in nodes.items() if not is_on_engine(node)}
 
 
 def tensors_of_nodes(nodes: Sequence[Any]) -> list[list[Any]]:
@@ -293,11 +292,11 @@ def check_fits(old: Nodes, new: Nodes, rank: int) -> None:
     before, after = [*old.nodes], [*new.nodes]
     if old.treedef == new.treedef:
         for n, (one, two) in enumerate(zip(before, after, strict=True)):
-            if not is_on_engine(one) or not is_on_engine(two):
+            if not is_on_engine(one) or type(one) is not type(two):
                 continue
             if _fits(one, two):
                 before[n] = after[n] = None
-            elif type(one) is type(two) and one.holding == two.holding:
+            elif one.holding == two.holding:
                 before[n], after[n] = one.as_it_lies, two.as_it_lies
     expected = old.treedef.unflatten(map(_structure_of, before))
     check_next_value(expected, new.treedef.unflatten(after), rank)
@@ -320,7 +319,7 @@ def _structure_of(node: Any) -> Any:
 
 def _fits(old: Any, new: Any) -> bool:
     """Whether a node's holding says that it fits the old one's place."""
-    if type(old) is not type(new) or old.holding != new.holding or new.is_used_up:
+    if old.holding != new.holding or new.is_used_up:
         return False
     if old.is_used_up:
         # Its leaves are gone; the next update compares a state's with its plan
