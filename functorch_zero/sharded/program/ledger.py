@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
@@ -209,7 +209,7 @@ class Ledger:
         return [number for gradient in self._waiting for number in gradient.rows]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LibraryCall:
     """A call of the library that a program makes.
 
@@ -217,19 +217,20 @@ class LibraryCall:
         name: of the function.
         given: its arguments.
         settings: by name, words for arguments that are no trees, such as an optimizer.
+
+    Attributes:
+        nodes: the sharded trees and states among the arguments, and among those of a loss.
     """
 
     name: str
     given: Sequence[Any]
     settings: Mapping[str, Any]
 
-    @cached_property
-    def nodes(self) -> list[Any]:
-        """The sharded trees and states among the arguments, and among those of a loss."""
+    def __post_init__(self) -> None:
         # The trees that a gradient is taken of come first, as the user gives them
         losses = [x for x in self.given if isinstance(x, LossCall)]
         trees = [x for x in self.given if not isinstance(x, LossCall)] + [x.args for x in losses]
-        return [x for x in optree.tree_leaves(trees, is_leaf=is_on_engine) if is_on_engine(x)]
+        self.nodes = _nodes_among(trees)
 
     @property
     def words(self) -> str:
@@ -266,9 +267,14 @@ class LibraryCall:
 def name_results(made: Any, origin: str) -> None:
     """Name the sharded trees and states among the results of a call by their numbers; the only one
     has none."""
-    nodes = [*filter(is_on_engine, optree.tree_leaves(made, is_leaf=is_on_engine))]
+    nodes = _nodes_among(made)
     for n, node in enumerate(nodes):
         node.named_from(f"{origin}.{n}" if len(nodes) > 1 else origin)
+
+
+def _nodes_among(tree: Any) -> list[Any]:
+    """The sharded trees and states in a tree."""
+    return [*filter(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))]
 
 
 def name_given(nodes: Mapping[str, Any], step: int) -> None:
