@@ -30,7 +30,7 @@ from ...step.rows import leading_sizes, total_size
 from ...step.scope import gradient_in_words
 from ...step.weights import check_weight_value
 from ..average import Report, report_later, report_of, words_of
-from ..buffers import check_synchronizable, synchronize
+from ..buffers import apart_from, check_synchronizable, synchronize
 from ..grad_mean import in_range, to_means
 from ..nonfinite import refuse
 from ..options import Options
@@ -278,7 +278,8 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
             run.kept.replace(run.reduction.kept)
     metrics = dict(report.metrics)
     mean = metrics.pop("loss")
-    results = run.call.results(mean, metrics, buffers, fine=fine)
+    # The step may write over params that a loss has returned as buffers
+    results = run.call.results(mean, metrics, apart_from(buffers, run.flats), fine=fine)
     return results, run.trees.gradients(local.reduced, run.joined)
 
 

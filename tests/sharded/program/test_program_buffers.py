@@ -587,3 +587,39 @@ def test_integers_of_the_first_rank_that_counts(
         calls = (0, 0)
     values = {"a": [2 + added, added - 3], "b": [7 + added, 300 + added]}
     assert run_ranks(run, 2) == [(*calls, values)] * 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
+@pytest.mark.parametrize("num_gradients", [None, 1])
+def test_a_param_that_is_returned_as_a_buffer_is_as_it_was(
+    level: int, ranks: int, rule: Any, num_gradients: int | None
+) -> None:
+    """The update of a step that donates writes over the param."""
+
+    def loss(params: Any, buffers: Any) -> Any:
+        return params["w"].square().sum(), fz.Aux(buffers={"target": params["w"]})
+
+    def program(value: Trained) -> Any:
+        params, buffers, opt_state = value
+        (mean, _, buffers), grads = fz.value_and_grad(loss)(params, buffers=buffers)
+        params, opt_state = sgd.apply(grads, opt_state, params)
+        return Trained(params, buffers, opt_state), {"loss": mean}
+
+    def init(params: Any, buffers: Any) -> Trained:
+        return Trained(params, buffers, sgd.init(params))
+
+    options: Any = {"buffers": ["buffers"], "num_gradients": num_gradients}
+    step = fz.program_step(program, init=init, **options)
+    first = {"w": rows(4, 50).requires_grad_()}, {"target": rows(4, 50)}
+
+    def targets(step: Any) -> list[Tensor]:
+        state, found = step.init(*first), []
+        for _ in range(4):
+            state, _ = step(state)
+            found.append(state.value.buffers["target"].clone())
+        return found
+
+    expected, given = targets(step), {"level": level, "sync_buffers": rule, "donate": True}
+    for found in run_ranks(lambda group: targets(fz.shard(step, group=group, **given)), ranks):
+        assert_equal_values(expected, found)
