@@ -33,6 +33,7 @@ from .frozen import crc_shares, crcs_from
 from .manifest import Leaf, LeftOut, Manifest, encode_manifest
 from .places import Place, Places, find_places
 from .safetensors_file import DTYPES
+from .save import wait_for_saves
 
 
 class Restored(NamedTuple):
@@ -98,12 +99,15 @@ def load(
         cast: convert dtypes.
 
     Raises:
-        CheckpointError: on every rank, with the same words: there is no such checkpoint.
+        CheckpointError: on every rank, with the same words: there is no such checkpoint; or the
+            `async_save` under way with this step, which ends first, failed.
         CorruptError: it is damaged; the file is named.
         StructureError: leaves, shapes or dtypes are not `like`'s, or frozen params have other
             values; they are named.
         DonatedError: `like` was used up by a step.
     """
+    # It may still read what a load into `like` writes over: frozen params that it leaves out
+    wait_for_saves(step)
     allowed = Allowed(allow_missing, allow_extra, cast)
     return _Load(Path(root), step, like, allowed).run(count)
 

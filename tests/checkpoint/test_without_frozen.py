@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from importlib import import_module
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,17 +18,18 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.__main__ import main
-from functorch_zero.checkpoint import CheckpointError, CorruptError
+from functorch_zero.checkpoint import CheckpointError, CorruptError, save_job
 from functorch_zero.checkpoint.contents import Held
 from functorch_zero.checkpoint.frozen import crc_shares, crcs_from
 from functorch_zero.checkpoint.manifest import NAME, parse_manifest
 from functorch_zero.checkpoint.snapshot import snapshot_of
 from functorch_zero.errors import MismatchError, StructureError
-from functorch_zero.groups import HybridGroup, run_ranks
+from functorch_zero.groups import HybridGroup, SingleRank, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.checkpoints import sealed
 from tests.tiers import tiers
 
+load_module = import_module("functorch_zero.checkpoint.load")  # `load` is the function, too
 ALONE = (None, 1)
 MIXED = {"": 3, "*.down": 1, "*.up": 1}
 
@@ -372,3 +375,33 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     saved(root)
     (path,) = root.glob(f"step-*/{NAME}")
     return path.read_bytes()
+
+
+def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, params, buffers = build()
+    sharded = fz.shard(step, level=1, group=SingleRank(), donate=True)
+    state = sharded.init(params, buffers)
+    checkpoint.save(tmp_path / "whole", sharded, state)
+    is_waited_for = Event()
+
+    def late(*args: Any) -> Any:
+        assert is_waited_for.wait(60)
+        return crc_shares(*args)
+
+    monkeypatch.setattr(save_job, "crc_shares", late)
+    saving = checkpoint.async_save(tmp_path / "partial", sharded, state, frozen=False)
+    join = saving._thread.join
+    monkeypatch.setattr(saving._thread, "join", lambda *args: (is_waited_for.set(), join(*args)))
+    run = load_module._Load.run
+
+    def run_at_last(job: Any, count: Any) -> Any:
+        assert saving.done
+        return run(job, count)
+
+    monkeypatch.setattr(load_module._Load, "run", run_at_last)
+    try:
+        checkpoint.load(tmp_path / "whole", sharded, like=state)
+    finally:
+        is_waited_for.set()
