@@ -624,8 +624,9 @@ def home_of(leaves: Sequence[Any]) -> Home | None:
     """The flat that just these leaves are cut from; None: they are from elsewhere."""
     pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
     home = pieces[0].history.lease if pieces else None
-    is_theirs = isinstance(home, Home) and home.is_of([piece.as_cut for piece in pieces])
-    return home if is_theirs else None  # type: ignore[return-value]
+    if isinstance(home, Home) and home.is_of([piece.as_cut for piece in pieces]):
+        return home
+    return None
 
 
 class AsMade(NamedTuple):
