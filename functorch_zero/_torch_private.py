@@ -375,6 +375,18 @@ def dynamo_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def unhidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch hides from torch.compile, without its hiding where nothing has been
+    compiled: its first call would import torch._dynamo.
+
+    Torch's decorator is private, and leaves no other way in.
+    """
+    if dynamo_imported():
+        return function
+    inside: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
+    return inside
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether this module is torch.compile's around another one, or `module.compile()` was called.
 

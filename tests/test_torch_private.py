@@ -558,6 +558,18 @@ def test_dynamo_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.dynamo_imported()
 
 
+def test_unhidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.optim.Optimizer.zero_grad
+    param = torch.ones(2, requires_grad=True)
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([param])
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    private.unhidden(hidden)(optimizer)
+    assert param.grad is None and "torch._dynamo" not in sys.modules
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    assert private.unhidden(hidden) is hidden
+
+
 def test_run_untraced() -> None:
     torch.compiler.reset()
     graphs = []

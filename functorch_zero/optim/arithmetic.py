@@ -175,7 +175,10 @@ def number(x: Any) -> Tensor:
 
 def full_like(tree: Tree, value: Number) -> Tree:
     """Leaves shaped like those of `tree`, full of one number."""
-    # A sum, since full_like would read a tensor's value on the host
+    if not isinstance(value, Tensor):
+        # Not a sum: torch's first one on meta imports torch._dynamo
+        return elementwise(lambda x: torch.full_like(x, value), tree)
+    # A sum, since full_like would read the tensor's value on the host
     return elementwise(lambda x: torch.zeros_like(x) + value, tree)
 
 

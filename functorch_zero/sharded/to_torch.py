@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import load_hooks, run_untraced
+from .._torch_private import load_hooks, run_untraced, unhidden
 from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
 from ..groups.dtensors import locals_of, placed, reshard, unwrapped
@@ -668,7 +668,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             with sharing_failures(*self._groups, call="optimizer state_dict"):
                 self._saved = self._state.saved()
         try:
-            return super().state_dict()  # reads `state`, between hooks
+            # It reads `state`, between hooks
+            made: dict[str, Any] = unhidden(torch.optim.Optimizer.state_dict)(self)
+            return made
         finally:
             self._saved = None
 
@@ -734,7 +736,11 @@ class TorchOptimizer(torch.optim.Optimizer):
                     "the params of now",
                 )
             )
-        super().add_param_group(param_group)
+        unhidden(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without an import of torch._dynamo."""
+        unhidden(torch.optim.Optimizer.zero_grad)(self, set_to_none)
 
     def __getstate__(self) -> Any:
         raise TypeError(
