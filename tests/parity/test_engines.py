@@ -137,21 +137,27 @@ def plainly() -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
+def as_from_torchrun() -> int:
+    """Set a launcher's variables, without which an engine sees no ranks; how many there are."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update(told, ACCELERATE_USE_CPU="1", TORCHELASTIC_RUN_ID="launched")
+    return dist.get_world_size()
+
+
 def by_accelerate(kind: str) -> list[Tensor]:
     import accelerate
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    os.environ.update(told, ACCELERATE_USE_CPU="1")
+    ranks = as_from_torchrun()
     options: dict[str, Any] = {}
     if kind == "fsdp2":
         options["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
         )
     accelerator = accelerate.Accelerator(cpu=True, step_scheduler_with_optimizer=False, **options)
-    assert accelerator.num_processes == dist.get_world_size()
+    assert accelerator.num_processes == ranks
     if kind == "fsdp2":  # which accelerate itself refuses to CPUs, without a word: it takes DDP
         state = AcceleratorState()
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, options["fsdp_plugin"]
@@ -178,12 +184,15 @@ def test_accelerate(kind: str) -> None:
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def trained(make: Any, folder: Path, resume: str | None = None) -> list[Tensor]:
+def trained(make: Any, folder: Path, resume: str | None = None, ranks: int = 1) -> list[Tensor]:
+    """By the Trainer, on batches of two rows over all ranks."""
+    if ranks > 1:
+        as_from_torchrun()
     model = llama().float()
     data = [{"input_ids": x, "labels": x} for x in tokens().reshape(-1, LENGTH)]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=2 // ranks,
         max_steps=4,
         save_steps=2,
         report_to=[],
@@ -196,12 +205,14 @@ def trained(make: Any, folder: Path, resume: str | None = None) -> list[Tensor]:
         model=model, args=arguments, train_dataset=data, optimizers=(make(model), None)
     )
     trainer.train(resume_from_checkpoint=resume)
+    assert trainer.args.world_size == ranks
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel) == (ranks > 1)
     return [param.detach() for param in model.parameters()]
 
 
 @pytest.mark.filterwarnings("ignore")  # the Trainer's own
 def test_the_trainer(tmp_path: Path) -> None:
-    """With its schedule of learning rates; and a run that goes on from its checkpoint."""
+    """With its schedule of learning rates; a run that goes on from its checkpoint; and on ranks."""
     pytest.importorskip("accelerate")
 
     def ours(model: nn.Module) -> Any:
@@ -210,16 +221,25 @@ def test_the_trainer(tmp_path: Path) -> None:
     def theirs(model: nn.Module) -> Any:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
+    def on_ranks(folder: Path) -> list[Tensor]:
+        return trained(ours, folder, ranks=2)
+
     params = trained(ours, tmp_path / "ours")
     for p, q in zip(params, trained(theirs, tmp_path / "theirs"), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     again = trained(ours, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-2"))
     assert all(map(torch.equal, params, again))
+    found = launch(on_ranks, 2, tmp_path / "ranks", start_method="fork", timeout=100)
+    for p, *those_of_ranks in zip(params, *found, strict=True):
+        for q in those_of_ranks:
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
 def by_lightning(folder: str, strategy: str, epoch: int, rows: slice) -> list[Tensor]:
     """Up to this epoch, which has these rows of the inputs; from a checkpoint of the one before."""
     import lightning
+
+    ranks = as_from_torchrun() if strategy == "ddp" else 1  # Lightning is to start none itself
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -227,12 +247,13 @@ def by_lightning(folder: str, strategy: str, epoch: int, rows: slice) -> list[Te
             self.model = small()
 
         def training_step(self, batch: Tensor) -> Tensor:
+            assert self.trainer.world_size == ranks
+            assert isinstance(self.trainer.model, DistributedDataParallel) == (ranks > 1)
             loss: Tensor = self.model(batch).square().mean()
             return loss
 
         def train_dataloader(self) -> Any:
-            ranks, rank = self.trainer.world_size, self.trainer.global_rank
-            own: Any = [x.chunk(ranks)[rank] for x in inputs()[rows]]
+            own: Any = [x.chunk(ranks)[self.trainer.global_rank] for x in inputs()[rows]]
             return torch.utils.data.DataLoader(own, batch_size=None, num_workers=0)
 
         def configure_optimizers(self) -> Any:
@@ -240,15 +261,10 @@ def by_lightning(folder: str, strategy: str, epoch: int, rows: slice) -> list[Te
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    if strategy == "ddp":  # Lightning is to take these ranks, and to start none
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ |= {name: str(n) for name, n in names.items()}
-        os.environ["TORCHELASTIC_RUN_ID"] = "launched"
     trainer = lightning.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        devices=2 if strategy == "ddp" else 1,
+        devices=ranks,
         strategy=strategy,
         max_epochs=epoch,
         logger=False,
