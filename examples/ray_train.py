@@ -8,11 +8,9 @@ The machines are four nodes that Ray simulates on this one.
 """
 
 import argparse
-import json
 import os
 import signal
 import tempfile
-from pathlib import Path
 
 import ray.train
 import torch
@@ -23,11 +21,6 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 
 WORKERS = 4
-
-
-def batch_of(number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(12, 8, generator=generator, dtype=torch.float64)
 
 
 def train(config: dict) -> None:
@@ -49,13 +42,14 @@ def train(config: dict) -> None:
         if group.size == WORKERS and group.rank == 1 and number == config["lost_at"]:
             for process in (os.getppid(), os.getpid()):  # the machine's Ray, and this worker
                 os.kill(process, signal.SIGKILL)
-        state, metrics = step(state, fz.data.share(batch_of(number), group))
+        torch.manual_seed(number)
+        batch = torch.randn(12, 8, dtype=torch.float64)
+        state, metrics = step(state, fz.data.share(batch, group))
         losses.append(float(metrics["loss"]))
         if len(losses) % 5 == 0:
             checkpoint.save(config["root"], step, state, user={"losses": losses})
     if group.rank == 0:
-        found = {"losses": losses, "workers": group.size}
-        Path(config["root"], "found.json").write_text(json.dumps(found))
+        torch.save({"losses": losses, "workers": group.size}, config["root"] + "/found")
 
 
 def run(steps: int, lost_at: int | None) -> dict:
@@ -64,33 +58,24 @@ def run(steps: int, lost_at: int | None) -> dict:
         cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
     with tempfile.TemporaryDirectory() as root:
+        failures = ray.train.FailureConfig(max_failures=3)
         trainer = TorchTrainer(
             train,
             train_loop_config={"root": f"{root}/saved", "steps": steps, "lost_at": lost_at},
             scaling_config=ray.train.ScalingConfig(num_workers=(WORKERS - 1, WORKERS)),
-            run_config=ray.train.RunConfig(
-                storage_path=root, failure_config=ray.train.FailureConfig(max_failures=3)
-            ),
+            run_config=ray.train.RunConfig(storage_path=root, failure_config=failures),
         )
         trainer.fit()
-        found = json.loads(Path(root, "saved", "found.json").read_text())
+        found = torch.load(f"{root}/saved/found")
     ray.shutdown()
     cluster.shutdown()
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=30)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
     parser.add_argument("--lost-at", type=int, default=17, help="the step in which a machine is")
-    args = parser.parse_args()
-    whole, lost = run(args.steps, None), run(args.steps, args.lost_at)
+    whole, lost = run(30, None), run(30, parser.parse_args().lost_at)
     print(f"{whole['workers']} workers, then {lost['workers']}: loss {lost['losses'][-1]:.6f}")
     assert (whole["workers"], lost["workers"]) == (WORKERS, WORKERS - 1)
     torch.testing.assert_close(whole["losses"], lost["losses"], rtol=1e-12, atol=0)
-
-
-if __name__ == "__main__":
-    main()
