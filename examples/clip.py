@@ -69,8 +69,7 @@ def train(group: fz.Group, num_steps: int, level: int, chunks: int) -> list[floa
     step = fz.shard(fz.train_step(loss_fn, optim.adamw(1e-2)), level=level, group=group)
     state, losses = step.init(params, buffers), []
     for number in range(num_steps):
-        own = tuple(x.tensor_split(group.size)[group.rank] for x in pairs(number))
-        state, metrics = step(state, own)
+        state, metrics = step(state, fz.data.share(pairs(number), group))
         losses.append(metrics["loss"].item())
     return losses
 

@@ -70,9 +70,8 @@ def train(
     state = step.init(params, buffers)
     for i in range(num_steps):
         index = torch.randint(len(data["y"]), (BATCH,), generator=torch.Generator().manual_seed(i))
-        state, _ = step(state, take(data, index[group.rank :: group.size]))
-    share = torch.arange(group.rank, len(test["y"]), group.size)
-    accuracy = check(state, take(test, share))["accuracy"].item()
+        state, _ = step(state, take(data, fz.data.share(index, group)))
+    accuracy = check(state, fz.data.share(test, group))["accuracy"].item()
     here = fz.describe(step, state)
     whole = sum(leaf.nbytes for leaf in params.values())
     gradients = whole / (group.size if level >= 2 else 1)

@@ -98,14 +98,14 @@ def train(
     )
     check = fz.shard(fz.eval_step(evaluate), level=level, group=group)
     data, test = read_digits(turned)
-    share = {name: values[group.rank :: group.size] for name, values in test.items()}
+    test = fz.data.share(test, group)
     state = step.init(params, buffers)
-    before = check(state, share)["accuracy"].item()
+    before = check(state, test)["accuracy"].item()
     for i in range(num_steps):
         index = torch.randint(len(data["y"]), (BATCH,), generator=torch.Generator().manual_seed(i))
-        mine = index[group.rank :: group.size]
-        state, _ = step(state, {name: values[mine] for name, values in data.items()})
-    accuracy = before, check(state, share)["accuracy"].item()
+        batch = {name: values[index] for name, values in data.items()}
+        state, _ = step(state, fz.data.share(batch, group))
+    accuracy = before, check(state, test)["accuracy"].item()
     here = fz.describe(step, state)
     held = here.params_nbytes / 1e3, here.state_nbytes / 1e3
     return step.unshard(state).params, accuracy, held

@@ -100,8 +100,8 @@ def train(
     sharded = fz.shard(step, level=level, group=group)
     state, seen = sharded.init(params, buffers), []
     for number in range(size.num_steps):
-        own = tuple(x.tensor_split(group.size)[group.rank] for x in ratings(number, size))
-        state, metrics = sharded(state, own)
+        batch = fz.data.share(ratings(number, size), group)
+        state, metrics = sharded(state, batch)
         seen.append((metrics["loss"].item(), metrics["recall"].item()))
     tables = [leaf for path, leaf in state.params.items() if kind(path, leaf) == "tables"]
     held = sum(leaf.local.numel() for leaf in tables)
