@@ -15,7 +15,7 @@ from .._torch_private import storage_id
 from ..compress import Form
 from ..errors import StructureError
 from ..layout.build import make_layout
-from ..layout.layout import Bucket, Cut, Layout, Unit
+from ..layout.layout import Bucket, Cut, Layout
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine
 from ..precision import short
@@ -230,7 +230,8 @@ def describe(step: AnyStep, state: State) -> Description:
     stored = _Elsewhere(step.options)
     stored.see_params(state.params)
     stored.see_state(state.value.opt_state)
-    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, sharding.layout.units)
+    found = found_units(sharding.layout.units)
+    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, found)
 
 
 def _on_this_rank(
@@ -238,7 +239,7 @@ def _on_this_rank(
     rows: Sequence[Row],
     optimizer: str,
     stored: _Elsewhere,
-    units: Iterable[Unit],
+    found: tuple[str, ...],
 ) -> Description:
     options = step.options
     seams = [f"{name}={seam}" for name, seam in options.printed_seams.items()]
@@ -252,7 +253,7 @@ def _on_this_rank(
         seams=", ".join(seams),
         mesh=options.axes.mesh,
         stored=stored.by_kind,
-        found=found_units(units),
+        found=found,
     )
 
 
@@ -318,7 +319,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     step.check_state(state)
     sends = step.group.size > 1
     rows, stored = list[Row](), _Elsewhere(step.options)
-    units: list[Unit] = []  # of the trees that losses use
+    found: tuple[str, ...] = ()  # in the trees that losses use
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
@@ -326,7 +327,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
             rows += _rows_of_tree(own_name, node, sends=sends)
             if node.holding.form == "held":
                 stored.see_params(node)
-                units += node.sharding.layout.units
+                found += found_units(node.sharding.layout.units, own_name)
         elif isinstance(node, ShardedOptState):
             stored.see_state(node)
             tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
@@ -338,7 +339,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
     rows += _rows_of_parts(step, state)
-    return _on_this_rank(step, rows, repr(step.unsharded), stored, units)
+    return _on_this_rank(step, rows, repr(step.unsharded), stored, found)
 
 
 def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:

@@ -53,11 +53,12 @@ def notes_of(
     return tuple(notes)
 
 
-def found_units(units: Iterable[Unit]) -> tuple[str, ...]:
+def found_units(units: Iterable[Unit], tree: str = "") -> tuple[str, ...]:
     """What `functionalize` without `units` has found, a line per kind; none where they were
-    chosen."""
+    chosen. `tree`: the name of the tree that they are units of, where there are several."""
     numbers = Counter(unit.why for unit in units if unit.why)
-    return tuple(f"units found: {number} ({why})" for why, number in numbers.items())
+    found = f"units found in {tree}" if tree else "units found"
+    return tuple(f"{found}: {number} ({why})" for why, number in numbers.items())
 
 
 def wire_of(bucket: Bucket, is_updated: bool) -> tuple[tuple[str, Form], ...]:

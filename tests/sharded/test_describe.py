@@ -160,3 +160,14 @@ def test_it_says_which_units_were_found_and_why() -> None:
     ]
     _, params, buffers = fz.functionalize(model, units=nn.Linear)
     assert "units found" not in str(fz.describe(step, step.init(params, buffers)))
+
+
+def test_it_says_which_units_were_found_in_each_network() -> None:
+    params = [fz.functionalize(nn.Sequential(*map(nn.Linear, s, s)))[1] for s in ([4], [4, 5])]
+    program = fz.program_step(lambda value, batch: (value, {}), init=lambda g, d: {"g": g, "d": d})
+    sharded = shard(program, level=3, group=CountingGroup(2))
+    lines = str(fz.describe(sharded, sharded.init(*params))).splitlines()
+    assert [line for line in lines if line.startswith("units")] == [
+        "units found in d: 2 (children of the model)",
+        "units found in g: 1 (children of the model)",
+    ]
