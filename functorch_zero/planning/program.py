@@ -26,7 +26,7 @@ from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.placed import stored_flats
-from ..sharded.program.agreement import ProgramAgreement
+from ..sharded.program.agreement import agreement_of
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish
 from ..sharded.program.ledger import Ledger
@@ -75,7 +75,7 @@ class ImaginedProgram:
         self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
         options, self.places = with_imagined_places(options, self.watch, device)
         self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
-        agreement = _ImaginedAgreement(options, self.watch)
+        agreement = _ImaginedAgreement(step, options, self.watch)
         # The first of its steps is one to find out the order: it donates nothing
         step = replace(step, num_gradients=None)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
@@ -144,8 +144,9 @@ class _ImaginedAgreement:
     """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
     a step sends is sent."""
 
-    def __init__(self, options: Options, watch: MemoryWatch):
-        self._agreement = ProgramAgreement(options, BackgroundTasks())
+    def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
+        self._agreement = agreement_of(step, options, BackgroundTasks())
+        self.is_by_gradients = self._agreement.is_by_gradients
         self._rank, self._watch = options.group.rank, watch
 
     def on_arguments(self, given: Any, layouts: Any, seed: Any, facts: Any) -> None:
@@ -164,10 +165,13 @@ class _ImaginedAgreement:
         with self._watch.live.paused():
             self._agreement.before_writing(ledger)
 
-    def on_results(self, ledger: Ledger, args: Any) -> None:
+    def by_gradient(self, ledger: Ledger, flags: Any, batch: Any) -> list[bool]:
+        return self._agreement.by_gradient(ledger, flags, batch)
+
+    def on_results(self, ledger: Ledger, results: Any, args: Any) -> None:
         self._watch.enter("metrics")
         with self._watch.live.paused():
-            self._agreement.on_results(ledger, args)
+            self._agreement.on_results(ledger, results, args)
 
 
 class _AnnouncedEngine:

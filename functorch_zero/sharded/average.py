@@ -110,9 +110,7 @@ def report_of(
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
         raise other_collectives(group, log)
-    if copy.num > 1:
-        check_copies(copy, _own_numbers(means), group)
-    found = _report(means, copy)
+    found = report_without_words(means, group, copy)
     return found._replace(flags=told.flags, sizes=told.sizes, same_batch=told.same_batch)
 
 
@@ -123,11 +121,14 @@ def words_of(means: MeansUnderWay) -> list[str]:
     return [*means.values, has_weight]
 
 
-def report_later(means: MeansUnderWay) -> Report:
-    """The means alone, of ranks that compare their words later, and undo the step where these
-    differ. No communication, but the wait for the means."""
+def report_without_words(means: MeansUnderWay, group: Group, copy: Copy = ONLY_COPY) -> Report:
+    """The means alone, of ranks that compare their words by another message, and undo the step
+    where these differ. No communication, but the wait for the means; and of ranks of the same data
+    the comparison of their values."""
     means.work.wait()
-    return _report(means, ONLY_COPY)
+    if copy.num > 1:
+        check_copies(copy, _own_numbers(means), group)
+    return _report(means, copy)
 
 
 def _report(means: MeansUnderWay, copy: Copy) -> Report:

@@ -72,6 +72,12 @@ class ProgramStep:
                 )
             )
 
+    @property
+    def is_training_step(self) -> bool:
+        """Whether the library has written the program: one gradient, and an update that follows
+        from it."""
+        return self.nameless is not None
+
     def __repr__(self) -> str:
         name = getattr(self.program, "__qualname__", type(self.program).__name__)
         return f"program_step({name})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from optree import tree_map
 from torch import Tensor
@@ -16,6 +16,8 @@ from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
 from ...params import as_local, is_on_engine
+from ...step.loss import Metrics
+from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
 from ..average import other_collectives
@@ -27,6 +29,14 @@ from ..readable import told_apart, told_values
 from ..words import Told, exchange_data, tell
 from .ledger import Ledger, Settlement
 from .value import unsharded_leaves
+
+
+class Results(NamedTuple):
+    """What a program's step has made, as of `Ledger.note_results`."""
+
+    nodes: Mapping[str, Any]  # of the next value, by path
+    metrics: Metrics
+    num_draws: int  # of `fz.random`
 
 
 class Agreement(Settlement, Protocol):
@@ -62,7 +72,7 @@ class Agreement(Settlement, Protocol):
         """Whether a call of this number is looked at closely."""
         ...
 
-    def on_results(self, ledger: Ledger, args: Sequence[Any]) -> None:
+    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
         """Compare the words and the results of a step.
 
         Args:
@@ -80,6 +90,8 @@ class ProgramAgreement:
         background: the step's tasks, whose failures all ranks learn here.
         own: names of the value's entries that each rank keeps for itself.
     """
+
+    is_by_gradients: ClassVar[bool] = False
 
     def __init__(self, options: Options, background: BackgroundTasks, own: Sequence[str] = ()):
         self._options, self._background, self._own = options, background, own
@@ -129,26 +141,43 @@ class ProgramAgreement:
     def before_writing(self, ledger: Ledger) -> None:
         self._compare(ledger, "step/before writing")
 
-    def on_results(self, ledger: Ledger, args: Sequence[Any]) -> None:
+    def by_gradient(self, ledger: Ledger, flags: Sequence[bool], batch: Any) -> list[bool]:
+        told = self._compare_with_batch(ledger, "gradient/metrics", batch, flags)
+        return told.flags[1:]
+
+    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
+        ledger.note_results(*results)
         # Sharded trees are no batch
         own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
-        batch = self._batches.digest(own, look=ledger.look)
-        told = self._compare(ledger, "step/agreement", batch)
-        self._batches.note(batch, told.same_batch, self._options.group.rank)
+        self._compare_with_batch(ledger, "step/agreement", own)
 
-    def _compare(self, ledger: Ledger, label: str, batch: int = 0) -> Told:
+    def _compare_with_batch(
+        self, ledger: Ledger, label: str, batch: Any, flags: Sequence[bool] = ()
+    ) -> Told:
+        """The same, with this rank's part of the batch, of which some calls note whether it is
+        that of all ranks."""
+        digest = self._batches.digest(batch, look=ledger.look)
+        told = self._compare(ledger, label, digest, flags)
+        self._batches.note(digest, told.same_batch, self._options.group.rank)
+        return told
+
+    def _compare(
+        self, ledger: Ledger, label: str, batch: int = 0, flags: Sequence[bool] = ()
+    ) -> Told:
         """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
         same facts; and where a background task of any rank has failed. One all-reduce of words;
         only when ranks differ, an exchange of JSON.
 
         Args:
             batch: a digest of this rank's part; 0: it says nothing.
+            flags: this rank's. The answer's come after one that says whether a task has failed.
         """
         group = labelled(self._options.group, label)
         gradients = [gradient.words for gradient in ledger.gradients]
         found = _Findings(ledger.step, ledger.calls, gradients, ledger.facts, {})
         # Ranks at different calls of a step send equal lengths, since `tell` does
-        told = tell(found.words, [self._background.failed()], group, ledger.num_rows, batch=batch)
+        all_flags = [self._background.failed(), *flags]
+        told = tell(found.words, all_flags, group, ledger.num_rows, batch)
         if not told.alike:
             values = {name: in_words() for name, in_words in ledger.told.items()}
             everyone = exchange_data(group, found._replace(values=values))
@@ -156,6 +185,35 @@ class ProgramAgreement:
         ledger.settled(told.sizes, group.rank)
         self._background.raise_if(told.flags[0])
         return told
+
+
+class TrainAgreement(ProgramAgreement):
+    """That of a training step: its gradient settles all. Nothing else is sent, and nothing waits
+    for the next step: what is made after the gradient follows from what ranks have compared, by
+    the library's own code. Trees, buffers and scales that the next step is given are in its
+    gradient's words."""
+
+    is_by_gradients = True
+
+    def before_call(self, ledger: Ledger) -> None:
+        pass
+
+    def before_writing(self, ledger: Ledger) -> None:
+        pass
+
+    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
+        pass
+
+
+def agreement_of(step: ProgramStep, options: Options, background: BackgroundTasks) -> Agreement:
+    """That of ranks that take such a step."""
+    kind = TrainAgreement if step.is_training_step else ProgramAgreement
+    return kind(options, background, own_entries(step, options))
+
+
+def own_entries(step: ProgramStep, options: Options) -> Sequence[str]:
+    """The names of the value's entries that each rank keeps for itself."""
+    return step.buffers if options.sync_buffers == "local" else ()
 
 
 class _Findings(NamedTuple):

@@ -29,7 +29,7 @@ from ...step.program import LossCall
 from ...step.rows import leading_sizes, total_size
 from ...step.scope import gradient_in_words
 from ...step.weights import check_weight_value
-from ..average import Report, report_later, report_of, words_of
+from ..average import Report, report_of, report_without_words, words_of
 from ..buffers import apart_from, check_synchronizable, synchronize
 from ..grad_mean import in_range, to_means
 from ..nonfinite import refuse
@@ -200,8 +200,9 @@ def is_fine(run: GradientRun, local: LocalGradient) -> bool:
 
 
 def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
-    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words; none in a
-    program's step whose ledger takes them, see Note [words that wait] in `ledger`.
+    """Tell all ranks this one's findings, and learn theirs. One all-reduce of words, those of the
+    ledger among them where gradients settle it; none in a program's step whose ledger takes them.
+    See Note [words that wait] in `ledger`.
 
     Args:
         fine: as `is_fine` has found.
@@ -219,16 +220,20 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
     flags = changes.flags(axes.world.rank, look=run.look)
     if run.call.options.looks:
         flags = [*flags, not fine]
-    if run.scope is not None and _may_wait(run, flags):
+    group = labelled(axes.world, "gradient/metrics")
+    ledger = None if run.scope is None else run.scope.ledger
+    if ledger is not None and (ledger.is_settled_by_gradients or _may_wait(run, flags)):
         # None to compare where a loss says what rows weigh, or sees all of them
         plain = outcome.weight is None and not exchanged
         rows = leading_sizes(run.call.data) if plain else []
-        reminder = run.loss.reminder
-        run.scope.ledger.post(Posted(run.log, words_of(means), rows, reminder))
-        return Agreed(report_later(means), fine=True)
+        ledger.post(Posted(run.log, words_of(means), rows, run.loss.reminder))
+        if not ledger.is_settled_by_gradients:
+            return Agreed(report_without_words(means, group), fine=True)
+        told = ledger.settle_by_gradient(flags, run.call.data)
+        report = report_without_words(means, group, axes.copy)._replace(flags=told)
     # Logs are compared here, when all collectives of the passes have started
-    group = labelled(axes.world, "gradient/metrics")
-    report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
+    else:
+        report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
     if not run.call.options.looks:
         return Agreed(report, fine=True)
     *changed, unfit = report.flags

@@ -12,6 +12,10 @@ their lengths differ, that ends a process by SIGABRT; where they are equal, it g
 which the settlement refuses. So in steps that all ranks look at, nothing waits: each call and each
 gradient is compared at once, by a message of the same length as the one that settles. Other steps
 find it out at the settlement, at no cost.
+
+A training step makes one gradient, and an update that follows from it by the library's own code.
+So its gradient's words settle all, with the flags that it asks for; neither the writing nor the end
+of the step sends anything, nor do calls in steps that are looked at.
 """
 
 from __future__ import annotations
@@ -53,7 +57,13 @@ class Posted(NamedTuple):
 
 
 class Settlement(Protocol):
-    """The comparison of ledgers among ranks. It raises, on every rank, where they differ."""
+    """The comparison of ledgers among ranks. It raises, on every rank, where they differ.
+
+    Attributes:
+        is_by_gradients: whether each gradient compares all words so far.
+    """
+
+    is_by_gradients: bool
 
     def before_call(self, ledger: Ledger) -> None:
         """Compare the calls of the library that the program has made, the next one last."""
@@ -61,6 +71,15 @@ class Settlement(Protocol):
 
     def before_writing(self, ledger: Ledger) -> None:
         """Make sure that all ranks are at this step, and that none has failed."""
+        ...
+
+    def by_gradient(self, ledger: Ledger, flags: Sequence[bool], batch: Any) -> list[bool]:
+        """Compare all words so far, those of a gradient last. Returns its flags, each raised by
+        any rank.
+
+        Args:
+            batch: this rank's part.
+        """
         ...
 
 
@@ -82,6 +101,7 @@ class Ledger:
         facts: by name, what the calls were given, as plain data that is equal on ranks that have
             made it alike. See Note [words] in `layout.piece`.
         told: by name of a fact that is a checksum, makes the same in words, for an error.
+        is_settled_by_gradients: whether no gradient waits.
     """
 
     def __init__(
@@ -100,14 +120,18 @@ class Ledger:
         self.facts: dict[str, Any] = {}
         self.told: dict[str, Callable[[], Any]] = {}
         self._settlement, self._own = settlement, own
+        self.is_settled_by_gradients = settlement.is_by_gradients
         self._num_settled = 0  # gradients
-        self._is_calling = False
+        self._is_calling = self._is_closed = False
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether calls are noted: not those that the library makes itself, which follow from
+        others, nor those after a gradient that has settled all."""
+        return not (self._is_calling or self._is_closed)
 
     def of_call(self, call: LibraryCall, function: Callable[[], T]) -> T:
-        """The result of a call of the library, which runs the function. Both are noted, but for
-        calls that the library makes itself: they follow from it."""
-        if self._is_calling:
-            return function()
+        """The result of a call of the library, which runs the function. Both are noted."""
         self.calls.append(call.words)
         place = f"call {len(self.calls)} ({call.name})"
         self._note_given(place, call)
@@ -182,6 +206,16 @@ class Ledger:
     def settle(self) -> None:
         """Compare all words so far: this rank is about to write to what it was given."""
         self._settlement.before_writing(self)
+
+    def settle_by_gradient(self, flags: Sequence[bool], batch: Any) -> list[bool]:
+        """Compare all words so far. Returns the flags of a gradient, each raised by any rank.
+
+        Args:
+            batch: this rank's part.
+        """
+        told = self._settlement.by_gradient(self, flags, batch)
+        self._is_closed = True
+        return told
 
     @property
     def num_rows(self) -> int:

@@ -48,6 +48,9 @@ def compared(method: Function) -> Function:
 
     @wraps(method)
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = ranks_here()
+        if scope is not None and not scope.ledger.takes_calls:
+            return method(engine, *args, **kwargs)
         given, settings = (*args, *kwargs.values()), {}
         for argument in given:
             if isinstance(argument, Transform):
@@ -65,7 +68,10 @@ def of_call(
 ) -> T:
     """The result of a call of the library, as of `Ledger.of_call`; outside of a program's step on
     ranks, and in its threads, nothing is noted, and trees are named by what they were made of."""
-    scope, call = ranks_here(), LibraryCall(name, given, settings)
+    scope = ranks_here()
+    if scope is not None and not scope.ledger.takes_calls:
+        return function()
+    call = LibraryCall(name, given, settings)
     if scope is not None:
         return scope.ledger.of_call(call, function)
     # Before the call, which may use up what it is given

@@ -66,7 +66,7 @@ from ..refit import (
     refuse_parts,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement, ProgramAgreement
+from .agreement import Agreement, Results, agreement_of, own_entries
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
@@ -123,9 +123,9 @@ class ShardedProgramStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
+        self._agreement = agreement or agreement_of(step, options, self.background)
         # Trees of the value that each rank keeps for itself
-        self._own = step.buffers if options.sync_buffers == "local" else ()
-        self._agreement = agreement or ProgramAgreement(options, self.background, self._own)
+        self._own = own_entries(step, options)
         self._parts = PartsOfValues(options, step.nameless)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
@@ -406,8 +406,8 @@ class ShardedProgramStep:
             check_fits(given, made, rank)
             if kept is not None:
                 kept.check_next(self._parts.of(made.marked(self.unsharded.nameless).value))
-            ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
-            self._agreement.on_results(ledger, args)
+            results = Results(made.by_path, metrics, scope.streams.num_draws)
+            self._agreement.on_results(ledger, results, args)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
