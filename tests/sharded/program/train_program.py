@@ -84,8 +84,9 @@ class TrainProgram:
             if fine:
                 # Perhaps by one kernel
                 params, opt_state = optimizer.apply(grads, opt_state, params)
-        measured = chosen(self.step.metrics, found | state_metrics(opt_state))
-        metrics = merged_metrics({"loss": loss, **of_loss}, measured)
+        if not set(self.step.metrics) <= set(NORMS):
+            found |= state_metrics(opt_state)
+        metrics = merged_metrics({"loss": loss, **of_loss}, chosen(self.step.metrics, found))
         metrics = merged_metrics(metrics, policy.metrics(finite))
         return TrainValue(params, buffers, opt_state, finite), metrics
 
