@@ -96,4 +96,5 @@ class TrainProgram:
     def _norms(self, **trees: Any) -> dict[str, Tensor]:
         """Those that were asked for, by one all-reduce."""
         wanted = [name.removesuffix("_norm") + "s" for name in NORMS if name in self.step.metrics]
-        return norms(**{name: trees[name] for name in wanted if name in trees})
+        chosen_trees = {name: trees[name] for name in wanted if name in trees}
+        return norms(**chosen_trees) if chosen_trees else {}
