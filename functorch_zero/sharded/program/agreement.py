@@ -262,12 +262,22 @@ def _difference(everyone: Sequence[_Findings], ledger: Ledger, group: Group) -> 
     if one is not None and two is not None and one != two:
         name, ours, other = first_difference(one, two, name)
     ours, other = told_apart(ours, other)
+    what, remedy = _OF_STEP if ledger.is_settled_by_gradients else _OF_PROGRAM
     return MismatchError(
-        f"the program's results differ between ranks: {name} is {ours} on rank 0 and {other} on "
-        f"rank {rank} (this is rank {own_rank}). Remedy: make of each rank's own batch only what "
-        "fz.value_and_grad gives, a loss and Aux(metrics=...), which are means over ranks; branch "
-        "and scale by these"
+        f"{what} between ranks: {name} is {ours} on rank 0 and {other} on rank {rank} (this is "
+        f"rank {own_rank}). Remedy: {remedy}"
     )
+
+
+_OF_PROGRAM = (
+    "the program's results differ",
+    "make of each rank's own batch only what fz.value_and_grad gives, a loss and "
+    "Aux(metrics=...), which are means over ranks; branch and scale by these",
+)
+_OF_STEP = (
+    "the step is given a state that differs",
+    "change a state between steps in the same way on every rank",
+)
 
 
 def _first_log_apart(gradients: Sequence[Sequence[Sequence[str]]], ledger: Ledger) -> Sequence[str]:

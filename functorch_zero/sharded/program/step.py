@@ -356,7 +356,8 @@ class ShardedProgramStep:
         unless the step donates.
 
         Collectives: those of the functions that the program calls, and one all-reduce, which
-        compares the ranks' results; when donating, another one before the first write.
+        compares the ranks' results; when donating, another one before the first write. Of a
+        training step neither: its gradient's words settle all.
 
         Raises:
             StructureError: the state is of another step, or the program returns another structure.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.groups import run_ranks
+from functorch_zero.errors import MismatchError
+from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.sharded.program.train_program import as_program
@@ -170,5 +171,61 @@ def test_a_tree_without_a_name(tmp_path: Path) -> None:
         for (sharded, like), name in zip(steps, reversed(names), strict=True):
             loaded = checkpoint.load(tmp_path / name, sharded, like=like).state
             assert_equal_values(found[0][0], named_leaves(loaded.parts), grade="bitwise")
+
+    run_ranks(run, 2)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms": {"metrics": ["grad_norm", "param_norm"]},
+    "skips": {"nonfinite": "skip", "metrics": ["grad_norm", "update_norm"]},
+    "scaled": {"loss_scale": SCALING, "accumulate": 2},
+}
+SOME = crossed([1, 2, 3], [*ASKED], [True, False], n=2)
+
+
+@pytest.mark.parametrize(("level", "asked", "donate"), SOME)
+def test_a_step_sends_two_messages(level: int, asked: str, donate: bool) -> None:
+    """Metrics and words, in steps that are looked at and others; all norms together are one more.
+    Units take no all-reduce at these levels."""
+
+    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).square().mean()
+
+    group, options = CountingGroup(2), ASKED[asked]
+    train = fz.train_step(loss, optim.adamw(0.1), **options)
+    step = fz.shard(as_program(train), level=level, group=group, donate=donate)
+    state = step.init({"w": torch.ones(3, 5, requires_grad=True)})
+    for _ in range(6):
+        group.reset()
+        state, _ = step(state, torch.ones(4, 3))
+        num = sum(call.kind == "all_reduce" for call in group.calls)
+        assert num == 2 + ("metrics" in options)
+
+
+def test_a_state_that_one_rank_has_changed() -> None:
+    """Nothing is sent at the end of a step. What a step is given is in its gradient's words, which
+    come before the first write: in a step that isn't looked at (3), too."""
+    loss_fn, params, buffers = build(torch.float32)
+    train = fz.train_step(loss_fn, optim.adamw(0.1))
+
+    def others(state: Any, name: str) -> Any:
+        field = "buffers" if name == "buffer" else name
+        changed = tree_map(lambda leaf: leaf * 2, getattr(state, field))
+        return state.replace(**{field: changed})
+
+    def run(group: Any) -> None:
+        step = fz.shard(as_program(train), level=3, group=group, donate=True)
+        state, own = step.init(params, buffers, seed=3), None
+        for number in range(3):
+            own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(number % 2))
+            state, _ = step(state, own)
+        before = step.unshard(state)
+        for name in ("params", "opt_state", "buffer"):
+            with pytest.raises(MismatchError, match=rf"is given a state .*{name}.* on rank 0 and"):
+                step(others(state, name) if group.rank == 1 else state, own)
+            # A rank's other params leave those of the state as they were
+            assert_equal_values(before.value, step.unshard(state).value, grade="bitwise")
+        step(state, own)
 
     run_ranks(run, 2)
