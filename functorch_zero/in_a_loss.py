@@ -1,5 +1,5 @@
-"""Whether a loss runs whose gradient is taken: some functions would be wrong inside of it, and
-nothing would tell."""
+"""Whether a loss runs: some functions would be wrong inside of one whose gradient is taken, and
+sharded trees that it was not given would be pieces. Nothing would tell."""
 
 from __future__ import annotations
 
@@ -18,14 +18,33 @@ OF_THIS_RANK = (
 )
 
 
-class _Loss(NamedTuple):
-    """The loss that runs."""
+class _Running(NamedTuple):
+    """What runs in this thread."""
 
-    rank: int | None  # on which it is sharded; None: it isn't
+    is_loss: bool = False  # whose gradient is taken
+    rank: int | None = None  # on which that loss is sharded; None: it isn't
+    hides_trees: bool = False  # a sharded loss or evaluation is given lazy parameters instead
 
 
-# A context variable, so that thread ranks each have their own. Threads that a loss starts have none
-_LOSS: ContextVar[_Loss | None] = ContextVar("_LOSS", default=None)
+# A context variable, so that thread ranks and async code each have their own. Threads that a loss
+# starts have none
+_RUNNING: ContextVar[_Running] = ContextVar("_RUNNING", default=_Running())  # noqa: B039
+
+
+@contextmanager
+def hiding_trees() -> Iterator[None]:
+    """Around a sharded loss or evaluation, which is given lazy parameters: refuse to read sharded
+    trees."""
+    token = _RUNNING.set(_RUNNING.get()._replace(hides_trees=True))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def are_trees_hidden() -> bool:
+    """Whether a sharded loss or evaluation runs in this thread."""
+    return _RUNNING.get().hides_trees
 
 
 @contextmanager
@@ -40,11 +59,11 @@ def running_a_loss(rank: int | None) -> Iterator[None]:
     """
     # The other functions that take gradients ask before they begin
     refuse_gradient("a training step was called")
-    token = _LOSS.set(_Loss(rank))
+    token = _RUNNING.set(_RUNNING.get()._replace(is_loss=True, rank=rank))
     try:
         yield
     finally:
-        _LOSS.reset(token)
+        _RUNNING.reset(token)
 
 
 def refuse_gradient(what: str) -> None:
@@ -72,8 +91,8 @@ def refuse(what: str, remedy: str) -> None:
         what: was done, as a clause.
         remedy: as in `explain`.
     """
-    running = _LOSS.get()
-    if running is not None:
+    running = _RUNNING.get()
+    if running.is_loss:
         raise StructureError(
             explain(
                 f"{what} inside of a loss whose own gradient is taken, and would be no part of it, "

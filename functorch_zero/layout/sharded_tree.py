@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from .._torch_private import register_in_torch, transforms_active
 from ..errors import DonatedError, StructureError, explain
-from ..in_a_loss import OF_THIS_RANK
+from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine, Story
 from ..tree import PyTree, own_copy
@@ -41,25 +39,6 @@ from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
 _FORMS: dict[Form, str] = {"held": "as params are held", "pieces": "in pieces, as gradients are"}
-
-# Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
-# A context variable, so that thread ranks and async code each have their own
-_IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
-
-
-@contextmanager
-def in_a_loss() -> Iterator[None]:
-    """Refuse to read sharded trees: a loss is given lazy parameters instead."""
-    token = _IN_A_LOSS.set(True)
-    try:
-        yield
-    finally:
-        _IN_A_LOSS.reset(token)
-
-
-def is_in_a_loss() -> bool:
-    """Whether a sharded loss runs in this thread."""
-    return _IN_A_LOSS.get()
 
 
 @dataclass(frozen=True)
@@ -281,7 +260,7 @@ class ShardedTree(OnEngine):
             DonatedError: a step has taken its storage.
         """
         # Inside of a loss leaves would be pieces, and the loss silently another one
-        if _IN_A_LOSS.get():
+        if are_trees_hidden():
             name = name_in_callers(self)
             raise StructureError(
                 explain(

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
+from ..in_a_loss import hiding_trees
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, in_a_loss
+from ..layout.sharded_tree import ShardedTree
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
@@ -142,7 +143,7 @@ class ShardedEvalStep:
         with random:
             params = run.lazy_params()
             mark_policies(params)
-            with in_a_loss():
+            with hiding_trees():
                 found = call_eval(self.unsharded.fn, reading.arguments(params), args, rank)
         run.finish()
         untouched.check(others)

@@ -13,8 +13,9 @@ from torch import Tensor
 from .._torch_private import hooks_registered
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
+from ..in_a_loss import hiding_trees
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, in_a_loss
+from ..layout.sharded_tree import ShardedTree
 from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import mark_policies
 from ..profiling import NOTHING, ranged
@@ -99,7 +100,7 @@ def run_pass(
         with torch.enable_grad(), given_batch(batch):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
-            with ranged("loss"), in_a_loss(), one_pass.around_loss():
+            with ranged("loss"), hiding_trees(), one_pass.around_loss():
                 outcome = _called(loss, params, rank)
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:

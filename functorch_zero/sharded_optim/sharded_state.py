@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError, explain
+from ..in_a_loss import are_trees_hidden
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
 from ..layout.home import Home, Lease, has_ended
@@ -28,7 +29,6 @@ from ..layout.piece import (
     story_of,
     text_from,
 )
-from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
 from ..tree import outline, own_copy
@@ -276,7 +276,7 @@ class ShardedOptState(OnEngine):
     def _check(self) -> None:
         """Raise unless the state may be read."""
         # As of a sharded tree: a loss of one rank's pieces would silently be another one
-        if is_in_a_loss():
+        if are_trees_hidden():
             name = name_in_callers(self)
             raise StructureError(
                 explain(
