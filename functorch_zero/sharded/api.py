@@ -13,6 +13,7 @@ from ..runtime.reduce import Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
+from ..step.train_program import as_program
 from .buffers import SyncBuffers
 from .evaluate import ShardedEvalStep
 from .options import (
@@ -178,7 +179,7 @@ def shard(
         loss_scale=_scales(step),
     )
     if isinstance(step, TrainStep):
-        return ShardedTrainStep(step, options)
+        return ShardedProgramStep(as_program(step), options)
     if isinstance(step, ProgramStep):
         check_of_program(options, step.buffers)
         return ShardedProgramStep(step, options)

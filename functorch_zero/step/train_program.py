@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from functorch_zero.optim.apply_updates import apply_updates
-from functorch_zero.optim.naming import described
-from functorch_zero.optim.states import state_metrics
-from functorch_zero.optim.tree_norms import norms
-from functorch_zero.step.loss import Metrics
-from functorch_zero.step.metrics import NORMS, check_reported, chosen
-from functorch_zero.step.nonfinite import NonFiniteGradient
-from functorch_zero.step.program import value_and_grad, zero_updates
-from functorch_zero.step.program_step import ProgramStep
-from functorch_zero.step.state import TrainValue
-from functorch_zero.step.train import TrainStep, merged_metrics
-from functorch_zero.tree import PyTree
+from ..optim.apply_updates import apply_updates
+from ..optim.naming import described
+from ..optim.states import state_metrics
+from ..optim.tree_norms import norms
+from .loss import Metrics
+from .metrics import NORMS, check_reported, chosen
+from .nonfinite import NonFiniteGradient
+from .program import value_and_grad, zero_updates
+from .program_step import ProgramStep
+from .state import TrainValue
+from .train import TrainStep, merged_metrics
+from ..tree import PyTree
 
 
 def as_program(step: TrainStep) -> ProgramStep:
