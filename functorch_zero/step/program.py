@@ -257,8 +257,9 @@ class LossCall:
         self._refuse_sharded("batch", self.batch, remedy, rank)
         if not all(map(is_plain, optree.tree_leaves(self.buffers))):
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
-        # The loss is differentiated by the tree alone
-        self.buffers = tree_map(torch.detach, self.buffers)
+        # The loss is differentiated by the tree alone. One in no graph stays the same object, also
+        # in the next value, where nobody changes it
+        self.buffers = read_only(self.buffers)
         count = self.options.accumulate
         if count > 1 and not self.takes_batch:
             raise TypeError(

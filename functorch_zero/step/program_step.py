@@ -204,7 +204,7 @@ class ProgramStep:
         self.check_taken(scope.streams)
         new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
-        check_next_value(state.value, new)
+        check_next_value(state.value, new, free=self.buffers)
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
 
 
@@ -231,7 +231,8 @@ def program_step(
             `requires_grad`.
         buffers: names of trees of buffers, which every rank holds whole: arguments of `init` that
             aren't cut, and entries of the value, which each rank keeps for itself with
-            `shard(sync_buffers="local")`.
+            `shard(sync_buffers="local")`. A loss may give them another shape or dtype, where ranks
+            need not send them.
         facts: plain data by name that all ranks must have alike, such as hyperparameters; compared
             in `init`.
         num_gradients: how many gradients each step takes, where that is always the same. A step
@@ -497,15 +498,21 @@ def _versions(tensors: Mapping[int, Tensor]) -> list[int]:
 _PLAIN = {Tensor, Parameter}  # subclasses may be of several tensors
 
 
-def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
+def check_next_value(
+    old: Any, new: Any, rank: int | None = None, *, free: Sequence[str] = ()
+) -> None:
     """Raise, naming the first leaf, unless a program returns its value in the structure, shapes and
-    dtypes that it was given."""
+    dtypes that it was given.
+
+    Args:
+        free: names of trees whose leaves may have others: of buffers, which a loss may replace.
+    """
     check_next_structure(old, new, rank)
     check_savable(new, "the program's next value", rank)
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
         expected, got = leaf_form(before), leaf_form(after)
-        if expected != got:
+        if expected != got and not is_within(paths(old)[n], free):
             raise StructureError(
                 explain(
                     "a leaf of the program's next value has another shape or dtype",

@@ -285,10 +285,10 @@ def device_of_value(value: Any) -> torch.device:
     return device_of(value)
 
 
-def check_fits(old: Nodes, new: Nodes, rank: int) -> None:
+def check_fits(old: Nodes, new: Nodes, rank: int, *, free: Sequence[str] = ()) -> None:
     """Raise unless a program's next value fits in the place of the one that it was given, as
     `check_next_value`. To compare the leaves of a tree would cut them, so nodes whose holdings say
-    that they fit are left out."""
+    that they fit are left out. `free`: as there."""
     before, after = [*old.nodes], [*new.nodes]
     if old.treedef == new.treedef:
         for n, (one, two) in enumerate(zip(before, after, strict=True)):
@@ -299,7 +299,7 @@ def check_fits(old: Nodes, new: Nodes, rank: int) -> None:
             elif one.holding == two.holding:
                 before[n], after[n] = one.as_it_lies, two.as_it_lies
     expected = old.treedef.unflatten(map(_structure_of, before))
-    check_next_value(expected, new.treedef.unflatten(after), rank)
+    check_next_value(expected, new.treedef.unflatten(after), rank, free=free)
 
 
 def _structure_of(node: Any) -> Any:

@@ -623,3 +623,37 @@ def test_a_param_that_is_returned_as_a_buffer_is_as_it_was(
     expected, given = targets(step), {"level": level, "sync_buffers": rule, "donate": True}
     for found in run_ranks(lambda group: targets(fz.shard(step, group=group, **given)), ranks):
         assert_equal_values(expected, found)
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_buffers_that_stay_and_that_grow(ranks: int | None) -> None:
+    """Nobody copies those that a loss leaves as they are. Where nothing is sent, one may become of
+    another shape, whole or sharded."""
+
+    def loss(params: Any, *, buffers: Any, batch: Tensor) -> Tensor:
+        buffers["seen"] = torch.cat([buffers["seen"], batch])
+        return (params["w"] * batch).sum()
+
+    def program(value: Any, batch: Tensor) -> Any:
+        results, grads = fz.value_and_grad(loss)(
+            value.params, buffers=value.buffers, batch=batch
+        )
+        params, opt_state = sgd.apply(grads, value.opt_state, value.params)
+        return Trained(params, results[2], opt_state), {"loss": results[0]}
+
+    def first(params: Any, buffers: Any) -> Trained:
+        return Trained(params, buffers, sgd.init(params))
+
+    def run(group: Any) -> None:
+        whole = fz.program_step(program, init=first, buffers=["buffers"])
+        local = {"group": group, "sync_buffers": "local", "donate": True}
+        step = whole if ranks is None else fz.shard(whole, level=1, **local)
+        buffers = {"seen": torch.zeros(2), "mask": torch.ones(2)}
+        state = step.init({"w": torch.ones(2, requires_grad=True)}, buffers)
+        mask = state.value.buffers["mask"]
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2))
+        assert state.value.buffers["seen"].tolist() == [0, 0, 1, 1, 1, 1]
+        assert ranks is None or state.value.buffers["mask"] is mask
+
+    run_ranks(run, ranks or 1)
