@@ -18,9 +18,8 @@ from ..devices import on_this_device
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from ..step.state import State, TrainValue
+from ..step.state import State
 from .contents import ShardedStep, Step, donates, group_of
-from .device_copies import DeviceCopies
 from .device_reads import DeviceReads
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of
@@ -97,7 +96,9 @@ def async_save(
         if donates(step):
             with torch.no_grad():
                 snapshot = snapshot.copied()
-            _hold_writes(state, snapshot.copies)
+            # Forward and backward of the next step go on meanwhile
+            assert state.sharding is not None
+            state.sharding.donations.before_taking(snapshot.copies.hold_streams)
     except Exception as error:  # to be told to the other ranks, in the save's own exchange
         problem = error
 
@@ -116,15 +117,6 @@ def async_save(
     if snapshot is None:
         return savers.start(job.run, Progress())
     return savers.start(DeviceReads(devices_of(snapshot)).around(job.run), snapshot.progress)
-
-
-def _hold_writes(state: State, copies: DeviceCopies) -> None:
-    """Let what will write over the state's storage wait for copies of it."""
-    # A training step's forward and backward go on meanwhile; a program may write where it likes
-    if state.sharding is not None and isinstance(state.value, TrainValue):
-        state.sharding.donations.before_taking(copies.hold_streams)
-    else:
-        copies.hold_streams()
 
 
 def wait_for_saves(step: Step) -> None:

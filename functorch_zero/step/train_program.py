@@ -11,6 +11,7 @@ from ..optim.apply_updates import apply_updates
 from ..optim.naming import described
 from ..optim.states import state_metrics
 from ..optim.tree_norms import norms
+from ..tree import PyTree
 from .loss import Metrics
 from .metrics import NORMS, check_reported, chosen
 from .nonfinite import NonFiniteGradient
@@ -18,7 +19,6 @@ from .program import value_and_grad, zero_updates
 from .program_step import ProgramStep
 from .state import TrainValue
 from .train import TrainStep, merged_metrics
-from ..tree import PyTree
 
 
 def as_program(step: TrainStep) -> ProgramStep:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import functorch_zero as fz
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import device_copies
 from functorch_zero.groups.single import SingleRank
@@ -102,13 +101,13 @@ def test_the_next_update_waits_for_the_copies_of_a_save(
     state = trained(step, params, buffers, 1)
     want = step.unshard(state)
     gpu = Played(monkeypatch)
-    update = PreparedUpdate.update
+    update = PreparedUpdate.run
 
     def noted(*args: Any, **named: Any) -> Any:
         gpu.done.append("update")
         return update(*args, **named)
 
-    monkeypatch.setattr(PreparedUpdate, "update", noted)
+    monkeypatch.setattr(PreparedUpdate, "run", noted)
     saving = checkpoint.async_save(tmp_path, step, state)
     # Copies start behind what the caller has queued: one wait for all, since each costs time here
     assert gpu.done == ["the copies' waits for the caller's"]
@@ -120,15 +119,3 @@ def test_the_next_update_waits_for_the_copies_of_a_save(
     gpu.read.set()
     saving.result(20)
     assert_same(want, load_on(tmp_path, 1, level))
-
-
-def test_a_program_waits_for_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says that it has written to its trees when it has."""
-    program = fz.program_step(lambda value, x: (value, {}), init=lambda params: params)
-    step = shard(program, level=3, group=SingleRank(), donate=True)
-    state = step.init({"w": torch.ones(4, requires_grad=True)})
-    gpu = Played(monkeypatch)
-    gpu.read.set()
-    saving = checkpoint.async_save(tmp_path, step, state)
-    assert gpu.done[-1] == HOLDS
-    saving.result(20)

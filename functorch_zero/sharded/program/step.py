@@ -381,7 +381,13 @@ class ShardedProgramStep:
             ledger = Ledger(number, self._agreement, look=look, era=era, own=self._own)
             ledger.note_given(as_given.by_path)
             donates = self.options.donate
-            donation = Donation(given.nodes, self._earlier, ledger.settle) if donates else None
+
+            def before_writing() -> None:
+                ledger.settle()
+                # A file may still be made of the state
+                state.sharding.donations.take()
+
+            donation = Donation(given.nodes, self._earlier, before_writing) if donates else None
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),
                 calls=self._loss_calls,

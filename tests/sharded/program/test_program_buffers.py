@@ -635,9 +635,7 @@ def test_buffers_that_stay_and_that_grow(ranks: int | None) -> None:
         return (params["w"] * batch).sum()
 
     def program(value: Any, batch: Tensor) -> Any:
-        results, grads = fz.value_and_grad(loss)(
-            value.params, buffers=value.buffers, batch=batch
-        )
+        results, grads = fz.value_and_grad(loss)(value.params, buffers=value.buffers, batch=batch)
         params, opt_state = sgd.apply(grads, value.opt_state, value.params)
         return Trained(params, results[2], opt_state), {"loss": results[0]}
 

@@ -16,9 +16,9 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, run_ranks
+from functorch_zero.step.train_program import as_program
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
-from functorch_zero.step.train_program import as_program
 from tests.sharded.test_seams import ROUNDED
 from tests.tiers import crossed
 
