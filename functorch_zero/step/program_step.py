@@ -54,6 +54,8 @@ class ProgramStep:
     buffers: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
     num_gradients: int | None = None  # that each step takes; None: nobody has said
+    # Entries of the value whose leaves may have another shape or dtype in the next one
+    free: tuple[str, ...] = ()
     # The argument of `init`, the only one that is cut, and entry of the value whose leaves keep
     # their own paths: as the params of a training step do, in options, logs and `State.parts`
     nameless: str | None = None
@@ -204,7 +206,7 @@ class ProgramStep:
         self.check_taken(scope.streams)
         new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
-        check_next_value(state.value, new, free=self.buffers)
+        check_next_value(state.value, new, free=self.free)
         return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
 
 
@@ -267,8 +269,9 @@ def program_step(
     for name, rule in rules.items():
         if callable(rule):
             check_takes(rule, ("path", "leaf"), 2, by=f"trainable[{name!r}]")
-    own_facts = {} if facts is None else dict(facts)
-    return ProgramStep(program, init, rules, tuple(buffers), own_facts, num_gradients)
+    own_facts, names = {} if facts is None else dict(facts), tuple(buffers)
+    # A loss may replace buffers
+    return ProgramStep(program, init, rules, names, own_facts, num_gradients, free=names)
 
 
 def _marked(leaf: Any, on: bool) -> Any:
@@ -505,7 +508,7 @@ def check_next_value(
     dtypes that it was given.
 
     Args:
-        free: names of trees whose leaves may have others: of buffers, which a loss may replace.
+        free: names of entries whose leaves may have others.
     """
     check_next_structure(old, new, rank)
     check_savable(new, "the program's next value", rank)

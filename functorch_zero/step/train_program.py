@@ -35,8 +35,17 @@ def as_program(step: TrainStep) -> ProgramStep:
             "finite": described(step.policy),
         },
         num_gradients=1,
+        # An optimizer may choose the dtype of its state by that of updates
+        free=("buffers", "opt_state"),
         nameless="params",
     )
+
+
+def training_step_of(step: TrainStep | ProgramStep) -> TrainStep | None:
+    """The training step that an unsharded step is, or is the program of; None: it is neither."""
+    if isinstance(step, TrainStep):
+        return step
+    return step.program.step if isinstance(step.program, TrainProgram) else None
 
 
 _ANSWERS: dict[str, NonFiniteGradient] = {"raise": "raise", "skip": "tell", "pass": "pass"}

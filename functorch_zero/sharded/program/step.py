@@ -410,7 +410,7 @@ class ShardedProgramStep:
             if donates:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_fits(given, made, rank, free=self.unsharded.buffers)
+            check_fits(given, made, rank, free=self.unsharded.free)
             if kept is not None:
                 kept.check_next(self._parts.of(made.marked(self.unsharded.nameless).value))
             results = Results(made.by_path, metrics, scope.streams.num_draws)
