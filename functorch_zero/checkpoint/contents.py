@@ -31,9 +31,9 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
 from ..step.state import State, trained
 from ..step.train import TrainStep
+from ..step.train_program import training_step_of
 from ..tree import check_savable, is_within, paths
 
-TrainingStep = TrainStep | ShardedTrainStep
 UnshardedStep = TrainStep | ProgramStep
 ShardedStep = ShardedTrainStep | ShardedProgramStep
 Step = UnshardedStep | ShardedStep
@@ -103,9 +103,9 @@ def donates(step: Step) -> bool:
 
 
 def optimizer_of(step: Step) -> Transform | None:
-    """A training step's optimizer; a program has any number of its own."""
-    unsharded = step.unsharded if isinstance(step, ShardedStep) else step
-    return unsharded.optimizer if isinstance(unsharded, TrainStep) else None
+    """A training step's optimizer; None: the step is a program, of which nobody knows more."""
+    training = training_step_of(step.unsharded if isinstance(step, ShardedStep) else step)
+    return None if training is None else training.optimizer
 
 
 def contents_of(step: Step, state: State) -> Contents:
@@ -179,7 +179,7 @@ def frozen_in(step: Step, state: State) -> frozenset[str]:
     Raises:
         StructureError: the state is a program's, in which no leaf is known to stay as it is.
     """
-    if not isinstance(step, TrainingStep):
+    if optimizer_of(step) is None:
         raise StructureError(
             "frozen=False is for training steps: a program may change leaves that no gradient "
             "trains, such as a teacher's average. Remedy: leave it out"

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..model.functionalize import Apply
+from ..optim.base import Transform
 from ..params import Names
-from ..step.state import State, trained
-from ..step.train import TrainStep, optimizer_view
+from ..step.state import State, marked
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import chosen
-from .contents import Held, TrainingStep, contents_of, frozen_in, group_of, names_in
+from .contents import Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, not_chosen, some_of, state_to_fill
@@ -283,7 +283,7 @@ class Source(NamedTuple):
 
 def import_weights(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
-    step: TrainingStep,
+    step: Step,
     *,
     like: State,
     aliases: Aliases = None,
@@ -350,13 +350,14 @@ class Import:
         self,
         what: str,
         find: Callable[[], dict[str, Source | NoTensor]],
-        step: TrainingStep,
+        step: Step,
         like: State,
         names: Names | None,
         rename: Rename,
         frozen: bool = True,
     ):
-        if not isinstance(step, TrainingStep):
+        optimizer = optimizer_of(step) if isinstance(step, Step) else None
+        if optimizer is None:
             raise TypeError(
                 "weights are imported into the state of a training step, got a "
                 f"{type(step).__name__}. Remedy: of a program, load them into the params that "
@@ -364,7 +365,7 @@ class Import:
             )
         self._what = what
         self._find = find
-        self._step = step
+        self._step, self._optimizer = step, optimizer
         self._like = like
         self._names = names
         self._rename = rename
@@ -381,7 +382,7 @@ class Import:
         together(group, self._what, self._read)
         assert self._state is not None
         # Made from the new params, on all ranks: `init` may communicate
-        return first_optimizer_state(self._step, self._state.replace(opt_state=None))
+        return first_optimizer_state(self._optimizer, self._state.replace(opt_state=None))
 
     def _prepare(self, allowed: Allowed) -> None:
         """Check all that can be checked before a tensor is written to."""
@@ -496,15 +497,11 @@ def _misfits(name: str, held: Held, given: Source | NoTensor, allowed: Allowed) 
     return []
 
 
-def first_optimizer_state(step: TrainingStep, state: State) -> State:
+def first_optimizer_state(optimizer: Transform, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
-    if isinstance(step, TrainStep):
-        params, across = optimizer_view(state.params, trained(state))
-        return state.replace(opt_state=step.optimizer.init(params, across))
-    assert state.sharding is not None
-    opt_state = step.first_optimizer_state(state.params, state.sharding.layout)
-    return state.replace(opt_state=opt_state)
+    params = marked(state) if state.sharding is None else state.params.as_noted()
+    return state.replace(opt_state=optimizer.init(params))
 
 
 def _by_name(held: Sequence[Held]) -> dict[str, Held]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..step.state import State
 from .catalogue import chosen
-from .contents import TrainingStep
+from .contents import Step
 from .convert import (
     TREES,
     Aliases,
@@ -79,7 +79,7 @@ def export_dcp(
 
 def import_dcp(
     folder: PathLike,
-    step: TrainingStep,
+    step: Step,
     *,
     like: State,
     prefix: str = "",

@@ -21,7 +21,6 @@ from .contents import (
     Part,
     ShardedStep,
     Step,
-    TrainingStep,
     contents_of,
     frozen_in,
     group_of,
@@ -151,9 +150,8 @@ def _about(step: Step, state: State) -> dict[str, Any]:
         "units": units,
         "names": names,
     }
-    if isinstance(step, TrainingStep):
-        about["frozen"] = sorted(frozen_in(step, state))
     if optimizer is not None:
+        about["frozen"] = sorted(frozen_in(step, state))
         about["optimizer"] = {
             "printed": repr(optimizer),
             "name": optimizer.name,
