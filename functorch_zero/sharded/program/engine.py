@@ -42,6 +42,7 @@ from ...step.scope import next_streams, scope_here
 from ...step.state import check_not_on_meta
 from ...tree import PyTree
 from ..agreement import agree
+from ..checks import check_batch
 from ..failures import sharing_failures
 from ..options import Options, check_reduction
 from ..params import all_gather_params, all_gather_pieces, make_reduction
@@ -419,6 +420,8 @@ class ShardedEngine:
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)
+        if call.takes_batch:
+            check_batch(call.batch, flats[0].device, self.rank)
         options, all_kept = self._reducing(call)
         kept = None if all_kept is None else all_kept.of_gradient(given.trained_in(joined))
         kept_before = {} if kept is None else kept.before
