@@ -102,11 +102,14 @@ class Rows:
         ids: (k,) int64, the rows' numbers among those here: each once, in order.
         values: (k, columns).
         num_rows: here.
+        is_finite: whether no gradient of the same loss is a NaN or infinite, in whatever leaf. By
+            one that is, a norm makes NaNs of zeros, too.
     """
 
     ids: Tensor
     values: Tensor
     num_rows: int
+    is_finite: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

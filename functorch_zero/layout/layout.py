@@ -345,6 +345,11 @@ class Layout:
         return any(bucket.is_published for bucket in self.buckets)
 
     @cached_property
+    def has_tables(self) -> bool:
+        """Whether gradients of some bucket may be `Rows`."""
+        return any(bucket.cut.by_rows for bucket in self.buckets)
+
+    @cached_property
     def stores_halves(self) -> bool:
         """Whether some leaf is stored in a half precision."""
         return any(bucket.dtype in (torch.float16, torch.bfloat16) for bucket in self.buckets)

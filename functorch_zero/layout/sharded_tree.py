@@ -328,6 +328,13 @@ class ShardedTree(OnEngine):
             StructureError: a leaf is not what the layout says.
             DonatedError: a step has taken its storage.
         """
+        self._make_dense()
+        return self.local_rows
+
+    @property
+    def local_rows(self) -> PyTree[Tensor | Rows | None]:
+        """The same, in which gradients and updates of tables may be `Rows`: until somebody asks for
+        all elements of one of them."""
         self._check_not_used_up()
         if self._tree is not None:
             return self.sharding.layout.treedef.unflatten(self._leaves())
@@ -343,6 +350,25 @@ class ShardedTree(OnEngine):
                 parts.append(home.leaves)
             self._local = to_tree(parts, layout)
         return self._local
+
+    def _make_dense(self) -> None:
+        """Hold tensors in place of `Rows`."""
+        layout = self.sharding.layout
+        if self._tree is not None or self.holding.form == "held" or not layout.has_tables:
+            return
+        leaves: list[Any] = layout.treedef.flatten_up_to(self.local_rows)
+        rows = [isinstance(leaves[bucket.leaves[0]], Rows) for bucket in layout.buckets]
+        if not any(rows):
+            return
+        homes = self._homes if self._is_packed else [None] * len(rows)
+        for b, bucket in enumerate(layout.buckets):
+            if rows[b]:
+                (n,) = bucket.leaves
+                flat = leaves[n].values.new_zeros(bucket.piece)
+                leaves[n].add_to(flat)
+                homes[b] = Home(flat, (self.holding.form, bucket))
+                (leaves[n],) = self.holding.views(flat, bucket)
+        self._homes, self._local = homes, layout.treedef.unflatten(leaves)
 
     @property
     def told(self) -> str:
@@ -375,6 +401,7 @@ class ShardedTree(OnEngine):
             StructureError, DonatedError: as `flats`.
         """
         self._check_not_used_up()
+        self._make_dense()
         # The usual case: one step's result is the next one's argument
         if self.is_uncut:
             return self._homes
@@ -423,10 +450,11 @@ class ShardedTree(OnEngine):
             return
         layout, holding = self.sharding.layout, self.holding
         are_shown = self._tree is not None
-        leaves = self._shown() if are_shown else self._leaves()
+        leaves = self._shown() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
         rows = zip(leaves, layout.places, holding.extents(), holding.are_whole(), strict=True)
         for n, (leaf, (b, _), extent, is_whole) in enumerate(rows):
-            if some and leaf is None:
+            # Rows are made by the library alone
+            if (some and leaf is None) or isinstance(leaf, Rows):
                 continue
             fault = _fault_of(leaf, layout.buckets[b], holding.form)
             if fault is None and leaf is not None:

@@ -268,7 +268,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
 
     # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)
-    measured.see("grad_norm", lambda: grads.local_tree)
+    measured.see("grad_norm", lambda: grads.local_rows)
     measured.see("param_norm", lambda: view.local_tree)
     look = is_looked_at(int(state.step))
     if agreed.fine:
@@ -276,7 +276,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             updates, opt_state = run.updater.update(
                 grads, opt_state, view, donate=options.donate, look=look
             )
-        measured.see("update_norm", lambda: None if updates is None else updates.local_tree)
+        measured.see("update_norm", lambda: None if updates is None else updates.local_rows)
         with ranged("publish"):
             params = publish(
                 params,
@@ -288,7 +288,7 @@ def advance(run: Run, local: LocalResults, agreed: Agreed) -> tuple[State, Metri
             )
     # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
-        own = tree_map(elements, grads.local_tree)
+        own = tree_map(elements, grads.local_rows)
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, own))
 
     metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state.as_it_lies))

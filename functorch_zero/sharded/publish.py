@@ -58,7 +58,7 @@ def publish(
     """
     piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
-    given = None if updates is None else layout.treedef.flatten_up_to(updates.local_tree)
+    given = None if updates is None else layout.treedef.flatten_up_to(updates.local_rows)
     added = [] if updates is None else updates.known_homes
     if given is not None:
         # Before anything is written

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..groups import labelled
+from ..layout.extent import Rows
 from ..layout.home import Home
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
@@ -72,6 +73,8 @@ class PreparedUpdate:
         plain = optimizer.plain
         is_of_all = self._split is not None or (plain is not None and not plain.keeps_zeros)
         self.takes_rows = optimizer.takes_rows and not is_of_all
+        # Only rows of finite gradients: a factor that is no number makes NaNs of zeros, too
+        self._needs_finite = _asks_statistics(optimizer)
         # Else kernels for some of the leaves may run
         self._update = optimizer.update_and_add if fuse else optimizer.update
 
@@ -82,8 +85,9 @@ class PreparedUpdate:
         fuse = options.donate and "update_norm" not in step.metrics
         made = cls(step.optimizer, layout, options, fuse=fuse)
         # A factor that is no number makes NaNs of zeros, too, which rows lack
-        if step.policy.nonfinite == "pass" and _asks_statistics(step.optimizer):
+        if step.policy.nonfinite == "pass" and made._needs_finite:
             made.takes_rows = False
+        made._needs_finite = False
         return made
 
     def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
@@ -153,7 +157,8 @@ class PreparedUpdate:
         """Run an `update_fn` of the optimizer. `over`: whether the state is used up, and what it
         makes may be written over its tensors in their place."""
         self.ferry.begin(look=look, over=over)
-        given, own, before = grads.local_tree, params.local_tree, state.as_it_lies
+        given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
+        own, before = params.local_tree, state.as_it_lies
         if not self.optimizer.asks_for_state:
             before = self.ferry.beside(before, device_of(own))
         owned = self._owned
@@ -174,6 +179,12 @@ class PreparedUpdate:
             # Else they would be alive until the next one
             owned.begin()
         return updates, ShardedOptState(after, state.holding, homes)
+
+    def _takes_rows_of(self, grads: ShardedTree) -> bool:
+        if not self.takes_rows or not self._needs_finite:
+            return self.takes_rows
+        leaves = optree.tree_leaves(grads.local_rows)
+        return all(leaf.is_finite for leaf in leaves if isinstance(leaf, Rows))
 
     def _homes_of(self, updates: Any) -> list[Home | None]:
         """By bucket, the flat that updates are cut from; None: they are loose."""

@@ -339,7 +339,7 @@ class ShardedEngine:
                     tree = tree.pieces()
                 self._check_pieces(tree, first)
                 self._refuse_no_updates(tree)
-                squares[name] = squares_of(tree.local_tree)
+                squares[name] = squares_of(tree.local_rows)
             return roots_of_totals(squares, self._across_of(first.sharding.layout))
 
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
@@ -451,7 +451,7 @@ class ShardedEngine:
                 calls.reminder,
                 scale=call.options.scale,
             ),
-            reduction=make_reduction(joined.layout, options, log, kept_before),
+            reduction=make_reduction(joined.layout, options, log, kept_before, in_rows=True),
             order=order,
             options=options,
             log=log,

@@ -163,7 +163,7 @@ class Agreed(NamedTuple):
 class LocalGradient(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
-    # By bucket: sums over ranks of gradients (piece,) or (numel,); a program's tables are dense
+    # By bucket: sums over ranks of gradients (piece,), (numel,), or rows of a table
     reduced: dict[int, Tensor | Rows]
     passed: Passed
 
@@ -267,6 +267,10 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
     # In place: the flats were made for this gradient
     total = report.weight if local.passed.is_to_divide else None
     to_means(local.reduced, total, run.call.options.scale)
+    reduced = dict(local.reduced)
+    if fine and run.call.options.looks:
+        for b, flat in reduced.items():
+            reduced[b] = replace(flat, is_finite=True) if isinstance(flat, Rows) else flat
     buffers = run.call.buffers
     # What isn't finite leaves buffers, and the tensors of a reduction, as they were
     if fine:
@@ -285,7 +289,7 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
     mean = metrics.pop("loss")
     # The step may write over params that a loss has returned as buffers
     results = run.call.results(mean, metrics, apart_from(buffers, run.flats), fine=fine)
-    return results, run.trees.gradients(local.reduced, run.joined)
+    return results, run.trees.gradients(reduced, run.joined)
 
 
 def no_updates(params: ShardedTree) -> ShardedTree:
