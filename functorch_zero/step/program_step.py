@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -25,6 +26,7 @@ from ..shared_elements import check_apart
 from ..tree import (
     check_keys,
     check_savable,
+    check_tensors,
     is_within,
     named_leaves,
     own_copy,
@@ -42,6 +44,8 @@ from .state import State, Trained, check_whole_state
 from .trainable import Trainable, mark_trainable
 
 Program = Callable[..., tuple[Any, Mapping[str, Any]]]
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -88,21 +92,24 @@ class ProgramStep:
         self,
         *args: Any,
         seed: int | None = 0,
-        values: Mapping[str, DeferredInit] | None = None,
+        values: DeferredInit | Mapping[str, DeferredInit] | None = None,
+        **named: Any,
     ) -> State:
         """The first state, whose value is what the program's `init` makes of copies of the
         arguments.
 
         Args:
-            args: of `init`: trees of whole leaves, of which those with `requires_grad` are trained,
-                and whatever else it takes.
+            args, named: of `init`: trees of whole leaves, of which those with `requires_grad` are
+                trained, and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
-            values: from `deferred_init`, by the names of `init`'s parameters: the values of leaves
-                on the meta device.
+            values: from `deferred_init`: the values of leaves on the meta device, of all trees or
+                by the names of `init`'s parameters.
         """
-        given = named_args(self.first_value, args)
+        given = named_args(self.first_value, args, named)
         values = named_values(given, values)
         for name, arg in given.items():
+            if name in self.buffers:
+                check_tensors(arg, name)
             check_apart(arg)
             given[name] = values[name].fill(arg) if name in values else arg
         return self._first_state(self.marked(given), seed)
@@ -166,15 +173,15 @@ class ProgramStep:
                     )
                 )
 
-    def refit(self, state: State, *args: Any) -> State:
+    def refit(self, state: State, *args: Any, **named: Any) -> State:
         """Another program's state as one of this program: leaves of the value keep what they are
         where the state's value has a leaf of that path, and all others are those of `init(*args)`.
         Step number and seed go on. The state given stays valid.
 
         Args:
-            args: of `init`. Their values count only where the state's value has no tree of the
-                parameter's name with a leaf of that path. Those left out, or None, are the value's
-                own trees of that name.
+            args, named: of `init`. Their values count only where the state's value has no tree of
+                the parameter's name with a leaf of that path. Those left out, or None, are the
+                value's own trees of that name.
 
         Raises:
             StructureError: a leaf has another shape or dtype than before, or a reduction keeps
@@ -184,7 +191,7 @@ class ProgramStep:
         check_whole_state(state)
         check_no_parts(state.parts)
         known = self._as_trained(state)
-        given = args_of_refit(self.first_value, args, known)
+        given = args_of_refit(self.first_value, args, known, named)
         begun = {n: carried_tree(arg, entry_of(known, n), n) for n, arg in given.items()}
         begun = self.marked(begun)
         fresh = self._first_state(begun, None)
@@ -278,9 +285,15 @@ def _marked(leaf: Any, on: bool) -> Any:
     return leaf.detach().requires_grad_(on) if isinstance(leaf, Tensor) else leaf
 
 
-def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+def named_args(
+    first_value: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any] = _NONE
+) -> dict[str, Any]:
     """The arguments of a program's `init`, by the names of its parameters, which say how sharded
-    trees are cut."""
+    trees are cut.
+
+    Args:
+        args, named: those given by their places, and by their names.
+    """
     signature = inspect.signature(first_value)
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -294,28 +307,31 @@ def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
                 )
             )
     try:
-        return signature.bind(*args).arguments
+        return signature.bind(*args, **named).arguments
     except TypeError as error:
         raise TypeError(
             explain(
                 "a program's init was given other arguments than it takes",
                 expected=f"those of init{signature}",
-                got=f"{len(args)} ({error})",
+                got=f"{len(args) + len(named)} ({error})",
                 remedy="pass one argument per parameter, each tree as one of its own",
             )
         ) from None
 
 
 def args_of_refit(
-    first_value: Callable[..., Any], args: tuple[Any, ...], value: Any
+    first_value: Callable[..., Any],
+    args: tuple[Any, ...],
+    value: Any,
+    named: Mapping[str, Any] = _NONE,
 ) -> dict[str, Any]:
     """The arguments of a program's `init`, by name: those given, and the value's own trees in
     place of those that are None or left out."""
     given: dict[str, Any] = {}
     names = [*inspect.signature(first_value).parameters]
     # The rest, so that too many are refused as usual
-    all_args = (*args, *[None] * (len(names) - len(args)))
-    for name, arg in named_args(first_value, all_args).items():
+    left_out = dict.fromkeys(names[len(args) :])
+    for name, arg in named_args(first_value, args, left_out | named).items():
         own = entry_of(value, name)
         if arg is None and own is None:
             raise StructureError(
@@ -345,16 +361,19 @@ def carried_tree(tree: Any, known: Any, name: str) -> Any:
 
 
 def named_values(
-    given: Mapping[str, Any], values: Mapping[str, DeferredInit] | None
+    given: Mapping[str, Any], values: DeferredInit | Mapping[str, DeferredInit] | None
 ) -> Mapping[str, DeferredInit]:
     """The values for trees on the meta device, by the names of `init`'s parameters."""
     if values is None:
         return {}
+    if isinstance(values, DeferredInit):
+        return {name: values for name, arg in given.items() if _lacks_values(arg)}
     if not isinstance(values, Mapping):
         raise TypeError(
             explain(
-                "a program's init takes values by the names of its trees",
-                expected=f"values={{name: fz.deferred_init(model)}}, of {[*given]}",
+                "a program's init takes values of all its trees, or by their names",
+                expected=f"fz.deferred_init(model), or {{name: fz.deferred_init(model)}} of "
+                f"{[*given]}",
                 got=f"a {type(values).__name__}",
             )
         )
@@ -369,6 +388,11 @@ def named_values(
             )
         )
     return values
+
+
+def _lacks_values(tree: Any) -> bool:
+    """Whether a tree has a leaf on the meta device."""
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in optree.tree_leaves(tree))
 
 
 def device_of(value: Any) -> torch.device:

@@ -151,15 +151,16 @@ class ShardedProgramStep:
         self,
         *args: Any,
         seed: int | None = 0,
-        values: Mapping[str, DeferredInit] | None = None,
+        values: DeferredInit | Mapping[str, DeferredInit] | None = None,
+        **named: Any,
     ) -> State:
         """The first state: this rank's part of what the program's `init` makes of copies of the
         arguments.
 
         Every rank passes the same arguments. Trees of whole leaves are cut before `init` sees them,
         each at the level that `shard` was given for the argument's name. Leaves on the meta device
-        get their values, a bucket at a time, from `values`, by that name. Collectives: exchanges,
-        which compare them, and those of the optimizers' own `init`.
+        get their values, a bucket at a time, from `values`, as in `ProgramStep.init`. Collectives:
+        exchanges, which compare them, and those of the optimizers' own `init`.
 
         Raises:
             MismatchError: on every rank, naming the first thing in which ranks differ.
@@ -169,18 +170,18 @@ class ShardedProgramStep:
         # The optimizers' `init` may ask for collectives
         with sharing_failures(*axes.groups, call="init", settles=True), torch.no_grad():
             check_records("a first state", axes.world.rank)
-            state = self._agreed_first_state(args, seed, values)
+            given = named_args(self.unsharded.first_value, args, named)
+            state = self._agreed_first_state(given, seed, values)
             self._note_structure(state)
             return state
 
     def _agreed_first_state(
         self,
-        args: tuple[Any, ...],
+        given: dict[str, Any],
         seed: int | None,
-        values: Mapping[str, DeferredInit] | None = None,
+        values: DeferredInit | Mapping[str, DeferredInit] | None,
     ) -> State:
         """The first state, of which all ranks know that they have made the same."""
-        given = named_args(self.unsharded.first_value, args)
         values = dict(named_values(given, values))
         # They are not cut, nor filled bucket by bucket
         for name in self.unsharded.buffers:
@@ -200,6 +201,8 @@ class ShardedProgramStep:
         Args:
             known: by name, trees of another state, whose elements count where they have any.
         """
+        for name in {*given} & {*self.unsharded.buffers}:
+            check_tensors(given[name], name)
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
         check_places_work(self.options.places.given, given, self.group.rank)
@@ -297,7 +300,7 @@ class ShardedProgramStep:
         # Published flats are made where they lie, and those of `init` move with their tree
         return tree.with_flats(made, tree.published())
 
-    def refit(self, state: State, *args: Any) -> State:
+    def refit(self, state: State, *args: Any, **named: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
         ones.
 
@@ -317,7 +320,7 @@ class ShardedProgramStep:
             refuse_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
             old = beside_params(self._marked(state, state.value))
-            given = args_of_refit(self.unsharded.first_value, args, old)
+            given = args_of_refit(self.unsharded.first_value, args, old, named)
             known, begun = {}, {}
             for name, arg in given.items():
                 own = entry_of(old, name)

@@ -377,3 +377,26 @@ def test_a_tree_of_another_level_that_trains_other_leaves_is_refused() -> None:
             two(state.replace(value=state.value._replace(net=other.value.net)), rows(group))
 
     run_ranks(run, 2)
+
+
+def test_a_refit_takes_trees_by_name() -> None:
+    step = step_of()
+    whole, _ = step(step.init(weights("a"), buffers=seen()), rows())
+    more = seen() | {"more": torch.full((1,), 5.0)}
+    expected = step.refit(whole, buffers=more)
+    assert expected.value.buffers["count"] == 1 and expected.value.buffers["more"] == 5
+    for call in (step.init, lambda *args, **named: step.refit(whole, *args, **named)):
+        with pytest.raises(TypeError, match="other arguments than it takes"):
+            call(weights("a"), seen(), other=None)
+    with pytest.raises(StructureError, match=r"path count,.*Remedy"):
+        step.init(weights("a"), {"count": 0})
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        own, _ = sharded(sharded.init(weights("a"), buffers=seen()), rows(group))
+        with pytest.raises(StructureError, match=r"path count,.*Remedy"):
+            sharded.refit(own, buffers={"count": 0})
+        return sharded.unshard(sharded.refit(own, buffers=more))
+
+    for found in run_ranks(run, 2):
+        assert_equal_values(expected, found)
