@@ -355,9 +355,9 @@ def entry_of(value: Any, name: str) -> Any:
 
 
 def carried_tree(tree: Any, known: Any, name: str) -> Any:
-    """A tree with the values of the leaves that a known one has, too."""
+    """A tree with the leaves that a known one has, too, of which `init` is given copies."""
     is_same = known is None or known is tree
-    return tree if is_same else carried(tree, known, name)
+    return tree if is_same else carried(tree, known, name, copies=False)
 
 
 def named_values(

@@ -255,23 +255,24 @@ def _without_values(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
-def carried(new: PyTree[Any], old: PyTree[Any], what: str) -> PyTree[Any]:
-    """The new tree, with copies of the old one's leaves where the paths are the same. Whole
-    leaves; they require grad as the new ones do."""
+def carried(new: PyTree[Any], old: PyTree[Any], what: str, *, copies: bool = True) -> PyTree[Any]:
+    """The new tree, with the old one's leaves where the paths are the same: copies, or views.
+    Whole leaves; they require grad as the new ones do."""
     leaves, treedef = optree.tree_flatten(new)
     known = dict(zip(paths(old), optree.tree_leaves(old), strict=True))
     by_path = dict(zip(paths(new), leaves, strict=True))
     forms = [{path: Form.of(leaf) for path, leaf in tree.items()} for tree in (by_path, known)]
     for path in kept(forms[0], forms[1], what):
-        by_path[path] = _copy(known[path], by_path[path])
+        leaf = known[path].clone() if copies and isinstance(known[path], Tensor) else known[path]
+        by_path[path] = _marked(leaf, by_path[path])
     check_values(by_path, what)
     return treedef.unflatten([*by_path.values()])
 
 
-def _copy(leaf: Any, like: Any) -> Any:
+def _marked(leaf: Any, like: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(like.requires_grad)
+    return leaf.detach().requires_grad_(like.requires_grad)
 
 
 def check_values(leaves: Mapping[str, Any], what: str, rank: int | None = None) -> None:

@@ -8,6 +8,7 @@ that all ranks have done the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, Protocol
 
 import optree
@@ -187,7 +188,8 @@ class ShardedProgramStep:
         for name in self.unsharded.buffers:
             if name in values:
                 given[name] = values.pop(name).fill(given[name])
-        return self._agreed_on(self.unsharded.marked(given), seed, _fills(given, values), {})
+        marked = self.unsharded.marked(given)
+        return self._agreed_on(marked, seed, _fills(given, values), {})[0]
 
     def _agreed_on(
         self,
@@ -195,8 +197,9 @@ class ShardedProgramStep:
         seed: int | None,
         fills: Mapping[str, DigestedFill],
         known: Mapping[str, ShardedTree],
-    ) -> State:
-        """The same of arguments by name, which know what is trained.
+    ) -> tuple[State, dict[str, ShardedTree]]:
+        """The same of arguments by name, which know what is trained; and the trees that `init` was
+        given of them.
 
         Args:
             known: by name, trees of another state, whose elements count where they have any.
@@ -209,9 +212,9 @@ class ShardedProgramStep:
         # Of leaves that are known nobody reads the values
         new = {n: _without(given[n], known[n]) if n in known else given[n] for n in layouts}
         self._agreement.on_arguments(new, layouts, seed, self.unsharded.facts)
-        state = self._first_state(given, layouts, seed, fills, known)
+        state, cut = self._first_state(given, layouts, seed, fills, known)
         self._agreement.on_first_value(state.value, fills)
-        return state
+        return state, cut
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
@@ -236,8 +239,9 @@ class ShardedProgramStep:
         seed: int | None,
         fills: Mapping[str, DigestedFill],
         known: Mapping[str, ShardedTree],
-    ) -> State:
-        """This rank's part of the value that the program's `init` makes."""
+    ) -> tuple[State, dict[str, ShardedTree]]:
+        """This rank's part of the value that the program's `init` makes, and the trees that it was
+        given."""
         # All numbers first: a rank that fails at one tree must count as the others do
         numbers = {name: next_number(self.group) for name in layouts}
         cut = {}
@@ -258,12 +262,13 @@ class ShardedProgramStep:
         check_value(value, self.group.rank)
         self.unsharded.check_buffers(value)
         marked = as_marked(value, self.unsharded.nameless)
-        return State.first(
+        state = State.first(
             self._placed(marked),
             seed,
             sharding=self._sharding(layouts),
             parts=self._parts.of(marked).parts.init(device_of_value(marked)),
         )
+        return state, cut
 
     def _placed(self, value: Any) -> Any:
         """A value whose optimizers' states lie in their place, and its params in theirs, where
@@ -324,16 +329,23 @@ class ShardedProgramStep:
             known, begun = {}, {}
             for name, arg in given.items():
                 own = entry_of(old, name)
-                if isinstance(own, ShardedTree) and own.holding.form == "held":
+                if _is_held(own):
                     known[name] = own
                     begun[name] = leaves_on_meta(own) if arg is own else arg
                 else:
                     begun[name] = carried_tree(arg, own, name)
             begun = self.unsharded.marked(begun)
-            fresh = self._agreed_on(begun, None, {}, known)
+            fresh, cut = self._agreed_on(begun, None, {}, known)
             was, now = trained_of(old).paths, trained_of(fresh.value).paths
             first, rank = self.unsharded.first_value, self.group.rank
             check_own_tensors(first, begun, was, now, paths(as_local(old)), rank)
+            # Those of trees that `init` has left as they were have travelled already
+            came = {
+                id(own): cut[name]
+                for name, own in known.items()
+                if _has_flats_of(cut[name], entry_of(fresh.value, name))
+            }
+            old = tree_map(lambda node: came.get(id(node), node), old, is_leaf=is_on_engine)
             # Elements travel beside the params
             new = beside_params(fresh.value)
             value = self._placed(carried(new, old, self._refit_group, "the value"))
@@ -563,6 +575,15 @@ def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict
             )
         fills[name] = DigestedFill(deferred)
     return fills
+
+
+def _is_held(node: Any) -> bool:
+    """Whether this is a sharded tree in the form of params."""
+    return isinstance(node, ShardedTree) and node.holding.form == "held"
+
+
+def _has_flats_of(tree: ShardedTree, other: Any) -> bool:
+    return _is_held(other) and all(map(is_, tree.flats(), other.flats()))
 
 
 def _without(tree: Any, known: ShardedTree) -> dict[str, Any]:
