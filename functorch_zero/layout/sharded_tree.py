@@ -638,6 +638,10 @@ class ShardedTree(OnEngine):
         """The same leaves under another sharding, which is equal."""
         return self._held_as(sharding=sharding)
 
+    def on(self, engine: Engine) -> ShardedTree:
+        """The same leaves on an engine."""
+        return self._held_as(engine=engine)
+
     def _held_as(self, **changes: Any) -> ShardedTree:
         """The same leaves under a holding with these changes."""
         made = ShardedTree(self._tree, replace(self.holding, **changes))

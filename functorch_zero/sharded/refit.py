@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.layout import Bucket
+from ..layout.layout import Bucket, Layout
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
 from ..params import Engine, as_local, is_on_engine, map_local
@@ -119,9 +119,9 @@ def first_parts(
     return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
 
 
-def leaves_on_meta(tree: ShardedTree) -> PyTree[Tensor]:
-    """The whole leaves of a tree without values, which say whether they are trained."""
-    layout, read_only = tree.sharding.layout, tree.holding.read_only
+def without_values(layout: Layout, *, read_only: bool = False) -> PyTree[Tensor]:
+    """The whole leaves of a layout on the meta device, which say whether they are trained; with
+    `read_only`, none is."""
     leaves = []
     for leaf in layout.leaves:
         made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")

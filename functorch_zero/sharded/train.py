@@ -228,7 +228,7 @@ class ShardedTrainStep:
         check_state(state)
         if state.sharding is not None:
             raise StructureError("step.shard takes a whole state, and this one is sharded already")
-        check_policies(state)
+        check_policies(state, state.params)
         view, _ = optimizer_view(state.params, trained(state))
         with torch.no_grad():
             optimizer = self.unsharded.optimizer

@@ -267,6 +267,10 @@ class ShardedOptState(OnEngine):
         made.leases = self.leases
         return made
 
+    def on(self, engine: Engine) -> ShardedOptState:
+        """The same leaves on an engine."""
+        return self.held_as(replace(self.holding, engine=engine), self._tree)
+
     @property
     def beside(self) -> Any:
         """This rank's part of the state in plain tensors beside the params, for an update."""

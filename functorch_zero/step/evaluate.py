@@ -86,7 +86,7 @@ class EvalStep:
             self.check_takes_value()
             value, *others = read_only((state.value, *args))
             return value, (*others,)
-        check_policies(state)
+        check_policies(state, state.params)
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params, trained(state))

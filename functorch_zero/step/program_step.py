@@ -134,9 +134,14 @@ class ProgramStep:
     def trained_of(self, value: Any) -> Trained:
         """Which leaves of a whole value are trained; with a tree that has no name, which of that
         one's, by its own paths."""
-        return Trained.of(value if self.nameless is None else entry_of(value, self.nameless))
+        return Trained.of(self.known_tree(value))
 
-    def _as_trained(self, state: State) -> Any:
+    def known_tree(self, value: Any) -> Any:
+        """The tree whose paths are those of `State.trained`: the one without a name, or else the
+        whole value."""
+        return value if self.nameless is None else entry_of(value, self.nameless)
+
+    def as_trained(self, state: State) -> Any:
         """The value for the program: leaves without a history, which require grad where they are
         trained."""
         known, value = state.trained or Trained(()), state.value
@@ -190,12 +195,12 @@ class ProgramStep:
         """
         check_whole_state(state)
         check_no_parts(state.parts)
-        known = self._as_trained(state)
+        known = self.as_trained(state)
         given = args_of_refit(self.first_value, args, known, named)
         begun = {n: carried_tree(arg, entry_of(known, n), n) for n, arg in given.items()}
         begun = self.marked(begun)
         fresh = self._first_state(begun, None)
-        was, now = (Trained.of(value).paths for value in (known, self._as_trained(fresh)))
+        was, now = (Trained.of(value).paths for value in (known, self.as_trained(fresh)))
         check_own_tensors(self.first_value, begun, was, now, paths(known))
         value = carried(fresh.value, state.value, "the value")
         return fresh.replace(step=state.step, seed=state.seed, value=value)
@@ -203,7 +208,7 @@ class ProgramStep:
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program; the state given stays valid."""
         check_whole_state(state)
-        value = self._as_trained(state)
+        value = self.as_trained(state)
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)

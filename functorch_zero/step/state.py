@@ -245,21 +245,24 @@ def check_whole_state(state: Any) -> None:
         )
 
 
-def check_policies(state: State) -> None:
-    """Raise, naming the first leaf, if a whole state's params have lost their policies."""
+def check_policies(state: State, tree: PyTree[Any]) -> None:
+    """Raise, naming the first leaf, if the tree of a whole state whose trained leaves it knows, its
+    params or its value, has lost its policies."""
     known = () if state.trained is None else state.trained.policies
-    found = _policies_of(state.params) if known else ()
+    if not known:
+        return
+    found = _policies_of(tree)
     # The usual cases: no policies, and those of `init`
     if found == known:
         return
     of_path = dict(found)
     # Another model's params may have other paths
-    own_paths = {*paths(state.params)}
+    own_paths = {*paths(tree)}
     for path, policy in known:
         if path in own_paths and of_path.get(path) != policy:
             raise StructureError(
                 explain(
-                    "state.params have lost the model's Precision, as a plain dict of them does",
+                    "params of a state have lost the model's Precision, as a plain dict does",
                     path=path,
                     expected=policy,
                     got=of_path.get(path, "none"),

@@ -156,7 +156,7 @@ class TrainStep:
         """One step on a whole batch; the state given stays valid."""
         check_whole_state(state)
         check_leaves(state.params)
-        check_policies(state)
+        check_policies(state, state.params)
         check_not_on_meta(state.params, batch)
         if is_looked_at(int(state.step)):
             check_trained(self.trainable, state.params, trained(state))

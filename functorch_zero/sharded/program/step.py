@@ -23,7 +23,7 @@ from ...groups.forwarding import era_of
 from ...groups.protocol import Group
 from ...layout.joined import join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree, hold
+from ...layout.sharded_tree import Holding, ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...params import Engine, as_local, is_on_engine
@@ -48,11 +48,12 @@ from ...step.program_step import (
 from ...step.refit import check_own_tensors
 from ...step.rng import Streams
 from ...step.scope import running
-from ...step.state import State
+from ...step.state import State, check_policies
 from ...step.state import check_state as check_is_state
+from ...step.trainable import check_trained
 from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
-from ..checks import check_not_donated
+from ..checks import check_not_donated, check_place
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
@@ -63,8 +64,8 @@ from ..refit import (
     carried,
     check_same_ranks,
     first_parts,
-    leaves_on_meta,
     refuse_parts,
+    without_values,
 )
 from ..tree_numbers import next_number
 from .agreement import Agreement, Results, agreement_of, own_entries
@@ -72,6 +73,7 @@ from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
 from .ledger import Ledger, name_given, name_next
+from .outline import structure_made_of
 from .scope import RanksScope
 from .value import (
     Nodes,
@@ -173,7 +175,7 @@ class ShardedProgramStep:
             check_records("a first state", axes.world.rank)
             given = named_args(self.unsharded.first_value, args, named)
             state = self._agreed_first_state(given, seed, values)
-            self._note_structure(state)
+            self._note_structure(_structure_of(state))
             return state
 
     def _agreed_first_state(
@@ -324,14 +326,18 @@ class ShardedProgramStep:
             check_same_ranks(state, self.options)
             refuse_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
-            old = beside_params(self._marked(state, state.value))
+            nodes = _nodes_of(state, self._structure_of(state))
+            # The states of a program of any number of optimizers may be others
+            if self.unsharded.nameless is not None:
+                nodes.check_states(self.group.rank)
+            old = beside_params(nodes.marked(self.unsharded.nameless).value)
             given = args_of_refit(self.unsharded.first_value, args, old, named)
             known, begun = {}, {}
             for name, arg in given.items():
                 own = entry_of(old, name)
                 if _is_held(own):
                     known[name] = own
-                    begun[name] = leaves_on_meta(own) if arg is own else arg
+                    begun[name] = _whole_without_values(own) if arg is own else arg
                 else:
                     begun[name] = carried_tree(arg, own, name)
             begun = self.unsharded.marked(begun)
@@ -350,7 +356,7 @@ class ShardedProgramStep:
             new = beside_params(fresh.value)
             value = self._placed(carried(new, old, self._refit_group, "the value"))
             # A refit that fails changes nothing
-            self._note_structure(fresh)
+            self._note_structure(_structure_of(fresh))
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
 
     @property
@@ -358,10 +364,8 @@ class ShardedProgramStep:
         """The ranks among which elements travel in `refit`."""
         return labelled(self.options.axes.optimizer, "refit")
 
-    def _note_structure(self, state: State) -> None:
-        """Remember how a first state is cut. States of other structures stay valid."""
-        assert state.sharding is not None
-        structure = ValueStructure.of(state.value, state.sharding)
+    def _note_structure(self, structure: ValueStructure) -> None:
+        """Remember how a value is cut. States of other structures stay valid."""
         # One per layout
         others = [known for known in self._structures if known.sharding != structure.sharding]
         self._structures = [*others, structure]
@@ -384,8 +388,7 @@ class ShardedProgramStep:
         failures = sharing_failures(*groups, call="step", state=state)
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
-            self.check_state(state)
-            as_given = Nodes.of(state.value, self._structure_of(state))
+            as_given = self._checked(state)
             given, number = as_given.marked(self.unsharded.nameless), int(state.step)
             value = given.value
             kept = self._kept_in(state, value)
@@ -451,23 +454,70 @@ class ShardedProgramStep:
             return None
         return KeptTensors(self._parts.of(value), state.parts)
 
-    def _marked(self, state: State, value: Any) -> Any:
-        """A value whose trees are trained, or read only, as `init` has made those in their
-        places; by which they are named."""
-        return Nodes.of(value, self._structure_of(state)).marked(self.unsharded.nameless).value
-
     def _structure_of(self, state: State) -> ValueStructure | None:
-        """That of `init`, by which the state was cut; None: of another process, say."""
+        """How a state's value is cut: as that of the first state with such trees, or else as `init`
+        makes it of the state's own. None: this step has made others."""
+        noted = self._noted(state)
+        if noted is not None:
+            return noted
+        made = self._outlined(state)
+        if made is None and not self._structures:
+            assert state.sharding is not None
+            made = ValueStructure.of(state.value, state.sharding)
+        # The last one stays that of a first state
+        self._structures[:0] = [] if made is None else [made]
+        return made
+
+    def _outlined(self, state: State) -> ValueStructure | None:
+        """The structure that `init` makes of a value's own trees; None: not the value's."""
+        assert state.sharding is not None
+        given = self._own_args(state.value)
+        if given is None:
+            return None
+        cut = {n: own.holding if _is_held(own) else own for n, own in given.items()}
+        if self.unsharded.nameless is not None:
+            # That of the state: its tree may have been replaced
+            cut[self.unsharded.nameless] = Holding(state.sharding, "held")
+        made = structure_made_of(self.unsharded, cut, state.sharding, self.engine)
+        return made if made is not None and made.fits(state.value) else None
+
+    def _noted(self, state: State) -> ValueStructure | None:
+        """That of the first state with such trees; None: this step has made none."""
         noted = [known for known in self._structures if known.sharding == state.sharding]
         return noted[-1] if noted else None
+
+    def _own_args(self, value: Any) -> dict[str, Any] | None:
+        """A value's own trees as arguments of `init`, by name; None: it lacks one."""
+        try:
+            return args_of_refit(self.unsharded.first_value, (), value)
+        except StructureError:
+            return None
+
+    def _structure_like(self, whole: State) -> ValueStructure:
+        """How a whole state's value is cut: as `init` makes it of the value's own trees; as that of
+        the last first state, where they don't tell."""
+        made, given = None, self._own_args(self.unsharded.as_trained(whole))
+        if given is not None:
+            layouts = self._layouts(given)
+            for name, layout in layouts.items():
+                sharding, number = self.options.sharding(layout), next_number(self.group)
+                given[name] = Holding(sharding, "held", number=number, name=self._name_of(name))
+            made = structure_made_of(self.unsharded, given, self._sharding(layouts), self.engine)
+        if made is not None:
+            return made
+        if not self._structures:
+            raise StructureError(
+                "step.shard was called before init, from which follows how this program's value is "
+                "cut. Remedy: like = step.init(...) once, then step.shard(state)"
+            )
+        return self._structures[-1]
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
         axes = self.options.axes
         failures = sharing_failures(*axes.groups, call="unshard", state=state, settles=True)
         with failures, torch.no_grad():
-            self.check_state(state)
-            marked = self._marked(state, state.value)
+            marked = self._checked(state).marked(self.unsharded.nameless).value
             value = whole_value(marked)
             return State(
                 step=state.step.clone(),
@@ -482,22 +532,20 @@ class ShardedProgramStep:
         communication. Of `State.parts`, sums become rank 0's; a state without parts is given first
         ones.
 
-        The parts of the value are cut as those of the last `init` or `refit`, which every rank has
-        called before.
+        The value is cut as `init` makes it of the value's own trees; where `init` takes anything
+        else, or looks at values, as in the last `init` or `refit`.
         """
         check_is_state(state)
         if state.sharding is not None:
             raise StructureError("step.shard takes a whole state, and this one is sharded already")
-        if not self._structures:
-            raise StructureError(
-                "step.shard was called before init: how a program's value is cut follows from its "
-                "init. Remedy: like = step.init(...) once, then step.shard(state)"
-            )
-        structure = self._structures[-1]
+        check_policies(state, self.unsharded.known_tree(state.value))
         with torch.no_grad():
+            structure = self._structure_like(state)
+            self._check_trained(structure)
             value = structure.part_of(state.value)
-            check_trained_alike(state, value, self.group.rank)
+            check_trained_alike(self.unsharded.as_trained(state), value, self.group.rank)
             parts = self._parts.of(value).parts.part(state.parts, device_of_value(value))
+            self._note_structure(structure)
             return State(
                 step=state.step.clone(),
                 value=self._placed(value),
@@ -529,35 +577,62 @@ class ShardedProgramStep:
                 )
             )
         names = [*map(self._name_of, layouts)]
-        joined = join_layouts(
-            [*layouts.values()], [True] * len(names), names if any(names) else None
-        )
+        # A tree without a name is the only one
+        if names == [""]:
+            return self.options.sharding(*layouts.values())
+        joined = join_layouts([*layouts.values()], [True] * len(names), names)
         return self.options.sharding(joined.layout)
 
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
-        return self._parts.of(self._marked(state, state.value)).parts
+        nodes = _nodes_of(state, self._structure_of(state))
+        return self._parts.of(nodes.marked(self.unsharded.nameless).value).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
-        check_is_state(state)
-        if state.sharding is None:
-            raise StructureError(
-                "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
-            )
+        self._checked(state)
+
+    def _checked(self, state: State) -> Nodes:
+        """The nodes of a state that is one of this step's, on this rank."""
+        check_place(state, self.options)
         check_not_donated(state)
-        known = [structure.sharding for structure in reversed(self._structures)]
-        if not known or state.sharding in known:
-            return
-        raise StructureError(
-            explain(
-                "the state was sharded by another step, or for another level, group or rank",
-                expected=known[0].told,
-                got=state.sharding.told,
-                rank=self.group.rank,
-                remedy="unshard it with the step that made it, then shard it with this one",
-            )
-        )
+        structure = self._noted(state)
+        if structure is None:
+            structure = self._structure_of(state)
+            if structure is None:
+                raise StructureError(
+                    explain(
+                        "the state was sharded by another step",
+                        expected=self._structures[-1].sharding.told,
+                        got=state.sharding.told,
+                        rank=self.group.rank,
+                        remedy="unshard it with the step that made it, then shard it with this one",
+                    )
+                )
+            self._check_trained(structure)
+        return _nodes_of(state, structure)
+
+    def _check_trained(self, structure: ValueStructure) -> None:
+        """Raise if this step's `trainable` chooses other leaves than a state from elsewhere
+        trains."""
+        for path, noted in zip(structure.paths, structure.nodes, strict=True):
+            rule = self.unsharded.trainable.get(path)
+            if rule is not None and isinstance(noted, Holding):
+                layout = noted.sharding.layout
+                check_trained(rule, without_values(layout), layout.trainable, self.group.rank)
+
+
+def _nodes_of(state: State, structure: ValueStructure | None) -> Nodes:
+    """The nodes of a state's value, in which users may have put bare trees."""
+    found = Nodes.of(state.value, structure)
+    if structure is None or found.noted is structure.nodes:
+        return found
+    return Nodes.of(structure.with_states(state.value), structure)
+
+
+def _structure_of(first: State) -> ValueStructure:
+    assert first.sharding is not None
+    return ValueStructure.of(first.value, first.sharding)
 
 
 def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict[str, DigestedFill]:
@@ -584,6 +659,10 @@ def _is_held(node: Any) -> bool:
 
 def _has_flats_of(tree: ShardedTree, other: Any) -> bool:
     return _is_held(other) and all(map(is_, tree.flats(), other.flats()))
+
+
+def _whole_without_values(tree: ShardedTree) -> Any:
+    return without_values(tree.sharding.layout, read_only=tree.holding.read_only)
 
 
 def _without(tree: Any, known: ShardedTree) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from ...layout.piece import Piece, refuse
 from ...layout.sharded_tree import Holding, ShardedTree, hold
 from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
-from ...params import as_local, is_on_engine, map_local
+from ...params import Engine, as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ...sharded_optim.state_plan import state_like
 from ...step.program_step import check_next_structure, check_next_value, device_of, leaf_form
-from ...step.state import State, Trained
+from ...step.state import Trained
 from ...tree import paths, same_structure, settled
 from ..state import part_of_state
 
@@ -56,6 +57,12 @@ class Nodes(NamedTuple):
         """The nodes by their paths, each of which the value has once."""
         return dict(zip(self.paths, self.nodes, strict=True))
 
+    def check_states(self, rank: int) -> None:
+        """Raise unless optimizers' states have the structure that is noted of those there."""
+        for path, noted, node in zip(self.paths, self.noted, self.nodes, strict=True):
+            if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
+                check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
+
     def marked(self, nameless: str | None) -> Nodes:
         """The same, whose trees have the names of their places, and are trained, or read only, as
         is noted of those there; without a note, as each tree was made."""
@@ -86,6 +93,33 @@ class ValueStructure(NamedTuple):
         noted = [node.holding if is_on_engine(node) else leaf_form(node) for node in made.nodes]
         return cls(sharding, made.treedef, made.paths, noted)
 
+    def on(self, engine: Engine) -> ValueStructure:
+        """The same of trees that lie on this engine."""
+        nodes = [replace(x, engine=engine) if _is_cut(x) else x for x in self.nodes]
+        return self._replace(nodes=nodes)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value has this structure down to the nodes, in whose places may be trees."""
+        return self._found_in(value) is not None
+
+    def _found_in(self, value: Any) -> list[Any] | None:
+        try:
+            found: list[Any] = self.treedef.flatten_up_to(value)
+        except ValueError:
+            return None
+        return found
+
+    def with_states(self, value: Any) -> Any:
+        """A value that may have bare trees in the places of optimizers' states, as such states.
+
+        Raises:
+            StructureError: a bare tree is no such state, or stands in the place of a sharded one.
+        """
+        found = self._found_in(value)
+        if found is None:
+            return value
+        return self.treedef.unflatten(map(_with_state, self.paths, self.nodes, found))
+
     def part_of(self, whole: Any) -> Any:
         """This rank's part of a whole value, in tensors of its own.
 
@@ -112,7 +146,46 @@ class ValueStructure(NamedTuple):
         return found
 
 
+def _is_cut(noted: Any) -> bool:
+    """Whether this is what a `ValueStructure` has of a sharded tree or an optimizer's state."""
+    return isinstance(noted, Holding | StateHolding)
+
+
+def _with_state(path: str, noted: Any, node: Any) -> Any:
+    """A node of a value, of which a bare tree is an optimizer's state as it is noted."""
+    if is_on_engine(node) or not _is_cut(noted):
+        return node
+    sharding = noted.sharding
+    if isinstance(noted, Holding):
+        raise StructureError(
+            explain(
+                "a sharded tree of the value was replaced by a whole tree",
+                path=path,
+                expected="a ShardedTree, as in the value of `init`",
+                got=f"a {type(node).__name__}",
+                rank=sharding.rank,
+                remedy="fz.shard_tree(tree, layout_like=...) of the tree that was there, or "
+                "step.shard(...) of a whole state",
+            )
+        )
+    like, what = _state_like(noted), f"state.{path}"
+    if optree.tree_structure(node) != noted.plan.treedef:
+        check_opt_state(like, node, sharding.rank, what=what)
+    made = ShardedOptState.of_shown(node, noted)
+    check_opt_state(like, made.as_it_lies, sharding.rank, what=what)
+    return made
+
+
+def _state_like(noted: StateHolding) -> Any:
+    """The structure of an optimizer's state that is cut so, for `check_opt_state`."""
+    sharding = noted.sharding
+    return state_like(noted.plan, sharding.layout, sharding.piece_number)
+
+
 def _marked_like(node: Any, noted: Any) -> Any:
+    # Pickled, it has lost its engine
+    if is_on_engine(node) and node.holding.engine is None and _is_cut(noted):
+        node = node.on(noted.engine)
     if not _is_held(node):
         return settled(node)
     if not isinstance(noted, Holding):
@@ -202,10 +275,10 @@ def trained_of(value: Any) -> Trained:
     return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
 
 
-def check_trained_alike(whole: State, part: Any, rank: int) -> None:
-    """Raise, naming the first leaf, unless a whole state trains the leaves that its part does, in
-    a value that is cut as another state's."""
-    asked = optree.tree_leaves((whole.trained or Trained(())).names(whole.value))
+def check_trained_alike(whole: Any, part: Any, rank: int) -> None:
+    """Raise, naming the first leaf, unless of a whole value those leaves require grad that are
+    trained in its part, which is cut as another state's."""
+    asked = [on for _, on in Trained.of(whole).by_path]
     for (path, expected), got in zip(trained_of(part).by_path, asked, strict=True):
         if expected != got:
             raise StructureError(

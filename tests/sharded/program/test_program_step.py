@@ -509,9 +509,8 @@ def test_a_whole_state_of_another_net_is_refused() -> None:
     other_net = step.init(first_gen, wider)
     fewer = {path: leaf for path, leaf in first_disc.items() if "bias" not in path}
     wrong = {
-        "disc.layers.0.weight": whole.replace(disc=other_net.value.disc),
+        "mu.layers.0.weight": whole.replace(disc=other_net.value.disc),
         "disc_opt": whole.replace(disc_opt=other_net.value.disc_opt),
-        "torch.float32": whole.replace(disc=tree_map(Tensor.float, whole.value.disc)),
         "bias": whole.replace(disc=fz.Params(fewer, first_disc.units)),
         "num_updates": whole.replace(num_updates=torch.zeros(2)),
         "another structure": whole.replace(value=whole.value[:2]),
