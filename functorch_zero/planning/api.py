@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError, explain
 from ..groups.mesh import SameData
-from ..layout.layout import Layout, Unit
+from ..layout.layout import Layout
 from ..layout.levels import LevelRule, Levels, levels_of
 from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
@@ -39,16 +38,14 @@ from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
-from ..step.state import State
 from ..step.train import TrainStep
-from ..step.trainable import mark_trainable
+from ..step.train_program import as_program
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
-from .live_bytes import ValueNeeded, bytes_held
-from .program import BETWEEN, ImaginedProgram
+from .live_bytes import ValueNeeded
+from .program import BETWEEN, ImaginedStep, StandIn
 from .report import Bandwidth, Plan, balance_of
-from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
-from .trace import ImaginedStep
+from .stand_in_loss import loss_through, one_leaf_a_bucket, saved_by_names
 from .watch import rows_asked_of
 
 
@@ -135,8 +132,6 @@ def plan(
     >>> made.num_params, made.params, made.state // made.params
     (2002000, 125184, 2)
     """
-    params: Any
-    program = None
     if isinstance(model_or_params, TrainStep | ProgramStep | Transform):
         raise TypeError(
             explain(
@@ -166,70 +161,45 @@ def plan(
         _check_told_once(of_shard)
         sharded, optimizer = optimizer.options, optimizer.unsharded
     if isinstance(optimizer, ProgramStep):
-        program, others = optimizer, {"units": units, "precision": precision, "buffers": buffers}
-        params = _trees_of_program(model_or_params, batch, others)
+        others = {"units": units, "precision": precision, "buffers": buffers}
+        work = _work_of_program(optimizer, model_or_params, batch, others)
     else:
-        # A module becomes params and buffers, and its own loss where none is given
-        params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
-        params = mark_trainable(params, step.trainable)
-        buffers = own_buffers if buffers is None else buffers
-    lie_on, journal = _device_of(params), Journal()
+        work = _work_of_training(model_or_params, optimizer, batch, buffers, units, precision)
+    lie_on, journal = _device_of(work.trees), Journal()
     # Those on meta may become any device's
     device = torch.device("cpu") if lie_on.type == "meta" else lie_on
     if sharded is not None:
         options = _imagined(sharded, journal, device)
     else:
-        loss_scale = program is None and step.policy.scaling is not None
-        donates = program is None if donate is None else donate
-        of_shard |= {"donate": donates, "loss_scale": loss_scale}
+        donates = work.optimizer is not None if donate is None else donate
+        of_shard |= {"donate": donates, "loss_scale": work.scales}
         options = _options_for(device, journal, **of_shard)
-    if program is not None:
-        check_of_program(options, program.buffers)
-        with _values_refused(journal):
-            made = _plan_of_program(program, params, batch, options, lie_on, device, rows or {})
-            return replace(made, bandwidth=bandwidth)
-    # A traced loss may leave tensors in cycles, which must not count as alive for long
-    with _no_collections() if batch is None else nullcontext():
-        layout = options.layout_of(params)
-        _check_rows(rows or {}, layout, all_named=batch is None)
-        # `mark_trainable` has said already which leaves are trained
-        marked = replace(step, trainable=None)
-        work = _Work(params, buffers, batch, marked, layout, pass_layout=layout)
-        if batch is not None:
-            work = _with_fake_tensors(work)
-        else:
-            num_saved = saved_by_names(layout, model_or_params)
-            work = _without_loss(work, num_saved, keeps=not options.reshard_after_forward)
-        # From here on the code is that of training, on tensors without values
-        imagined = ImaginedStep(
-            work.step, options, work.layout, work.pass_layout, work.fake, rows or {}, lie_on
-        )
-        given = (work.params, work.buffers, work.batch)
-        # Shapes, strides, dtypes and devices stay; elements go
-        inputs = tree_map(partial(_without_value, fake=work.fake, device=device), given)
-        with _values_refused(journal):
-            state = imagined.run(*inputs, order=work.order)
-    made = _plan_of(
-        imagined,
-        options,
-        layout,  # the model's: the stand-in's has one leaf per bucket, padding included
-        _bytes_held(state, imagined),
-        notes=found_units(layout.units),
-    )
-    # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
-    balance = balance_of(step.optimizer, layout)
-    return replace(made, balance=balance, traced=batch is not None, bandwidth=bandwidth)
+    check_of_program(options, work.step.buffers)
+    # Losses may bring constants of their own, which are real tensors
+    fake, stand_in = FakeTensorMode(allow_non_fake_inputs=True), None
+    if batch is None:
+        # A stand-in asks for no device, and on meta it is ten times as quick
+        fake = None
+        work, layout, stand_in = _without_loss(work, options, model_or_params)
+        _check_rows(rows or {}, layout, all_named=True)
+    imagined = ImaginedStep(work.step, options, fake, rows or {}, lie_on, stand_in)
+    # Shapes, strides, dtypes and devices stay; elements go
+    inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
+    with _values_refused(journal), _told_of_lists(batch, "program"):
+        traced = imagined.run(*inputs)
+    if batch is not None:
+        layout = traced
+        _check_rows(rows or {}, layout, all_named=False)
+    made = _plan_of(imagined, options, layout)
+    if work.optimizer is not None:
+        units_found = found_units(layout.units)
+        balance = balance_of(work.optimizer, layout)
+        made = replace(made, notes=units_found + made.notes, balance=balance)
+    return replace(made, traced=batch is not None, bandwidth=bandwidth)
 
 
-def _plan_of(
-    imagined: ImaginedStep | ImaginedProgram,
-    options: Options,
-    layout: Layout,
-    num_bytes: Mapping[str, Any],
-    *,
-    notes: tuple[str, ...] = (),
-) -> Plan:
-    """The plan of a step that has run. `num_bytes`: of a rank, by the name in a `Plan`."""
+def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
+    """The plan of a step that has run."""
     group, samples = options.group, imagined.watch.samples
     assert isinstance(group, Recorder)
     return Plan(
@@ -238,6 +208,10 @@ def _plan_of(
         num_ranks=group.size,
         rank=group.rank,
         num_params=sum(leaf.numel for leaf in layout.leaves),
+        params=imagined.held,
+        state=imagined.others,
+        buffers=imagined.buffers,
+        parts=imagined.parts,
         gradients=imagined.reduced,
         stored=tuple(own.stored() for own in imagined.places.values()),
         # The most at one moment, over all
@@ -248,10 +222,8 @@ def _plan_of(
         traced=True,
         assumed=imagined.watch.live.assumed,
         mesh=options.axes.mesh,
-        notes=notes
-        + codecs_of(layout, group.size)
+        notes=codecs_of(layout, group.size)
         + notes_of(elements_by_unit(layout), group.size, tables_of(layout)),
-        **num_bytes,
     )
 
 
@@ -333,9 +305,18 @@ def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> 
             )
 
 
-def _trees_of_program(given: Any, batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a program's `init`; `others` are arguments of `plan` that it has no use
-    for."""
+class _Work(NamedTuple):
+    """A step to imagine, and its inputs."""
+
+    step: ProgramStep
+    trees: tuple[Any, ...]  # the arguments of `init`
+    args: tuple[Any, ...]  # those of the step, after its state: one rank's
+    optimizer: Transform | None = None  # of a training step
+    scales: bool = False  # whether its loss is multiplied by a scale
+
+
+def _work_of_program(step: ProgramStep, given: Any, batch: Any, others: Mapping[str, Any]) -> _Work:
+    """A program, and its inputs; `others` are arguments of `plan` that it has no use for."""
     for name, argument in others.items():
         if argument is not None:
             raise StructureError(
@@ -347,35 +328,71 @@ def _trees_of_program(given: Any, batch: Any, others: Mapping[str, Any]) -> tupl
             "a plan of a program runs it, and needs a batch. Remedy: batch=..., a sample of one "
             "rank's, or a tuple of the step's arguments"
         )
-    return given if type(given) is tuple else (given,)
-
-
-def _plan_of_program(
-    step: ProgramStep,
-    trees: tuple[Any, ...],
-    batch: Any,
-    options: Options,
-    lie_on: torch.device,
-    device: torch.device,
-    rows: Mapping[str, int],
-) -> Plan:
-    """The plan of a program's step, which is run on fake tensors."""
-    # Losses may bring constants of their own, which are real tensors
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    imagined = ImaginedProgram(step, options, fake, rows, lie_on)
     args = batch if type(batch) is tuple else (batch,)
     _check_arguments(step, args, batch)
-    inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
-    with _told_of_lists(batch, "program"):
-        layout = imagined.run(*inputs)
-    _check_rows(rows, layout, all_named=False)
-    num_bytes = {
-        "params": imagined.held,
-        "state": imagined.others,
-        "buffers": 0,  # among the state
-        "parts": imagined.parts,
-    }
-    return _plan_of(imagined, options, layout, num_bytes)
+    return _Work(step, given if type(given) is tuple else (given,), args)
+
+
+def _work_of_training(
+    given: Any,
+    optimizer: Transform | TrainStep,
+    batch: Any,
+    buffers: PyTree[Tensor] | None,
+    units: Units,
+    precision: PrecisionRules,
+) -> _Work:
+    """A training step and its inputs, of params or of a module, which is its own loss where none is
+    given. Without a batch a loss that goes through all units stands in."""
+    step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
+    params, own_buffers = given, {}
+    if isinstance(given, nn.Module):
+        apply, params, own_buffers = functionalize(given, units, precision=precision)
+        if step.loss_fn is _no_loss:
+            step = replace(step, loss_fn=_called(apply))
+    elif units is not None or precision is not None:
+        raise StructureError(
+            "units and precision are of a module, and params were given, which have theirs from "
+            "functionalize"
+        )
+    if batch is not None and step.loss_fn is _no_loss:
+        raise StructureError(
+            "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
+        )
+    if batch is None:
+        batch = torch.empty(step.accumulate, device="meta")  # rows for the micro-batches
+    return _Work(
+        as_program(step),
+        (params, own_buffers if buffers is None else buffers),
+        (batch,),
+        step.optimizer,
+        step.policy.scaling is not None,
+    )
+
+
+def _without_loss(work: _Work, options: Options, model: Any) -> tuple[_Work, Layout, StandIn]:
+    """A loss that goes through all units stands in. It sees buckets: the leaves inside change
+    nothing of what is counted. So does an optimizer that treats all elements alike.
+
+    Returns the step with what it is given, the layout of the real params, and the loss.
+    """
+    params = work.step.marked({"params": work.trees[0]})["params"]
+    layout = options.layout_of(params)
+    buckets = one_leaf_a_bucket(layout)
+    # Of the real leaves: their names tell which units backward needs
+    loss = loss_through(buckets, saved_by_names(layout, model))
+    # Statistics over leaves, and functions for metrics, must see the real ones
+    assert work.optimizer is not None
+    is_all = work.optimizer.plain is not None and not work.step.facts["metrics"]
+    if is_all:
+        leaves = []
+        for leaf in buckets.leaves:
+            # (numel,) of a bucket's one leaf
+            on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            leaves.append(on_meta.requires_grad_(leaf.trainable))
+        # Which leaves are trained is known already
+        step = replace(work.step, trainable={})
+        work = work._replace(step=step, trees=(leaves, work.trees[1]))
+    return work, layout, StandIn(loss, buckets, is_all)
 
 
 def _check_arguments(step: ProgramStep, args: tuple[Any, ...], batch: Any) -> None:
@@ -426,41 +443,9 @@ def _device_of(params: PyTree[Tensor]) -> torch.device:
     return devices[0] if devices else torch.device("meta")
 
 
-class _Work(NamedTuple):
-    """A step to imagine, and its inputs."""
-
-    params: PyTree[Tensor]
-    buffers: PyTree[Tensor]
-    batch: Any  # one rank's; None: the loss is a stand-in
-    step: TrainStep
-    layout: Layout  # of params and of the optimizer's state
-    pass_layout: Layout  # of the params that the loss sees
-    order: list[str] | None = None  # in which the loss fetches units, where that is known
-    fake: FakeTensorMode | None = None  # the mode of tensors without values; None: the meta device
-
-
 def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
     """The loss of a step that was made of an optimizer alone: a stand-in takes its place."""
     raise AssertionError
-
-
-def _inputs(
-    given: Any, optimizer: Transform | TrainStep, units: Units, precision: PrecisionRules
-) -> tuple[Any, Any, TrainStep]:
-    """The params and buffers of a module, or the params given, and the step."""
-    # An optimizer alone: `_no_loss` marks the place of its loss
-    step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
-    if not isinstance(given, nn.Module):
-        if units is not None or precision is not None:
-            raise StructureError(
-                "units and precision are of a module, and params were given, which have theirs "
-                "from functionalize"
-            )
-        return given, {}, step
-    apply, params, buffers = functionalize(given, units, precision=precision)
-    if step.loss_fn is _no_loss:
-        step = replace(step, loss_fn=_called(apply))
-    return params, buffers, step
 
 
 def _called(apply: Apply) -> LossFn:
@@ -476,48 +461,11 @@ def _called(apply: Apply) -> LossFn:
     return loss
 
 
-def _with_fake_tensors(work: _Work) -> _Work:
-    """The step's own loss, on tensors that stand for those of the device."""
-    if work.step.loss_fn is _no_loss:
-        raise StructureError(
-            "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
-        )
-    # Losses may bring constants of their own, which are real tensors
-    return work._replace(fake=FakeTensorMode(allow_non_fake_inputs=True))
-
-
-def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool) -> _Work:
-    """A loss that goes through all units stands in. An optimizer that treats all elements alike
-    sees buckets only.
-
-    Args:
-        num_saved: how many of a unit's leaves its backward needs.
-        keeps: whether units stay gathered from forward to backward.
-    """
-    layout = one_leaf_a_bucket(work.layout)
-    step = replace(work.step, loss_fn=loss_through(layout, num_saved))
-    # Of the real leaves: their names tell which units backward needs
-    order = order_of_units(work.layout, num_saved, keeps=keeps)
-    work = work._replace(step=step, order=order, pass_layout=layout)
-    # Statistics over leaves, and functions for metrics, must see the real ones: with buckets alone
-    # the update stands idle
-    if step.optimizer.plain is None or step.metrics:
-        return work
-    leaves = []
-    for leaf in layout.leaves:
-        # (numel,) of a bucket's one leaf
-        on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        leaves.append(on_meta.requires_grad_(leaf.trainable))
-    # The object that is `pass_layout`: by that `ImaginedStep` knows that there are buckets alone
-    return work._replace(params=leaves, layout=layout)
-
-
 def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) -> Any:
-    """A tensor of the same shape that takes no room: on the meta device, or a fake one on its own
+    """A tensor of the same form that takes no room: on the meta device, or a fake one on its own
     device, which is `device` for those without values already."""
     if not isinstance(x, Tensor):
         return x
-    # Meta is ten times as quick; fakes keep the device, which losses may ask for
     if fake is None:
         device = torch.device("meta")
     elif not x.is_meta:
@@ -526,29 +474,6 @@ def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) ->
         return torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad
         )
-
-
-def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
-    """Bytes of a rank by the name that a `Plan` gives them."""
-    return {
-        "params": bytes_held(state.params) + imagined.published,
-        "state": bytes_held(state.opt_state),
-        "buffers": bytes_held(state.buffers),
-        "parts": bytes_held(state.parts),
-    }
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python would look through all objects of the process again and again, while a plan only makes
-    more of them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager

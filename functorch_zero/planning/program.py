@@ -1,7 +1,14 @@
-"""A program's step on a rank that is not there: the program runs as it stands, without values and
-without ranks.
+"""A step on a rank that is not there: the program runs as it stands, without values and without
+ranks.
 
-Its trees lie on an engine that announces each call: gradients, updates, and params + updates. Its
+Three things are imagined, and the rest is the code that trains:
+
+- tensors: fake ones of a device. `LiveBytes` makes them and counts the bytes that are alive, by
+  kind.
+- the other ranks: a `Recorder` notes each collective, and leaves its tensors as they are.
+- time: a `Journal` knows the phase and the unit in use. A `MemoryWatch` makes samples.
+
+The trees lie on an engine that announces each call: gradients, updates, and params + updates. The
 ranks agree with nobody. The step runs twice, since the first run finds out the order of units, and
 how many gradients come before a step that donates may write.
 """
@@ -9,9 +16,9 @@ how many gradients come before a step that donates may write.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -34,30 +41,40 @@ from ..sharded.program.step import ShardedProgramStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import as_metric
 from ..step.program import LossCall
-from ..step.program_step import ProgramStep
+from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State
 from ..tree import has_values
+from .elsewhere import Elsewhere, with_imagined_places
 from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
-from .trace import Elsewhere, with_imagined_places
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
 
 
-class ImaginedProgram:
-    """A program's step, sampled between the functions that it calls.
+class StandIn(NamedTuple):
+    """A loss in place of one that isn't there."""
+
+    loss: Callable[..., Any]
+    layout: Layout  # of the params that it sees: their buckets, each with one leaf
+    is_all: bool  # whether the optimizer, too, sees buckets alone
+
+
+class ImaginedStep:
+    """A step, sampled between the functions that it calls.
 
     Args:
         step: the program.
         options: of `shard`, with a `Recorder` for a group.
-        fake: the mode of the tensors without values.
+        fake: the mode of the tensors without values; None: the meta device.
         rows: how many rows of a table a lookup asks for, by pattern of its path.
         device: of the params; meta: nobody has said.
+        stand_in: for the loss of a training step; None: the program's own losses run.
 
     Attributes:
         watch: the memory from moment to moment.
         held: bytes of the first value's trees that are held as params are.
+        buffers: bytes of its buffers.
         others: bytes of the rest of that value.
         places: the stand-ins for the user's, by kind.
         parts: bytes that the gradients' reduction keeps between steps.
@@ -67,19 +84,24 @@ class ImaginedProgram:
         self,
         step: ProgramStep,
         options: Options,
-        fake: FakeTensorMode,
+        fake: FakeTensorMode | None,
         rows: Mapping[str, int],
         device: torch.device,
+        stand_in: StandIn | None = None,
     ):
         assert isinstance(options.group, Recorder)
         self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
         options, self.places = with_imagined_places(options, self.watch, device)
-        self._engine = _AnnouncedEngine(ShardedEngine(options), self.watch, self.places)
+        engine = ShardedEngine(options)
+        self._engine = _AnnouncedEngine(engine, self.watch, self.places, stand_in)
         agreement = _ImaginedAgreement(step, options, self.watch)
         # The first of its steps is one to find out the order: it donates nothing
         step = replace(step, num_gradients=None)
         self._step = ShardedProgramStep(step, options, self._engine, agreement)
-        self.held = self.others = self.parts = 0
+        if stand_in is not None and stand_in.is_all:
+            self._step = _StepOnBuckets(step, options, self._engine, agreement)
+            self._step.layout = stand_in.layout
+        self.held = self.buffers = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
         """Run one step, but with the order of units known, as from the second one on. Returns the
@@ -94,8 +116,10 @@ class ImaginedProgram:
             self._adopt_held((trees, args), state)
             self._first_step(state, args)
             self.watch.begin()
-            if self.places:
-                gc.collect()  # what the first call has left there
+            gc.collect()  # what `init` and the first call have left in cycles
+            if self._fake is None:
+                # An update's outlines, which are always on meta
+                self.watch.live.discount("activations")
             for elsewhere in self.places.values():
                 elsewhere.begin()
             self.watch.enter(BETWEEN)
@@ -124,7 +148,8 @@ class ImaginedProgram:
         def bare(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
                 return leaf
-            return self._fake.from_tensor(leaf)  # views of one storage stay that
+            # Views of one storage stay that
+            return leaf.to("meta") if self._fake is None else self._fake.from_tensor(leaf)
 
         with self.watch.live.paused():
             return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
@@ -132,12 +157,25 @@ class ImaginedProgram:
     def _adopt_held(self, given: Any, state: State) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""
         held, others = held_and_others(state.value)
-        self.held, self.others = bytes_held(held), bytes_held(others)
+        names = self._step.unsharded.buffers
+        buffers = _tensors([entry_of(state.value, name) for name in names])
         parts = _tensors(state.parts)
+        self.held, self.buffers = bytes_held(held), bytes_held(buffers)
+        self.others = bytes_held(others) - self.buffers
         self.parts = bytes_held(parts)
+        # The last kind counts, where this rank's part is the given tensor itself
         self.watch.live.adopt(_tensors(given), None)
         self.watch.live.adopt([*others, *parts], "state")
-        self.watch.live.adopt(held, "params")
+        self.watch.live.adopt([*held, *buffers], "params")
+
+
+class _StepOnBuckets(ShardedProgramStep):
+    """A training step on params of which each leaf fills a bucket."""
+
+    layout: Layout
+
+    def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
+        return {"params": self.layout}
 
 
 class _ImaginedAgreement:
@@ -177,8 +215,15 @@ class _ImaginedAgreement:
 class _AnnouncedEngine:
     """An engine that tells a watch the phase of each call, and asks nobody for values."""
 
-    def __init__(self, engine: ShardedEngine, watch: MemoryWatch, places: Mapping[str, Elsewhere]):
+    def __init__(
+        self,
+        engine: ShardedEngine,
+        watch: MemoryWatch,
+        places: Mapping[str, Elsewhere],
+        stand_in: StandIn | None,
+    ):
         self._engine, self._watch, self._places = engine, watch, places
+        self._stand_in = stand_in
         self.rank, self.orders = engine.rank, engine.orders
         self.keeps_tensors = engine.keeps_tensors
         self.reduced = 0
@@ -192,6 +237,13 @@ class _AnnouncedEngine:
         return self._engine.first_state(transform, params)
 
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
+        if self._stand_in is None:
+            return self._gradients(call, tree)
+        call.loss = self._stand_in.loss
+        results, grads = self._gradients(call, _laid_out(tree, self._stand_in.layout))
+        return results, _laid_out(grads, tree.sharding.layout)
+
+    def _gradients(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss = self._watch.announced(call.loss)
         run = self._engine.open_gradient(call, tree)
         local = differentiate(run)
@@ -286,6 +338,17 @@ def _is_held(node: Any) -> bool:
 def flats_here(params: ShardedTree) -> list[Tensor]:
     """The flats of a tree that is held as params are, and the published ones beside them."""
     return [*params.flats(), *(flat for flat in params.published() if flat is not None)]
+
+
+def _laid_out(tree: ShardedTree, layout: Layout) -> ShardedTree:
+    """The same flats as a tree of another layout, which has the same buckets."""
+    if tree.sharding.layout is layout:
+        return tree
+    sharding = replace(tree.sharding, layout=layout)
+    made = ShardedTree.of_flats(tree.flats(), replace(tree.holding, sharding=sharding))
+    if tree.holding.form == "held":
+        made.note_published(tree.published())
+    return made
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -19,7 +19,6 @@ from torch.nn.functional import embedding
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
-from ..step.loss import LossFn
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:
@@ -52,13 +51,13 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
     return replace(layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=treedef)
 
 
-def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
+def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> Callable[..., Tensor]:
     """A loss on a layout of `one_leaf_a_bucket`.
 
     `num_saved` says how many leaves made on use a unit's backward needs; two stand for more.
     """
 
-    def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
+    def loss(params: list[LazyParam], **others: Any) -> Tensor:
         # The activations' place: a number, so that they take no room
         x = torch.zeros((), device="cpu")
         for unit in layout.units:
@@ -86,20 +85,6 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
         return x
 
     return loss
-
-
-def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
-    """The order in which this loss fetches units: forward and, unless they are kept, backward.
-    Units whose flats all stay are never fetched."""
-    fetched = [unit for unit in layout.units if _made_on_use(layout, unit)]
-    forward = [unit.name or "root" for unit in fetched]
-    if keeps:
-        return forward
-    again = []
-    for unit in reversed(fetched):
-        if unit.modules and num_saved(unit):  # a unit that saves no leaf is not gathered again
-            again.append(unit.name or "root")
-    return forward + again
 
 
 def _made_on_use(layout: Layout, unit: Unit) -> list[int]:

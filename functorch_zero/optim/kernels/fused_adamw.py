@@ -24,8 +24,9 @@ AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 
 
 def _takes(param: Tensor) -> bool:
-    # Half precisions, and other devices, run as the chain
-    return param.dtype in (torch.float32, torch.float64) and param.device.type in ("cpu", "cuda")
+    # Half precisions, and other devices, run as the chain; on meta a plan counts as on these
+    runs = param.device.type in ("cpu", "cuda", "meta")
+    return runs and param.dtype in (torch.float32, torch.float64)
 
 
 def fused_adamw(

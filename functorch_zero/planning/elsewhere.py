@@ -1,0 +1,98 @@
+"""Places for what a plan imagines to lie elsewhere than on the device."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_private import storage_id
+from ..places import ByUnit, Here, ahead_of, brings_copies
+from ..sharded.options import Options
+from ..sharded.placed import Stored
+from .watch import MemoryWatch
+
+
+class Elsewhere:
+    """A place for tensors without values, which no device takes.
+
+    Args:
+        kind: of what lies here.
+        ahead: as of a place.
+        brings_copies: else a step works in it, as in a `File`.
+
+    Attributes:
+        read, written: bytes that were brought and left since it began.
+    """
+
+    def __init__(self, kind: str, watch: MemoryWatch, *, ahead: int, brings_copies: bool):
+        self._kind, self._watch, self._live = kind, watch, watch.live
+        self.ahead, self.brings_copies = ahead, brings_copies
+        # By storage, until it goes
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._now = self._most = self._held = self.read = self.written = 0
+
+    def begin(self) -> None:
+        """Forget what was, but for the tensors that lie here."""
+        self._most = self._held = self._now
+        self.read = self.written = 0
+
+    def stored(self) -> Stored:
+        """The bytes since it began."""
+        kind = self._kind
+        # Nobody brings what is worked on where it lies: params that a step begins with, and sums
+        # of gradients, which the update reads
+        read = {"params": self._held, "gradients": self.written}.get(kind, self.read)
+        return Stored(kind, self._most, read, self.written)
+
+    def empty(self, like: Tensor) -> Tensor:
+        with self._live.paused():
+            made = torch.empty_like(like, memory_format=torch.contiguous_format)
+        storage, key = made.untyped_storage(), storage_id(made)
+        self._refs[key] = weakref.ref(storage, partial(self._gone, key, made.nbytes))
+        self._live.elsewhere.add(key)
+        self._now += made.nbytes
+        self._most = max(self._most, self._now)
+        return made
+
+    def holds(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._refs
+
+    def bring(self, stored: Tensor) -> Here:
+        self.read += stored.nbytes
+        if not self.brings_copies:
+            return Here(stored)
+        with self._live.paused():
+            made = torch.empty_like(stored)
+        self._watch.adopt("state" if self._kind == "state" else "activations", made)
+        return Here(made)
+
+    def leave(self, tensor: Tensor, into: Tensor) -> Here:
+        self.written += into.nbytes
+        return Here(into)
+
+    def _gone(self, key: int, nbytes: int, _: Any) -> None:
+        del self._refs[key]
+        self._live.elsewhere.discard(key)
+        self._now -= nbytes
+
+
+def with_imagined_places(
+    options: Options, watch: MemoryWatch, device: torch.device
+) -> tuple[Options, dict[str, Elsewhere]]:
+    """The same with stand-ins for the user's places, which would be asked for real memory; and
+    these, one per kind. `device`: of the params."""
+    made = {}
+    for kind, places in options.places.given.items():
+        ahead = max(map(ahead_of, places.distinct))
+        brings = any(brings_copies(place, device) for place in places.distinct)
+        made[kind] = Elsewhere(kind, watch, ahead=ahead, brings_copies=brings)
+    by_unit: dict[str, ByUnit] = {}
+    for kind, places in options.places.given.items():
+        rule = {p: None if own is None else made[kind] for p, own in places.rule.items()}
+        by_unit[kind] = ByUnit(rule)
+    return replace(options, places=replace(options.places, **by_unit)), made
