@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import optree
 import torch
@@ -16,24 +16,16 @@ from torch import Tensor, nn
 
 from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError, explain
-from ..groups.mesh import SameData
+from ..groups.mesh import Axes, SameData
 from ..layout.layout import Layout
 from ..layout.levels import LevelRule, Levels, levels_of
 from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
-from ..places import PlaceRule
 from ..runtime.prefetch import Overlap
-from ..runtime.reduce import Reduction
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
-from ..sharded.options import (
-    Options,
-    OverlapChoice,
-    ReduceGradients,
-    StateAxes,
-    check_of_program,
-)
+from ..sharded.options import Options, ShardOptions, StateAxes, check_of_program
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
@@ -60,19 +52,11 @@ def plan(
     precision: PrecisionRules = None,
     batch: Any = None,
     buffers: PyTree[Tensor] | None = None,
-    donate: bool | None = None,
-    sync_buffers: str = "mean",
-    reshard_after_forward: bool = True,
-    reduce_gradients: ReduceGradients | None = None,
     shard_size: int | None = None,
-    state_axes: StateAxes = "shard",
     same_data: SameData | None = None,
-    overlap: OverlapChoice | None = None,
-    reduction: Reduction | None = None,
-    place: Mapping[str, PlaceRule] | None = None,
-    reduce_bucket: int | None = None,
     bandwidth: Bandwidth | None = None,
     rows: Mapping[str, int] | None = None,
+    **of_shard: Unpack[ShardOptions],
 ) -> Plan:
     """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
@@ -98,11 +82,8 @@ def plan(
             in the layout's order, and their backward to need their weights. A program needs one,
             a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
-        donate, sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`.
-        overlap, reduction, place, reduce_bucket: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
-        state_axes: as for `shard`.
         same_data: as for `HybridGroup`: the axis along which all ranks have the same part of the
             batch.
         bandwidth: bytes per second that a rank can send, one way: the plan then says how long its
@@ -111,6 +92,7 @@ def plan(
             that a rank's lookup asks for: what a batch names, which has no values here. Without a
             batch each table needs one. With one, a table that isn't named is taken to be asked for
             another row by each id.
+        of_shard: the other options of `shard`, by their names.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
@@ -140,25 +122,10 @@ def plan(
                 got=f"a {type(model_or_params).__name__} first",
             )
         )
-    of_shard: dict[str, Any] = {
-        "level": level,
-        "ranks": ranks,
-        "rank": rank,
-        "donate": donate,
-        "sync_buffers": sync_buffers,
-        "reshard_after_forward": reshard_after_forward,
-        "reduce_gradients": reduce_gradients,
-        "shard_size": shard_size,
-        "state_axes": state_axes,
-        "same_data": same_data,
-        "overlap": overlap,
-        "reduction": reduction,
-        "place": place,
-        "reduce_bucket": reduce_bucket,
-    }
+    ranks_told = _RanksTold(level, ranks, rank, shard_size, same_data)
     sharded: Options | None = None
     if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
-        _check_told_once(of_shard)
+        _check_told_once({**ranks_told._asdict(), **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
     if isinstance(optimizer, ProgramStep):
         others = {"units": units, "precision": precision, "buffers": buffers}
@@ -171,15 +138,18 @@ def plan(
     if sharded is not None:
         options = _imagined(sharded, journal, device)
     else:
-        donates = work.optimizer is not None if donate is None else donate
-        of_shard |= {"donate": donates, "loss_scale": work.scales}
-        options = _options_for(device, journal, **of_shard)
+        # A reduction over gloo takes room, and over NCCL it takes none
+        axes = ranks_told.axes(journal, of_shard.pop("state_axes", "shard"), device.type == "cpu")
+        assert level is not None
+        options = work.options(Levels(level), axes, of_shard)
+    # The stand-ins may lie on another device than the leaves
+    options = replace(options, overlap=options.overlap or Overlap.by_default(device))
     check_of_program(options, work.step.buffers)
     # Losses may bring constants of their own, which are real tensors
-    fake, stand_in = FakeTensorMode(allow_non_fake_inputs=True), None
+    fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
+    stand_in = None
     if batch is None:
-        # A stand-in asks for no device, and on meta it is ten times as quick
-        fake = None
+        # It asks for no device, and on meta it is ten times as quick
         work, layout, stand_in = _without_loss(work, options, model_or_params)
         _check_rows(rows or {}, layout, all_named=True)
     imagined = ImaginedStep(work.step, options, fake, rows or {}, lie_on, stand_in)
@@ -227,12 +197,34 @@ def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
     )
 
 
-def _check_told_once(of_shard: Mapping[str, Any]) -> None:
+class _RanksTold(NamedTuple):
+    """The ranks of a step that `shard` hasn't made, and its level."""
+
+    level: LevelRule | None
+    ranks: int | None
+    rank: int
+    shard_size: int | None
+    same_data: SameData | None
+
+    def axes(self, journal: Journal, state_axes: StateAxes, swaps: bool) -> Axes:
+        """Those of ranks that are not there."""
+        ranks, rank = self.ranks, self.rank
+        if self.level is None or ranks is None:
+            raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
+        shape = self.shard_size, state_axes
+        return imagined_axes(rank, ranks, journal, *shape, swaps=swaps, same_data=self.same_data)
+
+
+def _check_told_once(told: Mapping[str, Any]) -> None:
     """Raise if an argument is given beside a step of `shard`, which has it: one of the two would
     not be planned."""
-    defaults = inspect.signature(plan).parameters
-    for name, value in of_shard.items():
-        if value is not defaults[name].default:
+    for name, value in told.items():
+        # Rank 0 is planned where nothing is said
+        if value is not None and (name, value) != ("rank", 0):
             raise TypeError(
                 f"plan takes {name} from the sharded step, and was given {name}={value!r}. "
                 "Remedy: leave it out, or plan the step that shard was given"
@@ -241,41 +233,8 @@ def _check_told_once(of_shard: Mapping[str, Any]) -> None:
 
 def _imagined(options: Options, journal: Journal, device: torch.device) -> Options:
     """The options of a sharded step, on ranks that are not there."""
-    return replace(
-        options,
-        axes=imagined_like(options.axes, journal, swaps=device.type == "cpu"),
-        overlap=options.overlap or Overlap.by_default(device),
-    )
-
-
-def _options_for(
-    device: torch.device,
-    journal: Journal,
-    *,
-    level: LevelRule | None,
-    ranks: int | None,
-    rank: int,
-    shard_size: int | None,
-    state_axes: StateAxes,
-    same_data: SameData | None,
-    overlap: OverlapChoice | None,
-    **options: Any,
-) -> Options:
-    """The options that these arguments of `plan` stand for, on ranks that are not there."""
-    if level is None or ranks is None:
-        raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-    # A reduction over gloo takes room, and over NCCL it takes none
-    over_gloo = device.type == "cpu"
-    axes = imagined_axes(
-        rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
-    )
-    # The stand-ins may lie on another device than the leaves
-    overlap = Overlap.by_default(device) if overlap is None else overlap
-    return Options.checked(Levels(level), axes, overlap=overlap, **options)
+    axes = imagined_like(options.axes, journal, swaps=device.type == "cpu")
+    return replace(options, axes=axes)
 
 
 def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:
@@ -314,6 +273,13 @@ class _Work(NamedTuple):
     optimizer: Transform | None = None  # of a training step
     scales: bool = False  # whether its loss is multiplied by a scale
 
+    def options(self, levels: Levels, axes: Axes, given: Mapping[str, Any]) -> Options:
+        """Those that arguments of `shard` stand for; a training step donates."""
+        given = {**given, "loss_scale": self.scales}
+        if given.get("donate") is None:
+            given["donate"] = self.optimizer is not None
+        return Options.checked(levels, axes, **given)
+
 
 def _work_of_program(step: ProgramStep, given: Any, batch: Any, others: Mapping[str, Any]) -> _Work:
     """A program, and its inputs; `others` are arguments of `plan` that it has no use for."""
@@ -344,7 +310,8 @@ def _work_of_training(
     """A training step and its inputs, of params or of a module, which is its own loss where none is
     given. Without a batch a loss that goes through all units stands in."""
     step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
-    params, own_buffers = given, {}
+    params: Any = given
+    own_buffers: Any = {}
     if isinstance(given, nn.Module):
         apply, params, own_buffers = functionalize(given, units, precision=precision)
         if step.loss_fn is _no_loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Required, TypedDict, Unpack, overload
+from typing import Any, Required, Unpack, overload
 
 from ..groups import as_group
 from ..groups.mesh import axes_of
@@ -20,6 +20,7 @@ from .options import (
     Options,
     OverlapChoice,
     ReduceGradients,
+    ShardOptions,
     StateAxes,
     check_of_program,
     check_state_axes,
@@ -28,20 +29,11 @@ from .program.step import ShardedProgramStep
 from .train import ShardedTrainStep
 
 
-class _Options(TypedDict, total=False):
+class _Options(ShardOptions, total=False):
     """The arguments of `shard`."""
 
     level: Required[LevelRule]
     group: Any
-    donate: bool | None
-    sync_buffers: SyncBuffers
-    reshard_after_forward: bool
-    reduce_gradients: ReduceGradients | None
-    state_axes: StateAxes
-    overlap: OverlapChoice | None
-    reduction: Reduction | None
-    place: Mapping[str, PlaceRule] | None
-    reduce_bucket: int | None
 
 
 @overload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..layout.build import default_units, make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_in_words
 from ..layout.sharding import Sharding
-from ..places import ByUnit, Place, settle
+from ..places import ByUnit, Place, PlaceRule, settle
 from ..precision import Dtypes
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
@@ -42,6 +42,25 @@ class StatePlace:
         if replicas > 1:
             text += f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}"
         return text
+
+
+ReduceGradients = Literal["every_microbatch", "once"]
+StateAxes = Literal["shard", "both"]
+OverlapChoice = Literal["memory", "time"] | Overlap
+
+
+class ShardOptions(TypedDict, total=False):
+    """The arguments of `shard` beside the level and the group."""
+
+    donate: bool | None
+    sync_buffers: SyncBuffers
+    reshard_after_forward: bool
+    reduce_gradients: ReduceGradients | None
+    state_axes: StateAxes
+    overlap: OverlapChoice | None
+    reduction: Reduction | None
+    place: Mapping[str, PlaceRule] | None
+    reduce_bucket: int | None
 
 
 @dataclass(frozen=True)
@@ -254,9 +273,6 @@ class Options:
                 )
 
 
-ReduceGradients = Literal["every_microbatch", "once"]
-StateAxes = Literal["shard", "both"]
-OverlapChoice = Literal["memory", "time"] | Overlap
 OVERLAPS: dict[str, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
 
 
