@@ -405,7 +405,8 @@ class Import:
         if lacking:
             problems.append(
                 f"it lacks {some_of(lacking)} (aliases=apply knows buffers "
-                "that no state_dict has; allow_missing=True, or patterns, keeps `like`'s)"
+                "that no state_dict has; frozen=False keeps `like`'s params that aren't trained, "
+                "and allow_missing=True, or patterns, any)"
             )
         if extra:
             problems.append(

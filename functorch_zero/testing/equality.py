@@ -303,7 +303,8 @@ def _check_update(
         return
     elif not bool(update.any()):
         story = "the expected update is zero, so the comparison would prove nothing"
-        remedy = "give this leaf a gradient, freeze it, or name it in `unused`"
+        remedy = "give this leaf a gradient; or freeze it, by requires_grad_(False) or "
+        remedy += "train_step(trainable=...); or name it in `unused`"
     elif equality.grade == "reordered" and not is_visible(leaf.old, leaf.new):
         size = largest(update)
         story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
