@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -61,9 +60,12 @@ from .gradient import (
     no_updates,
 )
 from .kept import KeptTensors
+from .recent import Recent
 from .scope import compared, ranks_here
 
-_MOST_JOINED = 64  # combinations of trees that an engine remembers
+# Combinations of trees, and updates, that an engine remembers: a program that cuts a tree in each
+# step, or makes a transform, brings new ones each time
+_MOST = 64
 
 
 class ShardedEngine:
@@ -81,16 +83,15 @@ class ShardedEngine:
         self._calls = LossCalls()  # of losses, outside of steps
         self._storings = itertools.count()  # of states, on this rank alone
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
-        # By layouts and what is trained, the last one used at the end: the same keys, in the same
-        # order, on every rank
-        self._joined: dict[Any, Joined] = {}
+        # By layouts and what is trained: the same keys, in the same order, on every rank
+        self._joined: Recent[Any, Joined] = Recent(_MOST)
         # Each combination of trees is gathered in an order of its own
         self.orders = PrefetchOrders(options.axes.world)
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
-        # Of each transform, by the id of a layout, which the value keeps alive
-        self._updates: WeakKeyDictionary[Transform, dict[int, PreparedUpdate]] = WeakKeyDictionary()
+        # By transform, and by the id of a layout, both of which a prepared update keeps alive
+        self._updates: Recent[tuple[Transform, int], PreparedUpdate] = Recent(_MOST)
         # Of those that ranks have compared
-        self._descriptions: WeakKeyDictionary[Transform, Any] = WeakKeyDictionary()
+        self._descriptions: Recent[Transform, Any] = Recent(_MOST)
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh.
@@ -147,7 +148,7 @@ class ShardedEngine:
             group = labelled(axes.world, "optimizer/agreement")
             description = described(transform)
             agree(group, {"optimizer": description})
-            self._descriptions[transform] = description
+            self._descriptions.note(transform, description)
             check_claims(transform, _trained_on_meta(layout))
             return self.first_state(transform, params)
 
@@ -502,13 +503,12 @@ class ShardedEngine:
         layouts, names = [sharded.sharding.layout for sharded in trees], _prefixes(trees)
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
-        joined = self._joined.pop(key, None) or join_layouts(layouts, trained, names)
-        self._joined[key] = joined
-        # A program that cuts a tree in each step brings a new layout each time
-        if len(self._joined) > _MOST_JOINED:
-            unused = next(iter(self._joined))
-            del self._joined[unused]
-            self.orders.drop(unused)
+        joined = self._joined.get(key)
+        if joined is None:
+            joined = join_layouts(layouts, trained, names)
+            unused = self._joined.note(key, joined)
+            if unused is not None:
+                self.orders.drop(unused)
         return joined, self.orders.of(key)
 
     def _across_of(self, layout: Layout) -> Sharded:
@@ -557,12 +557,13 @@ class ShardedEngine:
                 )
             )
         layout = params.sharding.layout
-        known = self._updates.setdefault(transform, {})
-        prepared = known.get(id(layout))
+        key = (transform, id(layout))
+        prepared = self._updates.get(key)
         if prepared is None:
             # Trees have many owners, so nothing is donated; of a state what a call says
             options = replace(self.options, donate=False, reduction=SUMMED)
-            prepared = known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
+            prepared = PreparedUpdate(transform, layout, options, fuse=True)
+            self._updates.note(key, prepared)
         prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
         return prepared
 

@@ -600,7 +600,7 @@ def test_trees_that_are_cut_in_each_step_are_forgotten(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine remembers layouts by their ids: of those that it forgets another may be free."""
-    monkeypatch.setattr(engine_module, "_MOST_JOINED", 2)
+    monkeypatch.setattr(engine_module, "_MOST", 2)
     teachers = [{"w": torch.full((5, 3), 0.1 * n, dtype=torch.float64)} for n in range(6)]
     net = {"w": torch.ones(5, 3, dtype=torch.float64).requires_grad_()}
 
@@ -623,6 +623,26 @@ def test_trees_that_are_cut_in_each_step_are_forgotten(
         del fresh
         gc.collect()
         assert sum(layout() is not None for layout in layouts) <= 2
+
+    run_ranks(run, 2)
+
+
+def test_optimizers_that_are_made_in_each_step_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "_MOST", 2)
+
+    def run(group: fz.Group) -> None:
+        net, made = {"w": torch.ones(5, 3, requires_grad=True)}, []
+        params = fz.shard_tree(net, level=1, group=group)
+        for _ in range(6):
+            optimizer = optim.adam(0.1)
+            made.append(weakref.ref(optimizer))
+            state = optimizer.init(params)
+            params, _ = optimizer.apply(fz.zero_updates(params), state, params)
+        del optimizer, state
+        gc.collect()
+        assert sum(optimizer() is not None for optimizer in made) <= 2
 
     run_ranks(run, 2)
 
