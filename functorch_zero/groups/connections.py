@@ -98,8 +98,8 @@ class Connections:
         if self.host is None:
             return
         # The works' errors wait for the group's lock
-        for ref in list(self._works):  # a copy: a work may be collected meanwhile
-            work = ref()
+        for reference in list(self._works):  # a copy: a work may be collected meanwhile
+            work = reference()
             if work is not None:
                 # A torch Work, even a finished one, keeps the connections open
                 work.abandon(era)

@@ -129,6 +129,12 @@ class DeviceWatch:
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            _RUNNING.discard(self)
+
+    def _watch(self) -> None:
         mark: Mark | None = None  # one at a time, behind all that was queued when it was put there
         put = asked = time.monotonic()
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
@@ -162,8 +168,7 @@ class DeviceWatch:
             del group  # so that it can go between two looks
 
 
-# Weak: a thread holds its watch as long as it runs
-_RUNNING: weakref.WeakSet[DeviceWatch] = weakref.WeakSet()
+_RUNNING: set[DeviceWatch] = set()  # those whose threads run
 
 
 @atexit.register

@@ -189,7 +189,7 @@ def _print_rings(reader: int) -> None:
     while number := os.read(reader, 1):
         if signal.getsignal(number[0]) is _leave_to_thread:
             # Dead references may be dropped meanwhile: so over a copy
-            alive = [ref() for ref in list(_rings)]
+            alive = [reference() for reference in list(_rings)]
             told = sorted(str(ring) for ring in alive if ring is not None and ring.entries)
             text = "\n".join(told) or "No collective has been started."
             # not by sys.stderr, whose lock a blocked thread may hold

@@ -18,7 +18,6 @@ import os
 import re
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,7 +51,6 @@ class Store:
         self._late: threading.Thread | None = None  # see Note [a late call]
         self.address = ""  # of the process that serves it, "10.0.0.1:29500"; "": not known
         self.is_here = False  # whether that is an address of this machine
-        _OPEN.add(self)
 
     def connect(self, seconds: float | None = None) -> None:
         """Connect now, and not at the first call: torch looks up names as it connects, which may
@@ -92,11 +90,13 @@ class Store:
         try:
             if self._late is not None and self._late.is_alive():
                 raise StoreError(f"{where} does not answer")
+            _LATE.discard(self)
             return within(seconds, "ask store", lambda: call(self._connected()))
         except StoreError:
             raise
         except Overdue as overdue:
             self._late = overdue.thread
+            _LATE.add(self)
             raise StoreError(f"{where} has not answered for {seconds:g} s") from None
         except Exception as error:  # torch has many types for it, with stacks in their texts
             words = str(error).split("\n")[0]
@@ -126,15 +126,14 @@ class Store:
             self._late.join(_SECONDS_AT_EXIT)
 
 
-# Weak: a group holds its store
-_OPEN: weakref.WeakSet[Store] = weakref.WeakSet()
+_LATE: set[Store] = set()  # those in which a thread was left behind
 
 
 @atexit.register
 def _cut_off_all() -> None:
     """Python ends daemon threads by force. One that comes back from torch's store just then would
     take the process with it, by `std::terminate`."""
-    for store in list(_OPEN):
+    for store in list(_LATE):
         store.cut_off()
 
 

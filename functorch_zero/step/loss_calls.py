@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from .reminder import Reminder
 
@@ -31,12 +31,15 @@ class PerLoss(Generic[T]):
     def __init__(self, make: Callable[[], T]):
         self._make = make
         # By kind: weak references to losses, with their objects; the last one asked for is last
-        self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
-        self._of_kind = WeakKeyDictionary()
+        self._of_kind: dict[Any, list[tuple[Callable[[], Any], T]]] = {}
 
     def of(self, loss: Callable[..., Any]) -> T:
         """The object of a loss."""
         kind = _kind_of(loss)
+        # Of code that is compiled anew in each step, say, the oldest goes
+        if kind not in self._of_kind and len(self._of_kind) >= _MOST_KINDS:
+            oldest, *_ = self._of_kind  # in one go, since other threads may note theirs
+            self._of_kind.pop(oldest, None)
         before = self._of_kind.get(kind, [])
         entry = _entry_for(loss, before)
         own = self._make() if entry is None else entry[1]
@@ -45,6 +48,7 @@ class PerLoss(Generic[T]):
         return own
 
 
+_MOST_KINDS = 256
 _MOST_OF_A_KIND = 16  # objects of `PerLoss`: each call of a loss looks through them
 
 
