@@ -308,7 +308,7 @@ def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("case", "line"),
     [
         (Case(step_options={"nonfinite": "raise"}), "step/nonfinite.py"),
-        (Case(weight=lambda x: x[:, 0].sum().item()), "step/loss.py"),
+        (Case(weight=lambda x: x[:, 0].sum().item()), "step/train"),
     ],
 )
 def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:

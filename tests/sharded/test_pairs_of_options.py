@@ -477,6 +477,7 @@ def sharded(case: Case, group: Any) -> Run:
     o = case.option
     group = CheckedGroup(group) if "checked" in o.loop else group
     group = group if case.shard_size is None else HybridGroup(group, shard_size=case.shard_size)
+    nonfinite = step.policy.nonfinite
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(start.params, start.buffers, seed=start.seed, values=values)
     first, steps = step.unshard(state), []
@@ -487,7 +488,7 @@ def sharded(case: Case, group: Any) -> Run:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
         whole = step.unshard(state)
         steps.append(Step(whole, [whole.buffers], metrics))
-    if step.unsharded.policy.nonfinite == "raise":
+    if nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             own = parts[group.rank]
             # As large as the others, so that nobody is warned; but not empty

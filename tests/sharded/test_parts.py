@@ -199,7 +199,8 @@ def test_a_frozen_base_has_no_state_and_no_gradient_memory() -> None:
         assert held == pytest.approx(
             2 * (ADAPTERS + (0 if trainable is is_adapter else BASE)), abs=64
         )
-        state, _ = sharded(state, make_batches(1, 2)[0])
+        for _ in range(5):  # the sixth isn't looked at
+            state, _ = sharded(state, make_batches(1, 2)[0])
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
             state, _ = sharded(state, make_batches(1, 2)[0])
         peaks[trainable is is_adapter] = live.peak
