@@ -102,11 +102,11 @@ class ProgramStep:
             args, named: of `init`: trees of whole leaves, of which those with `requires_grad` are
                 trained, and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
-            values: from `deferred_init`: the values of leaves on the meta device, of all trees or
-                by the names of `init`'s parameters.
+            values: from `deferred_init`, by the names of `init`'s parameters: the values of leaves
+                on the meta device. A training step's are of one model, and need no name.
         """
         given = named_args(self.first_value, args, named)
-        values = named_values(given, values)
+        values = named_values(given, values, of_one_model=self.nameless is not None)
         for name, arg in given.items():
             if name in self.buffers:
                 check_tensors(arg, name)
@@ -366,19 +366,25 @@ def carried_tree(tree: Any, known: Any, name: str) -> Any:
 
 
 def named_values(
-    given: Mapping[str, Any], values: DeferredInit | Mapping[str, DeferredInit] | None
+    given: Mapping[str, Any],
+    values: DeferredInit | Mapping[str, DeferredInit] | None,
+    *,
+    of_one_model: bool,
 ) -> Mapping[str, DeferredInit]:
-    """The values for trees on the meta device, by the names of `init`'s parameters."""
+    """The values for trees on the meta device, by the names of `init`'s parameters.
+
+    Args:
+        of_one_model: whether all trees are of one model, whose values need no name.
+    """
     if values is None:
         return {}
-    if isinstance(values, DeferredInit):
+    if of_one_model and isinstance(values, DeferredInit):
         return {name: values for name, arg in given.items() if _lacks_values(arg)}
     if not isinstance(values, Mapping):
         raise TypeError(
             explain(
-                "a program's init takes values of all its trees, or by their names",
-                expected=f"fz.deferred_init(model), or {{name: fz.deferred_init(model)}} of "
-                f"{[*given]}",
+                "a program's init takes values by the names of its trees",
+                expected=f"values={{name: fz.deferred_init(model)}}, of {[*given]}",
                 got=f"a {type(values).__name__}",
             )
         )

@@ -185,7 +185,8 @@ class ShardedProgramStep:
         values: DeferredInit | Mapping[str, DeferredInit] | None,
     ) -> State:
         """The first state, of which all ranks know that they have made the same."""
-        values = dict(named_values(given, values))
+        is_one = self.unsharded.nameless is not None
+        values = dict(named_values(given, values, of_one_model=is_one))
         # They are not cut, nor filled bucket by bucket
         for name in self.unsharded.buffers:
             if name in values:
