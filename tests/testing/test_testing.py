@@ -26,7 +26,6 @@ from functorch_zero.optim.base import (
 )
 from functorch_zero.params import OnEngine
 from functorch_zero.sharded.program.step import ShardedProgramStep
-from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import (
@@ -215,13 +214,13 @@ def test_a_right_step_passes() -> None:
 def break_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Make the state that ranks unshard after the second step wrong, as a defect of the library
     would."""
-    unshard = ShardedTrainStep.unshard
+    unshard = ShardedProgramStep.unshard
 
-    def wrong(self: ShardedTrainStep, state: Any) -> Any:
+    def wrong(self: ShardedProgramStep, state: Any) -> Any:
         whole = unshard(self, state)
         return change(whole, self.group.rank) if int(whole.step) == 2 and self.level == 2 else whole
 
-    monkeypatch.setattr(ShardedTrainStep, "unshard", wrong)
+    monkeypatch.setattr(ShardedProgramStep, "unshard", wrong)
 
 
 def perturbed(tree: Any, by: float = 1e-3) -> Any:
@@ -261,13 +260,13 @@ def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story:
 
 
 def test_wrong_metrics_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = ShardedTrainStep.__call__
+    call = ShardedProgramStep.__call__
 
-    def wrong(self: ShardedTrainStep, state: Any, batch: Any) -> Any:
+    def wrong(self: ShardedProgramStep, state: Any, batch: Any) -> Any:
         state, metrics = call(self, state, batch)
         return state, {**metrics, "error": metrics["error"] * (1 + 1e-9)}
 
-    monkeypatch.setattr(ShardedTrainStep, "__call__", wrong)
+    monkeypatch.setattr(ShardedProgramStep, "__call__", wrong)
     with pytest.raises(
         AssertionError, match=r"metrics differ at step 0, level 1, ranks 2: leaf error"
     ):
