@@ -77,8 +77,8 @@ def launches_of_step(optimizer: optim.Transform, num_blocks: int, **options: Any
     train = fz.train_step(loss_fn, optimizer, **options)
     step = fz.shard(train, level=3, group=CountingGroup(8))
     state, batch = step.init(params, buffers), torch.randn(4, WIDTH)
-    # The first steps find flats that later ones remember
-    for _ in range(3):
+    # The first steps find flats that later ones remember, and are looked at
+    for _ in range(5):
         state, _ = step(state, batch)
     with Launches() as launches:
         step(state, batch)

@@ -174,6 +174,7 @@ def differentiate(run: GradientRun) -> LocalGradient:
     Collectives: the units' gathers and reductions, as the levels' rows say, and one all-reduce of
     metrics.
     """
+    trees = run.trees.trees
     passed = run_passes(
         run.loss,
         run.flats,
@@ -184,6 +185,8 @@ def differentiate(run: GradientRun) -> LocalGradient:
         run.log,
         labelled(run.options.axes.world, "gradient/metrics"),
         look=run.look,
+        # The only tree's own leaves, as they were cut before
+        held=trees[0] if len(trees) == 1 else None,
     )
     return LocalGradient(run.reduction.finish(), passed)
 
