@@ -41,8 +41,22 @@ class Engine(Protocol):
         """A transform's updates, and its next state."""
         ...
 
-    def apply(self, transform: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """The next params and state: `update`, and its updates added to params."""
+    def apply(
+        self,
+        transform: Any,
+        grads: Any,
+        state: Any,
+        params: Any,
+        *,
+        see: Any = None,
+        donate: bool = False,
+    ) -> tuple[Any, Any]:
+        """The next params and state: `update`, and its updates added to params.
+
+        Args:
+            see: a function that is given the updates before that; None: nobody wants them.
+            donate: whether gradients may be written over where params and state are.
+        """
         ...
 
     def value_and_grad(self, call: Any, tree: Any) -> tuple[Any, Any]:

@@ -222,12 +222,28 @@ class Transform(Named):
             self.known.append(outline)
 
     def apply(
-        self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+        self,
+        grads: PyTree[Tensor],
+        state: Any,
+        params: PyTree[Tensor],
+        *,
+        see: Callable[[PyTree[Tensor]], object] | None = None,
+        donate: bool = False,
     ) -> tuple[PyTree[Tensor], Any]:
         """The next params and the next state: `update`, and its updates added to params.
 
         No argument is written to. Collectives, of sharded trees: those that the transform asks for,
         and those of `fz.apply_updates`.
+
+        Args:
+            see: called with the updates before they are added, while params are as they were: for
+                their norms, say. They are good until it returns. No fused kernel runs then, which
+                would make no updates.
+            donate: sharded, whether a step that writes over params and state may write over the
+                gradients, too, which nobody can read any more then.
+
+        Raises:
+            DonatedError: the gradients were given away before.
 
         >>> import functorch_zero as fz
         >>> optimizer = fz.optim.sgd(0.5)
@@ -239,8 +255,10 @@ class Transform(Named):
         refuse_update("an optimizer's apply was called")
         engine = engine_of(grads, params)
         if engine is not None:
-            return engine.apply(self, grads, state, params)
+            return engine.apply(self, grads, state, params, see=see, donate=donate)
         updates, state = self.update(grads, state, params)
+        if see is not None:
+            see(updates)
         return apply_updates(params, updates), state
 
 

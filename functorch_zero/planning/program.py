@@ -274,11 +274,16 @@ class _AnnouncedEngine:
         return found, after
 
     def apply(
-        self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
+        self,
+        transform: Transform,
+        grads: ShardedTree,
+        state: Any,
+        params: ShardedTree,
+        **how: Any,
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
         before = self._written
-        new, after = self._engine.apply(transform, grads, state, params)
+        new, after = self._engine.apply(transform, grads, state, params, **how)
         self._adopt_params(new, before)
         self._adopt_state(after, before)
         self._watch.enter(BETWEEN)

@@ -39,6 +39,7 @@ class PreparedUpdate:
     Attributes:
         optimizer: as given.
         layout: how the params are cut.
+        donates: whether all that an update is given may be written over.
         parts: the tensors that a reduction keeps between steps.
         across: the answers to the optimizer's questions.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
@@ -49,7 +50,7 @@ class PreparedUpdate:
 
     def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
         group = options.axes.optimizer
-        self.layout = layout
+        self.layout, self.donates = layout, options.donate
         self.parts = ReductionParts(options.reduction, layout, options.axes)
         places = options.places.state
         self.ferry = Ferry(() if places is None else places.distinct)

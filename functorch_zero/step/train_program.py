@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..optim.apply_updates import apply_updates
 from ..optim.naming import described
 from ..optim.states import state_metrics
 from ..optim.tree_norms import norms
@@ -80,22 +79,25 @@ class TrainProgram:
         # Told only where steps are skipped
         fine = all(told)
         finite = policy.next(finite, fine=fine)
-        # The norms are taken before params are written over
-        if "update_norm" in self.step.metrics:
-            updates = zero_updates(params)
-            if fine:
-                updates, opt_state = optimizer.update(grads, opt_state, params)
-            found = self._norms(grads=grads, params=params, updates=updates)
-            if fine:
-                params = apply_updates(params, updates)
+        found: dict[str, Tensor] = {}
+
+        def see(updates: Any) -> None:
+            # Before updates are added, which may write over params
+            found.update(self._norms(grads=grads, params=params, updates=updates))
+
+        if not fine:
+            see(zero_updates(params))
+        elif "update_norm" in self.step.metrics:
+            # The norm of gradients is asked for with it, if at all
+            donate = "grad_norm" not in self.step.metrics
+            params, opt_state = optimizer.apply(grads, opt_state, params, see=see, donate=donate)
         else:
-            found = self._norms(grads=grads, params=params)
-            if fine:
-                # Perhaps by one kernel
-                params, opt_state = optimizer.apply(grads, opt_state, params)
+            see(None)
+            params, opt_state = optimizer.apply(grads, opt_state, params, donate=True)
         if not set(self.step.metrics) <= set(NORMS):
             found |= state_metrics(opt_state)
-        metrics = merged_metrics({"loss": loss, **of_loss}, chosen(self.step.metrics, found))
+        measured = chosen(self.step.metrics, found)
+        metrics = merged_metrics({"loss": loss, **of_loss}, measured)
         metrics = merged_metrics(metrics, policy.metrics(finite))
         return TrainValue(params, buffers, opt_state, finite), metrics
 

@@ -721,3 +721,52 @@ def test_gradients_of_trees_that_the_program_cuts_are_counted(level: int) -> Non
         return int(state.step)
 
     assert run_ranks(run, 2) == [4, 4]
+
+
+def gives_away(value: Any, x: Tensor, optimizer: Any, *, then: bool = False) -> Any:
+    """Gradients go with params and state, and the updates are seen on their way."""
+    params, state = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    found: dict[str, Tensor] = fz.optim.norms(grads=grads)
+
+    def see(updates: Any) -> None:
+        found.update(fz.optim.norms(updates=updates, params=params))
+
+    params, state = optimizer.apply(grads, state, params, see=see, donate=True)
+    if then:
+        found |= fz.optim.norms(grads=grads)
+    return (params, state), {"loss": mean, **found}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_that_are_given_away(name: str, level: int) -> None:
+    optimizer = OPTIMIZERS[name]
+    step = fz.program_step(
+        lambda value, x: gives_away(value, x, optimizer),
+        init=lambda params: (params, optimizer.init(params)),
+        num_gradients=1,
+    )
+
+    def run(group: Any) -> Any:
+        kept, _ = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert all(used_up)
+        return kept, donated
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_gradients_that_were_given_away_are_not_read() -> None:
+    step = fz.program_step(
+        lambda value, x: gives_away(value, x, adamw, then=True), init=init, num_gradients=1
+    )
+    step(step.init(FIRST), BATCHES[0])
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, donate=True)
+        with pytest.raises(DonatedError, match="donated to a step"):
+            sharded(sharded.init(FIRST), part(BATCHES[0], group))
+
+    run_ranks(run, 2)

@@ -548,6 +548,38 @@ def test_programs(level: Any) -> None:
     )
 
 
+def test_a_program_reads_gradients_of_tables() -> None:
+    """They are rows until it does."""
+    apply, params = made()
+    loss_of, optimizer = predicting(apply, summed), apart(optim.rows.adagrad(0.1))
+
+    def program(value: Any, batch: Any) -> Any:
+        params, opt, last = value
+        gradient = fz.value_and_grad(lambda params, batch: loss_of(params, {}, batch))
+        loss, grads = gradient(params, batch)
+        found = {"loss": loss, "dot": fz.dot(grads, grads), **fz.optim.norms(grads=grads)}
+        whole = fz.unshard(grads)
+        found["largest"] = whole["emb"].abs().max()
+        params, opt = optimizer.apply(grads, opt, params)
+        grads = fz.value_and_grad(lambda params, batch: loss_of(params, {}, batch))(params, batch)[
+            1
+        ]
+        mixed = optree.tree_map(lambda old, new: 0.5 * old + new, last, grads)
+        return (*optimizer.apply(mixed, opt, params), grads), found
+
+    step = fz.program_step(
+        program, init=lambda params: (params, optimizer.init(params), fz.zero_updates(params))
+    )
+    assert_sharded_equals_unsharded(
+        step,
+        params,
+        make_batches(),
+        levels=({"": 3, "params.emb": "table"},),
+        ranks=(1, 2),
+        donate=True,
+    )
+
+
 def halves(batch: Any, group: Any, sizes: Sequence[int] | None = None) -> Any:
     """This rank's part of a batch."""
     cut = {name: x.tensor_split(group.size) for name, x in batch.items()}

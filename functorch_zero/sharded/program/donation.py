@@ -87,9 +87,12 @@ class Donation:
     def _places_of(self, node: Any) -> list[int]:
         return [n for n, given in enumerate(self._nodes) if given is node]
 
-    def takes(self, params: ShardedTree, state: ShardedOptState) -> bool:
+    def takes(self, params: ShardedTree, state: ShardedOptState, *, by_any: bool = False) -> bool:
         """Whether both may be written over. Every rank asks at the same places: the first answer
-        of a step that may be yes is a collective."""
+        of a step that may be yes is a collective.
+
+        `by_any`: by an update that may write to any tensor of the state.
+        """
         if self._num_gradients is None or self.num_taken < self._num_gradients:
             return False
         if not self._agreed:
@@ -104,9 +107,9 @@ class Donation:
             if node is not params and node is not state and not is_used_up:
                 of_others |= _storages_of(node)
         # An average that began as a copy of the tree, say, or an older state
-        of_params = _storages_of(params)
-        is_apart = of_params.isdisjoint(of_others | _storages_of(state))
-        return is_apart and _written_of(state).isdisjoint(of_others | of_params)
+        of_params, of_state = _storages_of(params), _storages_of(state)
+        written = of_state if by_any else _written_of(state)
+        return of_params.isdisjoint(of_others | of_state) and written.isdisjoint(of_others)
 
     def _is_unneeded(self, node: ShardedTree | ShardedOptState) -> bool:
         places = self._places_of(node)

@@ -88,8 +88,9 @@ class ShardedEngine:
         # Each combination of trees is gathered in an order of its own
         self.orders = PrefetchOrders(options.axes.world)
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
-        # By transform, and by the id of a layout, both of which a prepared update keeps alive
-        self._updates: Recent[tuple[Transform, int], PreparedUpdate] = Recent(_MOST)
+        # By transform, the id of a layout, both of which a prepared update keeps alive, and what it
+        # may do
+        self._updates: Recent[tuple[Transform, int, bool, bool], PreparedUpdate] = Recent(_MOST)
         # Of those that ranks have compared
         self._descriptions: Recent[Transform, Any] = Recent(_MOST)
 
@@ -232,10 +233,18 @@ class ShardedEngine:
 
     @compared
     def apply(
-        self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
+        self,
+        transform: Transform,
+        grads: ShardedTree,
+        state: Any,
+        params: ShardedTree,
+        *,
+        see: Callable[[ShardedTree], object] | None = None,
+        donate: bool = False,
     ) -> tuple[ShardedTree, ShardedOptState]:
         """The next params, held as params are, and the next state: by the transform's fused kernel,
-        where it has one. Collectives: those that the transform asks for, and those of `publish`.
+        where it has one, and nobody wants to `see` the updates. Collectives: those that the
+        transform asks for, and those of `publish`.
 
         Raises:
             StructureError: as `update`.
@@ -245,8 +254,11 @@ class ShardedEngine:
             prepared = self._prepared(transform, grads, state, params)
             scope = ranks_here()
             donation = None if scope is None else scope.donation
-            over = donation is not None and donation.takes(params, state)
-            result = self._applied(prepared, grads, state, params, over=over)
+            over = donation is not None and donation.takes(params, state, by_any=donate)
+            # A user's own leaves of them stay
+            if over and donate and not grads.are_leaves_shown:
+                prepared = self._donated_update(transform, params.sharding.layout, see=see)
+            result = self._applied(prepared, grads, state, params, over=over, see=see)
             if donation is not None and not over:
                 donation.note_update(params, state)
             return result
@@ -259,16 +271,25 @@ class ShardedEngine:
         params: ShardedTree,
         *,
         over: bool,
+        see: Callable[[ShardedTree], object] | None,
     ) -> tuple[ShardedTree, ShardedOptState]:
         """The next params and state. `over`: params are used up, and the state is where a kernel
-        runs or it has a place; else those given stay as they are."""
+        runs or it has a place; else those given stay as they are. Gradients are used up where the
+        update is one of all that it is given."""
         axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
         empty, flats = emptied(self.options.places.params, layout), params.flats()
         own = params.pieces()
-        fuses = prepared.fuses(own)
-        uses_up = over and (fuses or is_placed(state))
+        fuses = see is None and prepared.fuses(own)
+        uses_up = over and (fuses or is_placed(state) or prepared.donates)
+        if over:
+            # The old ones go before new ones are made
+            params.note_published(params.published(trained=False))
         updates: ShardedTree | None = None
-        if fuses:
+        if prepared.donates:
+            look = is_looked_at(next(self._storings))
+            updates, made = prepared.update(grads, self.own(state), own, donate=True, look=look)
+            grads.use_up()
+        elif fuses:
             # The kernel writes to these
             if not over:
                 flats = copies_to_update(flats, layout, axes.piece_number, empty)
@@ -277,7 +298,10 @@ class ShardedEngine:
             made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
         else:
             updates, made = self._updated(prepared, grads, state, params, over=uses_up)
+        if updates is not None:
             self._check_pieces(updates, params, some=True)
+            if see is not None:
+                see(updates)
         if over:
             params = params.handed_on(params.published(trained=False))
         new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
@@ -556,15 +580,26 @@ class ShardedEngine:
                     remedy="keep each tree's optimizer state beside it",
                 )
             )
-        layout = params.sharding.layout
-        key = (transform, id(layout))
+        # Trees have many owners, so nothing is donated; of a state what a call says
+        prepared = self._update_of(transform, params.sharding.layout, donate=False, fuse=True)
+        prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
+        return prepared
+
+    def _donated_update(
+        self, transform: Transform, layout: Layout, *, see: Callable[..., object] | None
+    ) -> PreparedUpdate:
+        """The transform's update of params, gradients and a state that may all be written over."""
+        return self._update_of(transform, layout, donate=True, fuse=see is None)
+
+    def _update_of(
+        self, transform: Transform, layout: Layout, *, donate: bool, fuse: bool
+    ) -> PreparedUpdate:
+        key = transform, id(layout), donate, fuse
         prepared = self._updates.get(key)
         if prepared is None:
-            # Trees have many owners, so nothing is donated; of a state what a call says
-            options = replace(self.options, donate=False, reduction=SUMMED)
-            prepared = PreparedUpdate(transform, layout, options, fuse=True)
+            options = replace(self.options, donate=donate, reduction=SUMMED)
+            prepared = PreparedUpdate(transform, layout, options, fuse=fuse)
             self._updates.note(key, prepared)
-        prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
         return prepared
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
