@@ -416,7 +416,9 @@ class ShardedProgramStep:
                 kept=kept,
             )
             name_given(given.by_path, number)
-            unwritten = Unwritten(tensors_of_nodes(given.nodes), look=look)
+            # A training step's program is the library's own, which writes to none of them
+            compares = look and self.unsharded.nameless is None
+            unwritten = Unwritten(tensors_of_nodes(given.nodes), look=compares)
             with running(scope, device_of_value(value)), noting_missing_graphs():
                 result = self.unsharded.program(value, *args)
             if donation is not None:
