@@ -31,7 +31,7 @@ from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
-from ..step.train_program import as_program
+from ..step.train_program import TrainProgram, as_program
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
 from .live_bytes import ValueNeeded
@@ -127,6 +127,8 @@ def plan(
     if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
         _check_told_once({**ranks_told._asdict(), **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
+    if isinstance(optimizer, ProgramStep) and isinstance(optimizer.program, TrainProgram):
+        optimizer = optimizer.program.step
     if isinstance(optimizer, ProgramStep):
         others = {"units": units, "precision": precision, "buffers": buffers}
         work = _work_of_program(optimizer, model_or_params, batch, others)

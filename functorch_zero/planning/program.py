@@ -117,9 +117,6 @@ class ImaginedStep:
             self._first_step(state, args)
             self.watch.begin()
             gc.collect()  # what `init` and the first call have left in cycles
-            if self._fake is None:
-                # An update's outlines, which are always on meta
-                self.watch.live.discount("activations")
             for elsewhere in self.places.values():
                 elsewhere.begin()
             self.watch.enter(BETWEEN)

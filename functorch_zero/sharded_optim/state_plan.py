@@ -217,7 +217,9 @@ def state_like(plan: StatePlan, layout: Layout, piece_number: int) -> Any:
     outline: list[Any] = []
     for leaf in plan.leaves:
         if leaf.is_cut:
-            outline.append(torch.empty(leaf.shape_here(layout, piece_number), device="meta"))
+            # Expanded, so that it has no storage of its size, which a plan would count
+            point = torch.empty((), device="meta")
+            outline.append(point.expand(leaf.shape_here(layout, piece_number)))
         else:
             outline.append(leaf.kind)
     return plan.treedef.unflatten(outline)

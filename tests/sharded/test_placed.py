@@ -362,7 +362,7 @@ def test_a_plan_has_the_bytes_that_a_step_moves(level: int, donate: bool, tmp_pa
         options: dict[str, Any] = {"level": level, "donate": donate, "place": places}
         sharded = fz.shard(step, group=group, **options)
         state = sharded.init(params)
-        for _ in range(6):  # none looks at what it has left from then on
+        for _ in range(9):  # none looks at what it has left from then on
             state, _ = sharded(state, x)
         before = {kind: (own["1"].read, own["1"].written) for kind, own in places.items()}
         sharded(state, x)
