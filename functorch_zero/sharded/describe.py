@@ -24,6 +24,7 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
+from ..step.train_program import training_step_of
 from ..tree import named_leaves, paths
 from .checks import sharding_of
 from .drawing import Bar, table_html
@@ -219,19 +220,25 @@ def describe(step: AnyStep, state: State) -> Description:
     if isinstance(step, ProgramStep):
         rows = [_plain(name, tensors) for name, tensors in _by_field(state).items()]
         return Description(tuple(rows), rank=0, num_ranks=1, optimizer=repr(step))
+    training = training_step_of(step.unsharded)
     if isinstance(step, ShardedProgramStep):
-        return _describe_program(step, state)
-    sharding = sharding_of(state, step.options)
-    plan = step.state_plan(sharding.layout)
+        if training is None:
+            return _describe_program(step, state)
+        step.check_state(state)
+        layout, plan = state.params.sharding.layout, state.value.opt_state.holding.plan
+    else:
+        layout = sharding_of(state, step.options).layout
+        plan = step.state_plan(layout)
+    assert training is not None
     # The parts have rows of their own, which say how they are carried
     others = state.replace(parts=None)
-    rows = _rows(others, sharding.layout, plan, sends=step.group.size > 1)
+    rows = _rows(others, layout, plan, sends=step.group.size > 1)
     rows += _rows_of_parts(step, state)
     stored = _Elsewhere(step.options)
     stored.see_params(state.params)
     stored.see_state(state.value.opt_state)
-    found = found_units(sharding.layout.units)
-    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, found)
+    found = found_units(layout.units)
+    return _on_this_rank(step, rows, repr(training.optimizer), stored, found)
 
 
 def _on_this_rank(
@@ -323,7 +330,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
     for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
         if isinstance(node, ShardedTree):
-            own_name = "" if name == step.unsharded.nameless else name or node.holding.name
+            own_name = name or node.holding.name
             rows += _rows_of_tree(own_name, node, sends=sends)
             if node.holding.form == "held":
                 stored.see_params(node)
