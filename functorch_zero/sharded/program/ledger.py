@@ -141,7 +141,9 @@ class Ledger:
             made = function()
         finally:
             self._is_calling = False
-        name_results(made, f"{self._name} result of {place}")
+        # Nobody asks by what call they were made, once all words are settled
+        if not self._is_closed:
+            name_results(made, f"{self._name} result of {place}")
         return made
 
     def _note_given(self, place: str, call: LibraryCall) -> None:
