@@ -17,6 +17,7 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
+from ..profiling import ranged
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.ferry import Ferry
 from ..sharded_optim.pointwise import UpdateFlats, device_of
@@ -165,7 +166,8 @@ class PreparedUpdate:
         owned = self._owned
         owned.begin(grads.known_homes, params.known_homes, state.homes())
         try:
-            new, after = update(given, before, own, self.across)
+            with ranged("update"):
+                new, after = update(given, before, own, self.across)
             same_structure(own, new, what="the optimizer's updates")
             same_structure(before, after, what="the optimizer's next state")
             homes = owned.state.among(optree.tree_leaves(after))

@@ -27,6 +27,7 @@ from ...optim.base import Transform
 from ...optim.claims.check import check_claims
 from ...optim.naming import described
 from ...optim.tree_norms import roots_of_totals, squares_of, without_trained
+from ...profiling import ranged
 from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ...runtime.reduce import SUMMED
 from ...runtime.two_seeds import TwoSeeds
@@ -304,7 +305,8 @@ class ShardedEngine:
                 see(updates)
         if over:
             params = params.handed_on(params.published(trained=False))
-        new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
+        with ranged("publish"):
+            new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
         # Last: an update may lie in the old state, which is written over
         after = self.placed(made, state if uses_up else None, by=prepared)
         return new.as_read_only(read_only), after
@@ -322,14 +324,9 @@ class ShardedEngine:
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
-            made = publish(
-                params,
-                params.flats(),
-                updates,
-                axes,
-                donate=False,
-                empty=emptied(self.options.places.params, params.sharding.layout),
-            )
+            empty = emptied(self.options.places.params, params.sharding.layout)
+            with ranged("publish"):
+                made = publish(params, params.flats(), updates, axes, donate=False, empty=empty)
             return made.as_read_only(params.is_read_only)
 
     @compared
