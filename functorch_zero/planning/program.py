@@ -35,7 +35,7 @@ from ..sharded.options import Options
 from ..sharded.placed import stored_flats
 from ..sharded.program.agreement import agreement_of
 from ..sharded.program.engine import ShardedEngine
-from ..sharded.program.gradient import agree_on, differentiate, finish
+from ..sharded.program.gradient import agree_on, differentiate, finish, is_fine
 from ..sharded.program.ledger import Ledger
 from ..sharded.program.step import ShardedProgramStep
 from ..sharded_optim.sharded_state import ShardedOptState
@@ -244,10 +244,11 @@ class _AnnouncedEngine:
         call.loss = self._watch.announced(call.loss)
         run = self._engine.open_gradient(call, tree)
         local = differentiate(run)
+        fine = is_fine(run, local)  # which the watch answers with yes
         self._watch.enter("metrics")
         with self._watch.live.paused():
             numbers = with_numbers(local.passed, call.buffers, self._watch.live)
-            agreed = agree_on(run, local._replace(passed=numbers), fine=True)
+            agreed = agree_on(run, local._replace(passed=numbers), fine=fine)
         # The program's own code may not read the means either
         metrics = {"loss": local.passed.outcome.loss.detach()}
         for name, value in local.passed.outcome.metrics.items():
