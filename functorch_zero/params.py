@@ -168,9 +168,11 @@ def engine_of(*trees: Any) -> Engine | None:
         StructureError: they lie on different groups of ranks.
     """
     found: list[Engine] = []  # distinct ones; mostly one
-    for node in optree.tree_leaves(trees, is_leaf=is_on_engine):
+    # In C, without a call of Python for each leaf
+    is_one = OnEngine.__instancecheck__
+    for node in filter(is_one, optree.tree_leaves(trees, is_leaf=is_one)):
         # A list, not a set: engines of one group are equal, and there are few
-        if is_on_engine(node) and node.engine not in found:
+        if node.engine not in found:
             found.append(node.engine)
     if len(found) > 1:
         raise StructureError(

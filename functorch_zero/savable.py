@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _DTYPES = frozenset(DTYPES.values())
 _TENSORS, _NUMBERS = (Tensor, Parameter), (bool, float, str)
+_PLAIN = frozenset(_TENSORS)
+_IS_NESTED, _LAYOUT, _DTYPE = map(attrgetter, ("is_nested", "layout", "dtype"))
 MAX_BITS = 2**13  # of an integer: of much longer ones Python refuses to print and read the digits
 
 
@@ -58,6 +61,17 @@ def fault_of(leaf: Any) -> Fault | None:
     if kind in _NUMBERS or (kind is int and leaf.bit_length() <= MAX_BITS):
         return None
     return _fault_of_object(leaf)
+
+
+def are_savable(leaves: Collection[Any]) -> bool:
+    """Whether all are tensors that a checkpoint can hold, without a call of Python for each: steps
+    ask this of all their leaves. False: `fault_of` is to be asked."""
+    return (
+        _PLAIN.issuperset(map(type, leaves))
+        and not any(map(_IS_NESTED, leaves))
+        and {torch.strided}.issuperset(map(_LAYOUT, leaves))
+        and _DTYPES.issuperset(map(_DTYPE, leaves))
+    )
 
 
 def _fault_of_tensor(leaf: Tensor) -> Fault | None:

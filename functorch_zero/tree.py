@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import optree
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
 from .params import Params, is_on_engine
-from .savable import fault_of
+from .savable import are_savable, fault_of
 
 T = TypeVar("T")
 # Any tree whose leaves are T; optree's own type knows the built-in containers only
@@ -47,7 +48,7 @@ def _keys_are_paths(tree: PyTree[Any]) -> bool:
 
     Steps ask for these paths often, and optree's accessors take long.
     """
-    return type(tree) is Params and all(isinstance(leaf, Tensor) for leaf in tree.values())
+    return type(tree) is Params and are_tensors([*tree.values()])
 
 
 def _name_of(entry: Any) -> str:
@@ -85,7 +86,10 @@ def check_savable(tree: PyTree[Any], what: str, rank: int | None = None) -> None
         what: its name, for the error: "the optimizer's state".
         rank: the rank that found it, for the error.
     """
-    for n, leaf in enumerate(optree.tree_leaves(tree)):
+    leaves = optree.tree_leaves(tree)
+    if are_savable(leaves):
+        return
+    for n, leaf in enumerate(leaves):
         fault = fault_of(leaf)
         if fault is not None:
             raise StructureError(
@@ -117,6 +121,18 @@ def check_keys(tree: PyTree[Any], what: str) -> None:
                 )
 
 
+def check_no_sharded_tree(tree: Any, what: str) -> None:
+    """Raise if a tree that must be whole, of this name, holds a sharded one."""
+    if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
+        raise StructureError(
+            explain(
+                f"a sharded tree lies in {what}, whose leaves must be whole",
+                got="a ShardedTree, whose leaves may be one rank's pieces",
+                remedy="pass fz.unshard(tree), or the tree that it was cut from",
+            )
+        )
+
+
 def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
     """Raise, naming the first leaf that is no plain tensor, and unless each leaf has a path of its
     own.
@@ -129,14 +145,7 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
         what: its name, for the error: "params".
         dense: whether sparse leaves are refused. Flats have no place for them; a buffer may stay.
     """
-    if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
-        raise StructureError(
-            explain(
-                f"a sharded tree lies in {what}, whose leaves must be whole",
-                got="a ShardedTree, whose leaves may be one rank's pieces",
-                remedy="pass fz.unshard(tree), or the tree that it was cut from",
-            )
-        )
+    check_no_sharded_tree(tree, what)
     for path, leaf in named_leaves(tree).items():
         got = type(leaf).__name__
         if not isinstance(leaf, Tensor):
@@ -237,11 +246,35 @@ def own_copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
+def are_tensors(leaves: Sequence[Any]) -> bool:
+    """Whether all are tensors; without a call of Python for each, since steps ask this of all their
+    leaves."""
+    return all(map(Tensor.__instancecheck__, leaves))
+
+
+def requiring_grad(leaves: Sequence[Any]) -> list[bool]:
+    """Whether each is a tensor that requires grad."""
+    if are_tensors(leaves):
+        return [*map(_REQUIRES_GRAD, leaves)]
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def detached(leaves: Sequence[Any]) -> list[Any]:
+    """The tensors without their history, which share their storage, and all else itself."""
+    if are_tensors(leaves):
+        return [*map(Tensor.detach, leaves)]
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def copied_if_in(tree: PyTree[Any], *others: PyTree[Any]) -> PyTree[Any]:
     """A tree whose tensors lie in none of the storages of the others: copies where they did."""
-    if not optree.tree_leaves(tree):
+    own_storages = storages(tree)
+    shared = storages(others) if own_storages else set()
+    if shared.isdisjoint(own_storages):
         return tree
-    shared = storages(others)
 
     def own(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) and storage_id(x) in shared else x
@@ -258,6 +291,14 @@ def settled(leaf: Any) -> Any:
     if not torch.ops.aten.is_non_overlapping_and_dense(plain):
         plain = plain.contiguous()
     return plain.requires_grad_(leaf.requires_grad)
+
+
+def all_settled(leaves: Sequence[Any]) -> list[Any]:
+    """`settled` of each."""
+    is_usual = are_tensors(leaves) and all(map(Tensor.is_contiguous, leaves))
+    if is_usual and not any(map(Tensor.is_conj, leaves)) and not any(map(Tensor.is_neg, leaves)):
+        return [*leaves]
+    return [*map(settled, leaves)]
 
 
 def is_flagged(x: Tensor) -> bool:

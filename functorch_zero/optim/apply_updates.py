@@ -34,11 +34,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
     engine = engine_of(params, updates)
     if engine is not None:
         return engine.apply_updates(params, updates)
-    return _apply_updates(params, updates)
+    return apply_whole(params, updates)
 
 
 @torch.no_grad()
-def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
+def apply_whole(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
+    """`apply_updates` of whole trees."""
+
     def add(p: Tensor, u: Tensor | None) -> Tensor:
         if u is None:  # nothing to add, and the leaf itself
             return p

@@ -26,13 +26,14 @@ from ..tree import (
     PyTree,
     check_savable,
     copied_if_in,
+    dtensor_class,
     is_dtensor,
     named_leaves,
     same_structure,
     storages,
 )
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
-from .apply_updates import apply_updates
+from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
 from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
@@ -143,6 +144,12 @@ class Transform(Named):
         engine = engine_of(updates, params)
         if engine is not None:
             return engine.update(self, updates, state, params)
+        return self._update_whole(updates, state, params)
+
+    def _update_whole(
+        self, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+    ) -> tuple[PyTree[Tensor], Any]:
+        """`update` of a program's whole trees."""
         _refuse_dtensors(params)
         # A frozen leaf has no update; in `view` it has no param either
         with torch.no_grad():
@@ -256,15 +263,17 @@ class Transform(Named):
         engine = engine_of(grads, params)
         if engine is not None:
             return engine.apply(self, grads, state, params, see=see, donate=donate)
-        updates, state = self.update(grads, state, params)
+        updates, state = self._update_whole(grads, state, params)
         if see is not None:
             see(updates)
-        return apply_updates(params, updates), state
+        return apply_whole(params, updates), state
 
 
 def _refuse_dtensors(params: PyTree[Tensor]) -> None:
     """Raise if a leaf is a DTensor: in a state, its whole shape and its part would be mixed up."""
-    if not any(map(is_dtensor, optree.tree_leaves(params))):
+    # By class, of which there are few
+    kinds = {*map(type, optree.tree_leaves(params))}
+    if not any(issubclass(kind, dtensor_class()) for kind in kinds):
         return
     path = next(path for path, leaf in named_leaves(params).items() if is_dtensor(leaf))
     raise StructureError(
