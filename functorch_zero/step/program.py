@@ -401,7 +401,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     call.check()
     options, leaves = call.options, optree.tree_leaves(tree)
     # An evaluation's. Such a leaf has no storage to be a leaf of a graph
-    if any(isinstance(leaf, LazyParam) for leaf in leaves):
+    if any(map(LazyParam.__instancecheck__, leaves)):
         raise StructureError(
             "a gradient inside of a sharded evaluation was asked for params that are not here "
             "yet. Remedy: make them whole first, `whole = fz.unshard(params)`, and use "

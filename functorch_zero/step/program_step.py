@@ -4,9 +4,10 @@ of its sharded form."""
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +25,18 @@ from ..optim.arguments import check_takes
 from ..params import as_local
 from ..shared_elements import check_apart
 from ..tree import (
+    all_settled,
+    are_tensors,
     check_keys,
+    check_no_sharded_tree,
     check_savable,
     check_tensors,
+    detached,
     is_within,
     named_leaves,
     own_copy,
     paths,
+    requiring_grad,
     same_structure,
     settled,
 )
@@ -39,9 +45,9 @@ from .loss import Metrics, as_metric, check_metrics
 from .loss_calls import LossCalls
 from .refit import carried, check_no_parts, check_own_tensors
 from .rng import Streams
-from .scope import StepScope, running
-from .state import State, Trained, check_whole_state
-from .trainable import Trainable, mark_trainable
+from .scope import StepScope, rank_of_step, running
+from .state import State, Trained, check_policies, check_whole_state
+from .trainable import Trainable, check_trained, mark_trainable
 
 Program = Callable[..., tuple[Any, Mapping[str, Any]]]
 
@@ -85,8 +91,7 @@ class ProgramStep:
         return self.nameless is not None
 
     def __repr__(self) -> str:
-        name = getattr(self.program, "__qualname__", type(self.program).__name__)
-        return f"program_step({name})"
+        return f"program_step({getattr(self.program, '__qualname__', self.program)})"
 
     def init(
         self,
@@ -102,12 +107,13 @@ class ProgramStep:
             args, named: of `init`: trees of whole leaves, of which those with `requires_grad` are
                 trained, and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
-            values: from `deferred_init`, by the names of `init`'s parameters: the values of leaves
-                on the meta device. A training step's are of one model, and need no name.
+            values: from `deferred_init`: the values of leaves on the meta device, of all trees or
+                by the names of `init`'s parameters.
         """
         given = named_args(self.first_value, args, named)
-        values = named_values(given, values, of_one_model=self.nameless is not None)
+        values = named_values(given, values)
         for name, arg in given.items():
+            check_no_sharded_tree(arg, name)
             if name in self.buffers:
                 check_tensors(arg, name)
             check_apart(arg)
@@ -127,9 +133,13 @@ class ProgramStep:
 
     def marked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `init` by name, of which those that `trainable` names have
-        `requires_grad` as its rules say."""
-        rules = self.trainable
-        return {n: mark_trainable(x, rules[n]) if n in rules else x for n, x in given.items()}
+        `requires_grad` as its rules say, and buffers none."""
+        found = dict(given)
+        for name in {*given} & {*self.trainable}:
+            found[name] = mark_trainable(given[name], self.trainable[name])
+        for name in {*given} & {*self.buffers}:
+            found[name] = tree_map(torch.detach, given[name])
+        return found
 
     def trained_of(self, value: Any) -> Trained:
         """Which leaves of a whole value are trained; with a tree that has no name, which of that
@@ -144,11 +154,24 @@ class ProgramStep:
     def as_trained(self, state: State) -> Any:
         """The value for the program: leaves without a history, which require grad where they are
         trained."""
-        known, value = state.trained or Trained(()), state.value
+        known = state.trained or Trained(())
+        flags = known.flags(self.known_tree(state.value))
+        leaves, treedef = optree.tree_flatten(state.value)
+        value = treedef.unflatten(detached(leaves))
+        for leaf in compress(optree.tree_leaves(self.known_tree(value)), flags):
+            if isinstance(leaf, Tensor):
+                leaf.requires_grad_()
+        return value
+
+    def _check_rule(self, value: Any) -> None:
+        """Raise if the rule for the tree without a name chooses other leaves than are trained."""
         if self.nameless is None:
-            return tree_map(_marked, value, known.names(value))
-        names = {self.nameless: known.names(entry_of(value, self.nameless))}
-        return tree_map(_marked, value, tree_map(lambda leaf: False, value)._replace(**names))
+            return
+        leaves, treedef = optree.tree_flatten(self.known_tree(value))
+        # A gradient names leaves that are no tensors
+        if are_tensors(leaves):
+            mask = treedef.unflatten(requiring_grad(leaves))
+            check_trained(self.trainable.get(self.nameless), treedef.unflatten(leaves), mask)
 
     def check_taken(self, streams: Streams, rank: int | None = None) -> None:
         """Raise unless a step has taken as many gradients as the program has said."""
@@ -208,18 +231,24 @@ class ProgramStep:
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program; the state given stays valid."""
         check_whole_state(state)
+        check_policies(state, self.known_tree(state.value))
         value = self.as_trained(state)
         # By numbers of steps, which need not be those of calls: nobody else looks
         look = is_looked_at(int(state.step))
+        if look:
+            self._check_rule(value)
         unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
-        scope = StepScope(streams=Streams(state.seed, state.step), calls=self.calls)
+        scope = StepScope(
+            streams=Streams(state.seed, state.step), calls=self.calls, rank=rank_of_step()
+        )
         with running(scope, device_of(value)), torch.no_grad(), noting_missing_graphs():
             result = self.program(value, *args)
         self.check_taken(scope.streams)
         new, metrics = check_result(result)
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
         check_next_value(state.value, new, free=self.free)
-        return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
+        next_value = _next_value(state.value, value, new)
+        return state.replace(step=state.step + 1, value=next_value), metrics
 
 
 def program_step(
@@ -286,10 +315,6 @@ def program_step(
     return ProgramStep(program, init, rules, names, own_facts, num_gradients, free=names)
 
 
-def _marked(leaf: Any, on: bool) -> Any:
-    return leaf.detach().requires_grad_(on) if isinstance(leaf, Tensor) else leaf
-
-
 def named_args(
     first_value: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any] = _NONE
 ) -> dict[str, Any]:
@@ -335,8 +360,8 @@ def args_of_refit(
     given: dict[str, Any] = {}
     names = [*inspect.signature(first_value).parameters]
     # The rest, so that too many are refused as usual
-    left_out = dict.fromkeys(names[len(args) :])
-    for name, arg in named_args(first_value, args, left_out | named).items():
+    all_named = {**dict.fromkeys(names[len(args) :]), **named}
+    for name, arg in named_args(first_value, args, all_named).items():
         own = entry_of(value, name)
         if arg is None and own is None:
             raise StructureError(
@@ -366,25 +391,19 @@ def carried_tree(tree: Any, known: Any, name: str) -> Any:
 
 
 def named_values(
-    given: Mapping[str, Any],
-    values: DeferredInit | Mapping[str, DeferredInit] | None,
-    *,
-    of_one_model: bool,
+    given: Mapping[str, Any], values: DeferredInit | Mapping[str, DeferredInit] | None
 ) -> Mapping[str, DeferredInit]:
-    """The values for trees on the meta device, by the names of `init`'s parameters.
-
-    Args:
-        of_one_model: whether all trees are of one model, whose values need no name.
-    """
+    """The values for trees on the meta device, by the names of `init`'s parameters."""
     if values is None:
         return {}
-    if of_one_model and isinstance(values, DeferredInit):
+    if isinstance(values, DeferredInit):
         return {name: values for name, arg in given.items() if _lacks_values(arg)}
     if not isinstance(values, Mapping):
         raise TypeError(
             explain(
-                "a program's init takes values by the names of its trees",
-                expected=f"values={{name: fz.deferred_init(model)}}, of {[*given]}",
+                "a program's init takes values of all its trees, or by their names",
+                expected=f"fz.deferred_init(model), or {{name: fz.deferred_init(model)}} of "
+                f"{[*given]}",
                 got=f"a {type(values).__name__}",
             )
         )
@@ -408,8 +427,8 @@ def _lacks_values(tree: Any) -> bool:
 
 def device_of(value: Any) -> torch.device:
     """The device of a value's first tensor that is no counter."""
-    tensors = [leaf for leaf in optree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return max(tensors, key=lambda tensor: tensor.dim() > 0).device
+    tensors: list[Tensor] = [*filter(Tensor.__instancecheck__, optree.tree_leaves(value))]
+    return next(filter(Tensor.dim, tensors), tensors[0]).device
 
 
 def check_value(value: Any, rank: int | None = None) -> None:
@@ -520,7 +539,7 @@ def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
     mode nobody can write outside of it."""
     # The usual case, without a call of Python for each leaf: a state may have many
     is_usual = _PLAIN.issuperset(map(type, leaves)) and not any(map(Tensor.is_inference, leaves))
-    if is_usual and {torch.strided}.issuperset(map(attrgetter("layout"), leaves)):
+    if is_usual and {torch.strided}.issuperset(map(operator.attrgetter("layout"), leaves)):
         return dict(enumerate(leaves))
     return {
         n: x
@@ -547,8 +566,11 @@ def check_next_value(
     """
     check_next_structure(old, new, rank)
     check_savable(new, "the program's next value", rank)
-    leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
-    for n, (before, after) in enumerate(leaves):
+    given, found = optree.tree_leaves(old), optree.tree_leaves(new)
+    # The usual case, without a call of Python for each leaf
+    if are_tensors(given) and are_tensors(found) and _forms(given) == _forms(found):
+        return
+    for n, (before, after) in enumerate(zip(given, found, strict=True)):
         expected, got = leaf_form(before), leaf_form(after)
         if expected != got and not is_within(paths(old)[n], free):
             raise StructureError(
@@ -572,12 +594,34 @@ def check_next_structure(old: Any, new: Any, rank: int | None = None) -> None:
 _AS_IT_WAS = "return the value that the program was given, with new leaves"
 
 
+def _forms(tensors: Sequence[Tensor]) -> list[Any]:
+    return [*map(_FORM, tensors)]
+
+
+_FORM = operator.attrgetter("shape", "dtype")
+
+
 def leaf_form(leaf: Any) -> Any:
     """A leaf's shape and dtype; of a number its type."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _marked_like(before: Any, after: Any) -> Any:
-    if not isinstance(before, Tensor):
-        return after
-    return _marked(settled(after.detach()), before.requires_grad)
+def _next_value(old: Any, given: Any, new: Any) -> Any:
+    """A program's result as the next state holds it: without a history, trained as before. A leaf
+    that the program was given and returns is the old one itself."""
+    leaves, treedef = optree.tree_flatten(new)
+    before, shown = optree.tree_leaves(old), optree.tree_leaves(given)
+    own = all_settled(detached(leaves))
+    for leaf in compress(own, requiring_grad(shown)):
+        leaf.requires_grad_()
+    for n in compress(range(len(own)), map(operator.is_, leaves, shown)):
+        if _is_as_held(before[n], shown[n]):
+            own[n] = before[n]
+    return treedef.unflatten(own)
+
+
+def _is_as_held(leaf: Any, shown: Any) -> bool:
+    """Whether a state may hold a leaf as it is, which a program was shown."""
+    if not isinstance(leaf, Tensor):
+        return True
+    return leaf.is_leaf and leaf.requires_grad == shown.requires_grad and settled(leaf) is leaf

@@ -16,7 +16,15 @@ from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
 from ..params import Params
 from ..precision import Precision
-from ..tree import PyTree, check_tensors, has_values, is_plain, outline, paths
+from ..tree import (
+    PyTree,
+    check_tensors,
+    has_values,
+    is_plain,
+    outline,
+    paths,
+    requiring_grad,
+)
 from .nonfinite import NonFiniteState
 
 
@@ -41,7 +49,7 @@ class Trained:
     @classmethod
     def of(cls, tree: PyTree[Any]) -> Trained:
         """Those with `requires_grad`; numbers have none."""
-        flags = [_requires_grad(leaf) for leaf in optree.tree_leaves(tree)]
+        flags = requiring_grad(optree.tree_leaves(tree))
         return cls(tuple(zip(paths(tree), flags, strict=True)), _policies_of(tree))
 
     @property
@@ -52,14 +60,15 @@ class Trained:
     def names(self, tree: PyTree[Any]) -> PyTree[bool]:
         """Which leaves are trained of a tree whose leaves may be others by now: by path. One of a
         path that is not known is trained if it requires grad."""
-        leaves, treedef = optree.tree_flatten(tree)
-        known = dict(self.by_path)
-        rows = zip(paths(tree), leaves, strict=True)
-        return treedef.unflatten([known.get(path, _requires_grad(leaf)) for path, leaf in rows])
+        return optree.tree_structure(tree).unflatten(self.flags(tree))
 
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+    def flags(self, tree: PyTree[Any]) -> list[bool]:
+        """The same in flatten order."""
+        found = [*map(dict(self.by_path).get, paths(tree))]
+        if None in found:
+            rows = zip(found, requiring_grad(optree.tree_leaves(tree)), strict=True)
+            found = [own if known is None else known for known, own in rows]
+        return found
 
 
 def _policies_of(params: PyTree[Any]) -> tuple[tuple[str, Precision], ...]:

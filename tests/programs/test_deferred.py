@@ -96,10 +96,11 @@ def test_wrong_values_are_refused() -> None:
             ValueError, match=r"names among \['student', 'teacher'\], got \['disc'\]"
         ):
             made.init(student, teacher, values={"disc": VALUES["student"]})
-        with pytest.raises(TypeError, match=r"values=.*deferred_init.*got a DeferredInit"):
-            made.init(student, teacher, values=VALUES["student"])  # type: ignore[arg-type]
-        with pytest.raises(StructureError, match="another shape"):
-            made.init(student, teacher, values={"student": VALUES["teacher"]})
+        with pytest.raises(TypeError, match=r"or by their names.*deferred_init.*got a list"):
+            made.init(student, teacher, values=[VALUES["student"]])  # type: ignore[arg-type]
+        for values in ({"student": VALUES["teacher"]}, VALUES["teacher"]):
+            with pytest.raises(StructureError, match="another shape"):
+                made.init(student, teacher, values=values)
 
 
 WIDTH, DEPTH, RANKS = 512, 12, 24

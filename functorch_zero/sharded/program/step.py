@@ -185,8 +185,7 @@ class ShardedProgramStep:
         values: DeferredInit | Mapping[str, DeferredInit] | None,
     ) -> State:
         """The first state, of which all ranks know that they have made the same."""
-        is_one = self.unsharded.nameless is not None
-        values = dict(named_values(given, values, of_one_model=is_one))
+        values = dict(named_values(given, values))
         # They are not cut, nor filled bucket by bucket
         for name in self.unsharded.buffers:
             if name in values:
