@@ -360,7 +360,7 @@ class ShardedTree(OnEngine):
         rows = [isinstance(leaves[bucket.leaves[0]], Rows) for bucket in layout.buckets]
         if not any(rows):
             return
-        homes = self._homes if self._is_packed else [None] * len(rows)
+        homes: list[Home | None] = [*self._homes] if self._is_packed else [None] * len(rows)
         for b, bucket in enumerate(layout.buckets):
             if rows[b]:
                 (n,) = bucket.leaves

@@ -64,7 +64,7 @@ class Trained:
 
     def flags(self, tree: PyTree[Any]) -> list[bool]:
         """The same in flatten order."""
-        found = [*map(dict(self.by_path).get, paths(tree))]
+        found: list[Any] = [*map(dict(self.by_path).get, paths(tree))]
         if None in found:
             rows = zip(found, requiring_grad(optree.tree_leaves(tree)), strict=True)
             found = [own if known is None else known for known, own in rows]

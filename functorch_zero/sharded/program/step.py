@@ -400,10 +400,13 @@ class ShardedProgramStep:
             ledger.note_given(as_given.by_path)
             donates = self.options.donate
 
+            sharding = state.sharding
+            assert sharding is not None
+
             def before_writing() -> None:
                 ledger.settle()
                 # A file may still be made of the state
-                state.sharding.donations.take()
+                sharding.donations.take()
 
             donation = Donation(given.nodes, self._earlier, before_writing) if donates else None
             scope = RanksScope(
@@ -606,7 +609,7 @@ class ShardedProgramStep:
                     explain(
                         "the state was sharded by another step",
                         expected=self._structures[-1].sharding.told,
-                        got=state.sharding.told,
+                        got=state.sharding and state.sharding.told,
                         rank=self.group.rank,
                         remedy="unshard it with the step that made it, then shard it with this one",
                     )
