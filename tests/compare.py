@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep
+from functorch_zero.testing.runs import Start, run_in_parts
 from functorch_zero.tree import named_leaves
 from tests.models import Batch, split
 
@@ -41,28 +41,9 @@ def train_by_rank(
     step: TrainStep, params: Any, buffers: Any, batches: Sequence[Batch], sizes: list[int]
 ) -> Run:
     """The oracle on each rank's part by itself, gradients, metrics and buffers averaged."""
-    states, metrics = [step.init(params, buffers)], []
-    for batch in batches:
-        outcomes = [
-            step.loss_and_grads(states[-1], part, rank)
-            for rank, part in enumerate(split(batch, sizes))
-        ]
-        weights = [float(1 if o.weight is None else o.weight) for _, o in outcomes]
-        shares = [w / sum(weights) for w in weights]
-        grads = tree_map(lambda *gs, s=shares: mean(gs, s), *(g for g, _ in outcomes))
-        equal = [1 / len(sizes)] * len(sizes)
-        new = tree_map(
-            lambda *bs, s=equal: mean(bs, s) if bs[0].is_floating_point() else bs[0],
-            *(o.buffers for _, o in outcomes),
-        )
-        states.append(step.update(states[-1], grads, new))
-        seen = [{"loss": o.loss.detach(), **o.metrics} for _, o in outcomes]
-        metrics.append({name: mean([s[name] for s in seen], shares) for name in seen[0]})
-    return Run(states, metrics)
-
-
-def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    return sum(t * s for t, s in zip(tensors, shares, strict=True))  # type: ignore[return-value]
+    parts = [split(batch, sizes) for batch in batches]
+    run = run_in_parts(step, Start((params, buffers), 0), parts)
+    return Run(run.states, [done.metrics for done in run.steps])
 
 
 def train_sharded(

@@ -31,10 +31,9 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
 from ..step.state import State, trained
 from ..step.train import TrainStep
-from ..step.train_program import training_step_of
 from ..tree import check_savable, is_within, paths
 
-UnshardedStep = TrainStep | ProgramStep
+UnshardedStep = ProgramStep
 ShardedStep = ShardedTrainStep | ShardedProgramStep
 Step = UnshardedStep | ShardedStep
 Value = bool | int | float | str
@@ -104,8 +103,8 @@ def donates(step: Step) -> bool:
 
 def optimizer_of(step: Step) -> Transform | None:
     """A training step's optimizer; None: the step is a program, of which nobody knows more."""
-    training = training_step_of(step.unsharded if isinstance(step, ShardedStep) else step)
-    return None if training is None else training.optimizer
+    unsharded = step.unsharded if isinstance(step, ShardedStep) else step
+    return unsharded.optimizer if isinstance(unsharded, TrainStep) else None
 
 
 def contents_of(step: Step, state: State) -> Contents:

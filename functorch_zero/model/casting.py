@@ -183,21 +183,24 @@ def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     return rounded(leaf, dtypes.gather).to(dtypes.compute)
 
 
-def as_reduced(grads: PyTree[Tensor], params: PyTree[Tensor]) -> PyTree[Tensor]:
-    """Gradients of stored leaves (None where frozen), rounded as before the sum over ranks."""
+def as_reduced(
+    grads: PyTree[Tensor], params: PyTree[Tensor], wanted: PyTree[bool]
+) -> PyTree[Tensor]:
+    """Gradients of stored leaves (None where frozen), those wanted rounded as before the sum over
+    ranks."""
 
-    def of_node(node: Any, own: Any) -> Any:
+    def of_node(node: Any, own: Any, wanted: Any) -> Any:
         if not isinstance(node, Params):
             return own
         found = dict(own)
         for unit in node.units:
             for path, policy in unit.policies.items():
                 dtypes, grad = policy.dtypes(node[path].dtype), own[path]
-                if grad is not None and dtypes is not None:
+                if grad is not None and dtypes is not None and wanted[path]:
                     found[path] = _as_reduced(grad, dtypes, grad.dtype)
         return Params(found, own.units, own.names)
 
-    return optree.tree_map(of_node, params, grads, is_leaf=_is_params)
+    return optree.tree_map(of_node, params, grads, wanted, is_leaf=_is_params)
 
 
 def _as_reduced(grad: Tensor, dtypes: Dtypes, storage: torch.dtype) -> Tensor:
@@ -314,33 +317,43 @@ class CastParams:
 
     Args:
         look: whether the values of cast leaves are compared; see `Untouched`.
-        round_grads: whether each use's gradients are rounded, as reductions are.
+        round_sums: the leaves of which the sum of gradients is rounded, by others, in place of each
+            use's. None: there are none.
     """
 
-    def __init__(self, params: PyTree[Tensor], *, look: bool = False, round_grads: bool = True):
-        self._look, self._round_grads = look, round_grads
+    def __init__(
+        self,
+        params: PyTree[Tensor],
+        *,
+        look: bool = False,
+        round_sums: PyTree[bool] | None = None,
+    ):
+        self._look = look
         self._units: list[CastUnit] = []
+        trees = (params,) if round_sums is None else (params, round_sums)
         # `Params` are told from plain dicts, as only they know units
-        self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
+        self.params = optree.tree_map(self._seen, *trees, is_leaf=_is_params)
         mark_policies(self.params)
 
-    def _seen(self, node: Any) -> Any:
+    def _seen(self, node: Any, round_sums: Any = None) -> Any:
         """A model's params with lazy ones in units that are cast; any other leaf as it is."""
         if not isinstance(node, Params):
             return node
         seen = dict(node)  # a plain dict, so that leaves may be replaced
         for unit in node.units:
-            seen |= self._lazy_params(unit, node)
+            seen |= self._lazy_params(unit, node, round_sums or {})
         return Params(seen, node.units)
 
-    def _lazy_params(self, unit: UnitSpec, params: Params) -> dict[str, LazyParam]:
+    def _lazy_params(
+        self, unit: UnitSpec, params: Params, round_sums: Mapping[str, bool]
+    ) -> dict[str, LazyParam]:
         """The unit's leaves as lazy parameters, by path; empty where none is cast."""
         stored: list[Tensor] = []
         dtypes: list[Dtypes | None] = []
         for path, policy in unit.policies.items():
             stored.append(params[path])
             found = policy.dtypes(params[path].dtype)
-            if found is not None and not self._round_grads:
+            if found is not None and round_sums.get(path):
                 found = replace(found, reduce=params[path].dtype)
             dtypes.append(found)
         if all(found is None for found in dtypes):

@@ -30,8 +30,7 @@ from ..sharded.program.step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
-from ..step.train import TrainStep
-from ..step.train_program import TrainProgram, as_program
+from ..step.train import TrainStep, train_step, with_loss
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
 from .live_bytes import ValueNeeded
@@ -127,9 +126,7 @@ def plan(
     if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
         _check_told_once({**ranks_told._asdict(), **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
-    if isinstance(optimizer, ProgramStep) and isinstance(optimizer.program, TrainProgram):
-        optimizer = optimizer.program.step
-    if isinstance(optimizer, ProgramStep):
+    if isinstance(optimizer, ProgramStep) and not isinstance(optimizer, TrainStep):
         others = {"units": units, "precision": precision, "buffers": buffers}
         work = _work_of_program(optimizer, model_or_params, batch, others)
     else:
@@ -311,13 +308,14 @@ def _work_of_training(
 ) -> _Work:
     """A training step and its inputs, of params or of a module, which is its own loss where none is
     given. Without a batch a loss that goes through all units stands in."""
-    step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
+    # An optimizer alone: `_no_loss` marks the place of its loss
+    step = optimizer if isinstance(optimizer, TrainStep) else train_step(_no_loss, optimizer)
     params: Any = given
     own_buffers: Any = {}
     if isinstance(given, nn.Module):
         apply, params, own_buffers = functionalize(given, units, precision=precision)
         if step.loss_fn is _no_loss:
-            step = replace(step, loss_fn=_called(apply))
+            step = with_loss(step, _called(apply))
     elif units is not None or precision is not None:
         raise StructureError(
             "units and precision are of a module, and params were given, which have theirs from "
@@ -330,7 +328,7 @@ def _work_of_training(
     if batch is None:
         batch = torch.empty(step.accumulate, device="meta")  # rows for the micro-batches
     return _Work(
-        as_program(step),
+        step,
         (params, own_buffers if buffers is None else buffers),
         (batch,),
         step.optimizer,

@@ -13,7 +13,6 @@ from ..runtime.reduce import Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
-from ..step.train_program import as_program
 from .buffers import SyncBuffers
 from .evaluate import ShardedEvalStep
 from .options import (
@@ -37,7 +36,9 @@ class _Options(ShardOptions, total=False):
 
 
 @overload
-def shard(step: TrainStep, **options: Unpack[_Options]) -> ShardedTrainStep: ...
+def shard(  # type: ignore[overload-overlap]
+    step: TrainStep, **options: Unpack[_Options]
+) -> ShardedTrainStep: ...
 
 
 @overload
@@ -170,8 +171,6 @@ def shard(
         reduce_bucket=reduce_bucket,
         loss_scale=_scales(step),
     )
-    if isinstance(step, TrainStep):
-        return ShardedProgramStep(as_program(step), options)
     if isinstance(step, ProgramStep):
         check_of_program(options, step.buffers)
         return ShardedProgramStep(step, options)

@@ -24,7 +24,6 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
-from ..step.train_program import training_step_of
 from ..tree import named_leaves, paths
 from .checks import sharding_of
 from .drawing import Bar, table_html
@@ -220,16 +219,10 @@ def describe(step: AnyStep, state: State) -> Description:
     if isinstance(step, ProgramStep):
         rows = [_plain(name, tensors) for name, tensors in _by_field(state).items()]
         return Description(tuple(rows), rank=0, num_ranks=1, optimizer=repr(step))
-    training = training_step_of(step.unsharded)
-    if isinstance(step, ShardedProgramStep):
-        if training is None:
-            return _describe_program(step, state)
-        step.check_state(state)
-        layout, plan = state.params.sharding.layout, state.value.opt_state.holding.plan
-    else:
-        layout = sharding_of(state, step.options).layout
-        plan = step.state_plan(layout)
-    assert training is not None
+    if not isinstance(step.unsharded, TrainStep):
+        return _describe_program(step, state)
+    step.check_state(state)
+    layout, plan = state.params.sharding.layout, state.value.opt_state.holding.plan
     # The parts have rows of their own, which say how they are carried
     others = state.replace(parts=None)
     rows = _rows(others, layout, plan, sends=step.group.size > 1)
@@ -238,7 +231,7 @@ def describe(step: AnyStep, state: State) -> Description:
     stored.see_params(state.params)
     stored.see_state(state.value.opt_state)
     found = found_units(layout.units)
-    return _on_this_rank(step, rows, repr(training.optimizer), stored, found)
+    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, found)
 
 
 def _on_this_rank(

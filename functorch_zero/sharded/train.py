@@ -111,7 +111,7 @@ class ShardedTrainStep:
         failures = sharing_failures(*self.options.axes.groups, call="init", settles=True)
         with failures, torch.no_grad():
             check_records("a first state", self.group.rank)
-            params = mark_trainable(params, self.unsharded.trainable)
+            params = mark_trainable(params, self.unsharded.trainable["params"])
             layout = self.options.layout_of(params)
             if buffers is None:
                 buffers = {}
@@ -202,10 +202,10 @@ class ShardedTrainStep:
 
     def _check_trained(self, layout: Layout) -> None:
         """Raise if this step's `trainable` chooses other leaves than the state trains."""
-        if self.unsharded.trainable is None:
+        if self.unsharded.trainable["params"] is None:
             return
         whole = _without_values(layout)
-        check_trained(self.unsharded.trainable, whole, layout.trainable, self.group.rank)
+        check_trained(self.unsharded.trainable["params"], whole, layout.trainable, self.group.rank)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. Leaves in pieces are all-gathered,
@@ -267,7 +267,7 @@ class ShardedTrainStep:
                 params = _without_values(before.layout)
             if buffers is None:
                 buffers = state.buffers
-            params = mark_trainable(params, self.unsharded.trainable)
+            params = mark_trainable(params, self.unsharded.trainable["params"])
             layout = self.options.layout_of(params)
             self._agree_on_new(state, before.layout, params, buffers)
             was, now = _trained_without_values(before.layout), _trained_without_values(layout)

@@ -38,7 +38,7 @@ def mean_gradients(
     look: bool,
     reminder: Reminder,
     scale: float | None = None,
-    round_sums: bool = False,
+    round_sums: Sequence[bool] = (),
 ) -> tuple[PyTree[Tensor], Outcome]:
     """The gradients of a loss on a batch (None where frozen), and its results: means over
     micro-batches, by their weights.
@@ -52,12 +52,16 @@ def mean_gradients(
         look: whether slow questions about the loss are asked; see `is_looked_at`.
         reminder: warns of micro-batches of unequal sizes, and of lost buffers.
         scale: of the loss; None: it isn't scaled.
-        round_sums: where a `Precision` rounds gradients, round the mean instead of each use's.
+        round_sums: where a `Precision` rounds gradients, whether it rounds the mean instead of each
+            use's: per leaf of the tree that is differentiated, or one for all. Empty: for none.
 
     Raises:
         StructureError: the step of a sharded program runs.
     """
     _refuse_in_a_sharded_step()
+    leaves, treedef = optree.tree_flatten(trees[0])
+    summed = [*round_sums] if len(round_sums) == len(leaves) else [*round_sums] * len(leaves)
+    of_sums = treedef.unflatten(summed) if summed else None
     # One for each micro-batch, all at a time: the oracle is simple, not thrifty
     grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
     outcomes: list[Outcome] = []
@@ -65,7 +69,7 @@ def mean_gradients(
     for i, part in enumerate(parts):
         with streams(i), torch.enable_grad(), given_batch():
             grads, outcome = _gradients(
-                loss_fn, trees, buffers, part, look=look, scale=scale, round_grads=not round_sums
+                loss_fn, trees, buffers, part, look=look, scale=scale, round_sums=of_sums
             )
         reminder.lost_buffers(outcome.lost)
         outcome = outcome._replace(lost=())
@@ -78,8 +82,8 @@ def mean_gradients(
     if len(outcomes) > 1:
         reminder.compare_parts(parts, outcomes[0].weight)
         mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
-    if round_sums:
-        mean_grads = as_reduced(mean_grads, trees[0])
+    if of_sums is not None:
+        mean_grads = as_reduced(mean_grads, trees[0], of_sums)
     return mean_grads, joined(outcomes)
 
 
@@ -109,7 +113,7 @@ def _gradients(
     *,
     look: bool,
     scale: float | None,
-    round_grads: bool,
+    round_sums: PyTree[bool] | None,
 ) -> tuple[PyTree[Tensor], Outcome]:
     """Forward and backward of the loss on one micro-batch: gradients, and its results."""
     tree, read = trees
@@ -121,7 +125,8 @@ def _gradients(
     # The loss must not write to params: a sharded one couldn't, and results would differ
     untouched = Untouched(own, look=look)
     # One cast for both: trees that are only read may have policies too
-    cast = CastParams((treedef.unflatten(own), read), look=look, round_grads=round_grads)
+    of_trees = None if round_sums is None else (round_sums, tree_map(lambda leaf: False, read))
+    cast = CastParams((treedef.unflatten(own), read), look=look, round_sums=of_trees)
     outcome = call_loss(loss_fn, cast.params, buffers, batch, differentiated=own)
     if look:
         refuse_reentrant_checkpoints(nodes_behind(outcome.loss))

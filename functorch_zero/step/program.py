@@ -389,7 +389,7 @@ class Part(NamedTuple):
 
     number: int  # from 0: the losses draw what that rank would draw
     mean: Callable[[PyTree[Tensor], Outcome], tuple[PyTree[Tensor], Outcome]]  # over all copies
-    round_sums: bool = False  # as `mean_gradients` takes it
+    round_sums: tuple[bool, ...] = ()  # as `mean_gradients` takes it
 
 
 # One process has all of the batch, and its gradients are the mean

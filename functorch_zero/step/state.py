@@ -20,7 +20,6 @@ from ..tree import (
     PyTree,
     check_tensors,
     has_values,
-    is_plain,
     outline,
     paths,
     requiring_grad,
@@ -64,11 +63,11 @@ class Trained:
 
     def flags(self, tree: PyTree[Any]) -> list[bool]:
         """The same in flatten order."""
-        found: list[Any] = [*map(dict(self.by_path).get, paths(tree))]
-        if None in found:
-            rows = zip(found, requiring_grad(optree.tree_leaves(tree)), strict=True)
-            found = [own if known is None else known for known, own in rows]
-        return found
+        known, names = dict(self.by_path), paths(tree)
+        if known.keys() >= {*names}:
+            return [*map(known.__getitem__, names)]
+        leaves = zip(names, requiring_grad(optree.tree_leaves(tree)), strict=True)
+        return [known.get(path, own) for path, own in leaves]
 
 
 def _policies_of(params: PyTree[Any]) -> tuple[tuple[str, Precision], ...]:
@@ -299,21 +298,6 @@ def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
                     "model on a device",
                 )
             )
-
-
-def check_leaves(params: PyTree[Any]) -> None:
-    """Raise unless a whole state's params are dense tensors, one at least."""
-    leaves = optree.tree_leaves(params)
-    if not all(map(is_plain, leaves)):
-        check_tensors(params, "state.params")  # which names the leaf
-    if not leaves:
-        raise StructureError(
-            explain(
-                "state.params have no leaves",
-                got=f"a {type(params).__name__}",
-                remedy="replace leaves by tree_map, which keeps the tree",
-            )
-        )
 
 
 def check_params(params: Any) -> None:

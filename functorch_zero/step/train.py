@@ -8,271 +8,163 @@ whole leaves, or at level 3 pieces. State leaves that follow a param are this ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
-from ..model.deferred_init import DeferredInit
-from ..model.untouched import is_looked_at
 from ..optim.across import Across
-from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..tree import (
-    PyTree,
-    check_tensors,
-    merge,
-    named_leaves,
-    paths,
-    same_structure,
-    select,
-)
-from .gradient import Trees, mean_gradients
-from .loss import LossFn, Metrics, Outcome, as_metric
-from .metrics import UpdateMetrics, check_names, check_reported
+from ..optim.naming import described
+from ..optim.states import state_metrics
+from ..optim.tree_norms import norms
+from ..tree import PyTree, select
+from .loss import LossFn, Metrics
+from .metrics import NORMS, check_names, check_reported, chosen
 from .micro_batches import check_accumulate
-from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
-from .refit import carried, check_no_parts, check_own_leaves
+from .nonfinite import LossScale, NonFinite, NonFiniteGradient, NonFinitePolicy
+from .program import value_and_grad, zero_updates
+from .program_step import ProgramStep
 from .reminder import Reminder
-from .rng import replayed
-from .state import (
-    State,
-    Trained,
-    TrainValue,
-    check_leaves,
-    check_not_on_meta,
-    check_params,
-    check_policies,
-    check_whole_state,
-    marked,
-    trained,
-)
-from .trainable import Trainable, check_trained, mark_trainable
+from .state import State, TrainValue, check_whole_state, trained
+from .trainable import Trainable
 
 
 @dataclass(frozen=True)
-class TrainStep:
-    """`step(state, batch) -> (state, metrics)` for one process. Made by `train_step`."""
+class TrainProgram:
+    """`program(value, batch) -> (value, metrics)`: a gradient of a loss, and an update by it. An
+    example of a program, which uses nothing that others can't."""
 
     loss_fn: LossFn
     optimizer: Transform
-    trainable: Trainable = None
     accumulate: int = 1  # micro-batches per batch
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     policy: NonFinitePolicy = field(default_factory=NonFinitePolicy)
-    reminder: Reminder = field(default_factory=Reminder, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        check_accumulate(self.accumulate)
-
-    def init(
-        self,
-        params: PyTree[Tensor],
-        buffers: PyTree[Tensor] | None = None,
-        *,
-        seed: int | None = 0,
-        values: DeferredInit | None = None,
-    ) -> State:
-        """The first state: copies of params and buffers, and the optimizer's state.
-
-        The trained leaves are those that `trainable` names, or else those with `requires_grad`; the
-        others are frozen.
-
-        Args:
-            params: whole leaves.
-            buffers: those that the loss is given. None: there are none.
-            seed: of each step's random numbers. None: the global random state is used.
-            values: from `deferred_init`: the values of leaves and buffers on the meta device.
-
-        Raises:
-            StructureError: params hold no tensors, or none that is trained.
-            ValueError: the optimizer has no metric of a name that was asked for.
-        """
-        buffers = {} if buffers is None else buffers
-        check_params(params)
-        check_tensors(buffers, "buffers")
-        # Before anything else looks at leaves: those on meta have no values to copy
-        if values is not None:
-            params = values.fill(params)
-            buffers = values.fill(buffers)
-        # From here on `requires_grad` says which leaves are trained, all through the package
-        params = mark_trainable(params, self.trainable)
-        # Copies, so that nobody who holds the tensors given can change the state
-        params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
-        buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
-        # None in place of frozen leaves: the optimizer keeps no state for them
-        trained_params, across = optimizer_view(params, _with_grad(params))
-        opt_state = self.optimizer.init_whole(trained_params, across)
+    def init(self, params: PyTree[Tensor], buffers: PyTree[Tensor] | None = None) -> TrainValue:
+        """The value that a run begins with."""
+        opt_state = self.optimizer.init(params)
         check_reported(self.metrics, opt_state)
-        value = TrainValue(params, buffers, opt_state, self.policy.init())
-        return State.first(value, seed, trained=Trained.of(params))
+        buffers = {} if buffers is None else buffers
+        return TrainValue(params, buffers, opt_state, self.policy.init())
 
-    def refit(
-        self,
-        state: State,
-        params: PyTree[Tensor] | None = None,
-        buffers: PyTree[Tensor] | None = None,
-    ) -> State:
-        """Another step's state as one of this step, which trains other leaves or has more of them.
+    def __call__(self, value: TrainValue, batch: Any) -> tuple[TrainValue, Metrics]:
+        """The next value, and the step's metrics."""
+        params, buffers, opt_state, finite = value
+        gradient = value_and_grad(
+            self._loss,
+            accumulate=self.accumulate,
+            scale=self.policy.scale(finite),
+            nonfinite=_ANSWERS[self.policy.nonfinite],
+        )
+        (loss, metrics, buffers, *told), grads = gradient(params, buffers=buffers, batch=batch)
+        fine = all(told)  # told only where steps are skipped
+        finite = self.policy.next(finite, fine=fine)
+        found: dict[str, Tensor] = {}
 
-        Leaves of params, of buffers and of the optimizer's state keep their values where the state
-        has a leaf of that path. All others begin as `init` makes them, from the params as they are
-        now. Step number, seed and loss scale go on. The state given stays valid.
+        def see(updates: Any) -> None:
+            # Before updates are added, which a step that donates writes over params
+            found.update(self._norms(grads=grads, params=params, updates=updates))
 
-        Args:
-            state: of a step with this step's optimizer.
-            params: whole leaves, as for `init`; values count only where the state has no such leaf.
-                None: the state's own.
-            buffers: the same of buffers.
+        if not fine:
+            see(zero_updates(params))
+        elif "update_norm" in self.metrics:
+            # The norm of gradients is asked for with it, if at all
+            donate = "grad_norm" not in self.metrics
+            params, opt_state = self.optimizer.apply(
+                grads, opt_state, params, see=see, donate=donate
+            )
+        else:
+            see(None)
+            # Perhaps by one kernel
+            params, opt_state = self.optimizer.apply(grads, opt_state, params, donate=True)
+        if {*self.metrics} - {*NORMS}:
+            found |= state_metrics(opt_state)
+        metrics = merged_metrics({"loss": loss, **metrics}, chosen(self.metrics, found))
+        metrics = merged_metrics(metrics, self.policy.metrics(finite))
+        return TrainValue(params, buffers, opt_state, finite), metrics
 
-        Raises:
-            StructureError: the optimizer's state is another one's, or a leaf has another shape or
-                dtype than before. Or other leaves are trained, and the optimizer's state has a
-                tensor of all of them together, or an `init` that can't run on the meta device.
-        """
+    def _loss(self, params: Any, *, buffers: Any, batch: Any = None) -> Any:
+        return self.loss_fn(params, buffers, batch)
+
+    def _norms(self, **trees: Any) -> dict[str, Tensor]:
+        """Those that were asked for, by one all-reduce."""
+        wanted = [name.removesuffix("_norm") + "s" for name in NORMS if name in self.metrics]
+        found = {name: trees[name] for name in wanted if name in trees}
+        return norms(**found) if found else {}
+
+
+_ANSWERS: dict[NonFinite, NonFiniteGradient] = {"raise": "raise", "skip": "tell", "pass": "pass"}
+
+
+class TrainStep(ProgramStep):
+    """`step(state, batch) -> (state, metrics)` for one process. Made by `train_step`.
+
+    It is a `ProgramStep`, whose `init` is given `params` and, where there are any, `buffers`.
+    """
+
+    program: TrainProgram
+
+    @classmethod
+    def of(cls, program: TrainProgram, trainable: Trainable = None) -> TrainStep:
+        """The step of a program, which trains these leaves of params."""
+        return cls(
+            program,
+            program.init,
+            trainable={"params": trainable},
+            buffers=("buffers",),
+            facts={
+                "accumulate": program.accumulate,
+                "metrics": list(program.metrics),
+                "finite": described(program.policy),
+            },
+            num_gradients=1,
+            # An optimizer may choose the dtype of its state by that of updates
+            free=("buffers", "opt_state"),
+            nameless="params",
+        )
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The loss that it was made with."""
+        return self.program.loss_fn
+
+    @property
+    def optimizer(self) -> Transform:
+        """The transform that it was made with."""
+        return self.program.optimizer
+
+    @property
+    def accumulate(self) -> int:
+        """The number of micro-batches per batch."""
+        return self.program.accumulate
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of metrics that were asked for."""
+        return self.program.metrics
+
+    @property
+    def policy(self) -> NonFinitePolicy:
+        """The answer to numbers that are not finite."""
+        return self.program.policy
+
+    @property
+    def reminder(self) -> Reminder:
+        """Of what its user is told once."""
+        return self.calls.reminder
+
+    def refit(self, state: State, *args: Any, **named: Any) -> State:
+        """As `ProgramStep.refit`, of a state whose optimizer is this step's."""
         check_whole_state(state)
         view, _ = optimizer_view(state.params, trained(state))
         self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
-        check_no_parts(state.parts)
-        # Detached leaves of the state still say whether they are trained
-        params = marked(state) if params is None else carried(params, state.params, "params")
-        if buffers is not None:
-            buffers = carried(buffers, state.buffers, "buffers")
-        fresh = self.init(params, state.buffers if buffers is None else buffers, seed=None)
-        now, _ = optimizer_view(fresh.params, trained(fresh))
-        check_own_leaves(self.optimizer, view, now)
-        opt_state = carried(fresh.opt_state, state.opt_state, "the optimizer's state")
-        finite = carried(fresh.finite, state.finite, "the policy's state")
-        return fresh.replace(step=state.step, seed=state.seed, opt_state=opt_state, finite=finite)
-
-    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """One step on a whole batch; the state given stays valid."""
-        check_whole_state(state)
-        check_leaves(state.params)
-        check_policies(state, state.params)
-        check_not_on_meta(state.params, batch)
-        if is_looked_at(int(state.step)):
-            check_trained(self.trainable, state.params, trained(state))
-        # The step in two halves: gradients of a loss, and an update by them
-        grads, outcome = self.loss_and_grads(state, batch)
-        metrics = {"loss": outcome.loss.detach()}
-        for name, value in outcome.metrics.items():
-            metrics[name] = as_metric(value)
-        state, measured = self.update_measured(state, grads, outcome.buffers, outcome.loss)
-        return state, merged_metrics(metrics, measured)
-
-    def loss_and_grads(
-        self, state: State, batch: Any, part: int = 0, *, round_sums: bool = False
-    ) -> tuple[PyTree[Tensor], Outcome]:
-        """The gradients (None where frozen) of the loss on `batch`, and its results.
-
-        The oracle of a sharded step calls this once for each part of a batch: `batch` is then the
-        `part`-th one, and random numbers are those of a rank that has it. `round_sums` is for ranks
-        that add up gradients whole before a `Precision` rounds them.
-        """
-        # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
-        params = marked(state)
-        device = optree.tree_leaves(params)[0].device
-
-        def loss_fn(trees: Trees, buffers: PyTree[Tensor], batch: Any) -> Any:
-            return self.loss_fn(trees[0], buffers, batch)
-
-        def stream(micro: int) -> AbstractContextManager[None]:
-            return replayed(state.seed, state.step, part, device, micro)
-
-        return mean_gradients(
-            loss_fn,
-            (params, None),
-            state.buffers,
-            batch,
-            count=self.accumulate,
-            streams=stream,
-            look=is_looked_at(int(state.step)),
-            reminder=self.reminder,
-            scale=self.policy.scale(state.finite),
-            round_sums=round_sums,
-        )
-
-    def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:
-        """The next state, from gradients."""
-        return self.update_measured(state, grads, buffers)[0]
-
-    @torch.no_grad()
-    def update_measured(
-        self,
-        state: State,
-        grads: PyTree[Tensor],
-        buffers: PyTree[Tensor],
-        loss: Tensor | None = None,
-    ) -> tuple[State, Metrics]:
-        """The next state, from gradients, and the step's own metrics.
-
-        Args:
-            state: the one before; it stays valid.
-            grads: of the trained leaves, whole; None where frozen.
-            buffers: the next ones, which are kept unless the step is skipped.
-            loss: 0-d, for the policy about numbers that aren't finite; None: it sees gradients
-                only.
-        """
-        # First of all: nothing is made of numbers that aren't finite
-        fine = self._check_finite(state, grads, loss)
-        params, across = optimizer_view(state.params, trained(state))
-        self.optimizer.check_whole(state.opt_state, params, what="state.opt_state")
-        measured = UpdateMetrics(self.metrics, across)
-        measured.see("grad_norm", lambda: grads)
-        measured.see("param_norm", lambda: params)
-
-        # The counter and the scale go on also where the step is skipped
-        finite = self.policy.next(state.finite, fine=fine)
-        next_state = state.replace(step=state.step + 1, finite=finite)
-        if fine:
-            # Updates have the params' structure, None where frozen
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
-            same_structure(params, updates, what="the optimizer's updates")
-            check_no_complex_for_real(
-                optree.tree_leaves(updates),
-                optree.tree_leaves(params),
-                lambda n: paths(params)[n],
-            )
-            # Sums in new tensors: the state given stays valid
-            new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
-            next_state = next_state.replace(
-                params=merge(new, state.params), buffers=buffers, opt_state=opt_state
-            )
-        else:
-            updates = tree_map(torch.zeros_like, grads)  # for its norm
-        measured.see("update_norm", lambda: updates)
-
-        # After the update: rates and factors are reported by the new state
-        of_update = measured.metrics(next_state.opt_state)
-        return next_state, merged_metrics(of_update, self.policy.metrics(finite))
-
-    def _check_finite(self, state: State, grads: PyTree[Tensor], loss: Tensor | None) -> bool:
-        """Whether the loss and all gradients are finite, or nobody wants to know.
-
-        Raises:
-            NonFiniteError: they are not, and the policy is "raise".
-        """
-        # "pass" never waits for the numbers
-        if not self.policy.looks:
-            return True
-        tensors = optree.tree_leaves(grads)
-        if loss is not None:
-            tensors.append(loss)
-        fine = all_finite(tensors)
-        if not fine and self.policy.nonfinite == "raise":
-            # 0.0: only gradients were at fault
-            loss_value = 0.0 if loss is None else float(loss)
-            found = not_finite(named_leaves(grads))
-            raise refusal(f"step {int(state.step)}", [(loss_value, found)])
-        return fine
+        return super().refit(state, *args, **named)
 
 
 def train_step(
@@ -332,9 +224,16 @@ def train_step(
     if nonfinite is None:
         # A scale is found by letting gradients overflow, so such steps must be skipped
         nonfinite = "pass" if loss_scale is None else "skip"
+    check_accumulate(accumulate)
     names = check_names(metrics)
     policy = NonFinitePolicy(nonfinite, loss_scale)
-    return TrainStep(loss_fn, optimizer, trainable, accumulate, names, policy)
+    program = TrainProgram(loss_fn, optimizer, accumulate, names, policy)
+    return TrainStep.of(program, trainable)
+
+
+def with_loss(step: TrainStep, loss_fn: LossFn) -> TrainStep:
+    """The same step of another loss."""
+    return TrainStep.of(replace(step.program, loss_fn=loss_fn), step.trainable["params"])
 
 
 def merged_metrics(metrics: Metrics, others: Metrics) -> Metrics:
@@ -347,10 +246,6 @@ def merged_metrics(metrics: Metrics, others: Metrics) -> Metrics:
             "Remedy: rename one"
         )
     return metrics | others
-
-
-def _with_grad(params: PyTree[Tensor]) -> PyTree[bool]:
-    return tree_map(lambda p: p.requires_grad, params)
 
 
 def optimizer_view(params: PyTree[Tensor], trained: PyTree[bool]) -> tuple[PyTree[Tensor], Across]:

@@ -11,15 +11,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..groups import run_ranks
+from ..groups import SingleRank, run_ranks
 from ..groups.protocol import Group
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.program import PART, Part
 from ..step.program_step import ProgramStep
 from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
-from ..step.train import TrainStep
-from ..tree import PyTree, named_leaves
+from ..tree import PyTree, is_within, named_leaves
 from .equality import apart, assert_equal_values, differences, wide_values
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
@@ -91,59 +90,37 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 
 class Start(NamedTuple):
-    """The beginning of a run: the arguments of `step.init`."""
+    """The beginning of a run: the arguments of `step.init`.
 
-    params: PyTree[Tensor]  # whole leaves
-    buffers: PyTree[Tensor] | None
+    Attributes:
+        args: whole trees, and whatever else init takes.
+        of_trees: per leaf of a program's value, whether it is one of a tree. None: the value is a
+            training step's, which says so itself.
+        buffers: names of trees of buffers in a program's value.
+    """
+
+    args: tuple[Any, ...]
     seed: int | None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.params, self.buffers
+    of_trees: list[bool] | None = None
+    buffers: tuple[str, ...] = ()
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """Those of the step, after the state."""
-        return (batch,)
+        return batch if type(batch) is tuple and self.of_trees is not None else (batch,)
 
     def arranged(self, state: State) -> State:
-        """A whole state of the run: its params are those that are compared by their updates."""
-        return state
-
-
-class ProgramStart(NamedTuple):
-    """The beginning of a program's run: the arguments of `step.init`."""
-
-    args: tuple[Any, ...]  # whole trees, and whatever else init takes
-    seed: int | None
-    of_trees: list[bool]  # per leaf of the value, whether it is one of a tree
-
-    def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """Those of the step, after the state."""
-        return batch if type(batch) is tuple else (batch,)
-
-    def arranged(self, state: State) -> State:
-        """A whole state as a training step's: the leaves of trees are its params, by path, and all
-        others its optimizer's state."""
+        """A whole state as a training step's: the leaves of trees are its params, by path, those of
+        buffers its buffers, and all others its optimizer's state."""
+        if self.of_trees is None:
+            return state
         params: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         others: dict[str, Any] = {}
         rows = zip(named_leaves(state.value).items(), self.of_trees, strict=True)
         for (path, leaf), of_tree in rows:
-            if of_tree:
-                params[path] = leaf
-            else:
-                others[path] = leaf
-        return state.replace(value=TrainValue(params, {}, others), trained=None)
-
-    def jittered(self, seed: int) -> ProgramStart:
-        """The beginning with trained leaves that are off in their last places."""
-        leaves, treedef = optree.tree_flatten(self.args)
-        trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        with torch.no_grad():
-            new = iter(_jittered(trained, torch.Generator().manual_seed(seed)))
-        for n, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[n] = next(new).requires_grad_()
-        return self._replace(args=treedef.unflatten(leaves))
+            kind = params if of_tree else buffers if is_within(path, self.buffers) else others
+            kind[path] = leaf
+        return state.replace(value=TrainValue(params, buffers, others), trained=None)
 
 
 def split(batch: Any, num_ranks: int) -> list[Any]:
@@ -157,25 +134,20 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
     return split_rows(batch, num_ranks)
 
 
-def run_whole(
-    step: TrainStep | ProgramStep, start: Start | ProgramStart, batches: Sequence[Any]
-) -> Run:
+def run_whole(step: ProgramStep, start: Start, batches: Sequence[Any]) -> Run:
     """The unsharded step as it is, on whole batches."""
-    state = step.init(*start.args, seed=start.seed)
-    first, steps = start.arranged(state), []
-    for batch in batches:
-        state, metrics = step(state, *start.arguments(batch))
-        whole = start.arranged(state)
-        steps.append(Step(whole, [whole.buffers], metrics))
-    if isinstance(step, ProgramStep):
-        return Run(first, steps)
-    # One more loss tells: `step` does not say whether it was weighted
-    weighted = not batches or step.loss_and_grads(first, batches[0])[1].weight is not None
-    return Run(first, steps, weighted)
+    weights: list[Any] = []  # of each gradient
+
+    def noted(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
+        weights.append(outcome.weight)
+        return grads, outcome
+
+    run = _run(step, start, batches, Part(0, noted))
+    return run._replace(weighted=all(weight is not None for weight in weights))
 
 
 def run_in_parts(
-    step: TrainStep,
+    step: ProgramStep,
     start: Start,
     batches: Sequence[list[Any]],
     *,
@@ -183,80 +155,28 @@ def run_in_parts(
     jitter: int | None = None,
     sums: Sequence[bool] = (),
 ) -> Run:
-    """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by
-    `shard`'s rule.
+    """The unsharded step with each batch in parts: as many copies of it as there are parts run side
+    by side, each on its own. In each gradient that they take, all get the means over the parts, and
+    the buffers by `shard`'s rule.
 
     Args:
         jitter: seeds changes of the gradients in their last places.
-        sums: per leaf, whether ranks add up its gradients whole, over uses and micro-batches, and a
-            `Precision` rounds their sum. Empty: each use's are rounded, for all leaves.
-    """
-    first = state = step.init(start.params, start.buffers, seed=start.seed)
-    num_parts = len(batches[0]) if batches else 1
-    held = [state.buffers] * num_parts  # each rank's
-    # Apart from the global generator, from which the loss may draw
-    generator = None if jitter is None else torch.Generator().manual_seed(jitter)
-    steps = []
-    for parts in batches:
-        gradients, outcomes = [], []
-        # One part after the other, each with its rank's buffers and its rank's random stream
-        for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
-            given = state.replace(buffers=buffers)
-            own, outcome = step.loss_and_grads(given, part, rank, round_sums=True in sums)
-            if len({*sums}) == 2:
-                # The same once more, for the leaves that are rounded at each use
-                of_uses, _ = step.loss_and_grads(given, part, rank)
-                own = _chosen(sums, own, of_uses)
-            gradients.append(own)
-            outcomes.append(outcome)
-        mean = _mean_over_parts(gradients, outcomes, rule)
-        grads, metrics = mean.grads, mean.metrics
-        if generator is not None:
-            grads = _jittered(grads, generator)
-        # The optimizer runs once, on the mean
-        before = state
-        state, measured = step.update_measured(before, grads, mean.buffers[0], metrics["loss"])
-        if not _skipped(before, state):  # after a skipped step each rank has its old buffers
-            held = mean.buffers
-        steps.append(Step(state, held, metrics | measured))
-    return Run(first, steps)
-
-
-def _chosen(mask: Sequence[bool], first: PyTree[Any], second: PyTree[Any]) -> PyTree[Any]:
-    """The tree of the first one's leaves where the mask is true, and the second one's elsewhere."""
-    leaves, treedef = optree.tree_flatten(first, none_is_leaf=True)
-    others = optree.tree_leaves(second, none_is_leaf=True)
-    rows = zip(mask, leaves, others, strict=True)
-    return treedef.unflatten([a if is_first else b for is_first, a, b in rows])
-
-
-def run_program_in_parts(
-    step: ProgramStep,
-    start: ProgramStart,
-    batches: Sequence[list[Any]],
-    *,
-    rule: str = "mean",
-    round_sums: bool = False,
-) -> Run:
-    """The unsharded program with each batch in parts: as many copies of it as there are parts run
-    side by side, each on its own. In each gradient that they take, all get the means over the
-    parts, and the buffers by `shard`'s rule.
-
-    Args:
-        rule: "mean" or "rank0"; programs have no other.
-        round_sums: whether ranks add up gradients whole before a `Precision` rounds them.
+        sums: per leaf, or one for all, whether ranks add up its gradients whole, over uses and
+            micro-batches, and a `Precision` rounds their sum. Empty: each use's are rounded.
 
     Raises:
         AssertionError: the copies' results differ.
         GroupError: the copies take other gradients.
     """
-    num_parts = len(batches[0])
+    num_parts = len(batches[0]) if batches else 1
     # By part: those of the gradient that the copies are taking
     gradients: list[PyTree[Tensor]] = [None] * num_parts
     outcomes: list[Any] = [None] * num_parts
 
     def run_copy(group: Group) -> Run:
         own = group.rank
+        # Apart from the global generator, from which the loss may draw; the same in all copies
+        generator = None if jitter is None else torch.Generator().manual_seed(jitter)
 
         def mean(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
             gradients[own], outcomes[own] = grads, outcome
@@ -265,48 +185,66 @@ def run_program_in_parts(
             over_parts = _mean_over_parts(gradients, outcomes, rule)
             # Until nobody needs them any more: a fast copy's next ones take their place
             group.barrier()
-            return over_parts.grads, over_parts.outcome
+            found = over_parts.grads
+            if generator is not None:
+                found = _jittered(found, generator)
+            return found, over_parts.outcome_of(own)
 
-        PART.set(Part(own, mean, round_sums))  # in this thread alone
-        return run_whole(step, start, [parts[own] for parts in batches])
+        parts = [of_batch[own] for of_batch in batches]
+        return _run(step, start, parts, Part(own, mean, tuple(sums)))
 
     try:
+        if num_parts == 1:
+            return run_copy(SingleRank())
         # Threads, all of which end where one fails
         runs = run_ranks(run_copy, num_parts)
-        _check_alike(runs)
+        _check_alike(runs, local=rule == "local")
     except Exception as error:
         error.add_note(IN_PARTS.format(num_parts=num_parts))
         raise
-    return runs[0]
+    steps = []
+    for copies in zip(*(run.steps for run in runs), strict=True):
+        # Each rank's buffers, which are its own by the rule "local"
+        steps.append(copies[0]._replace(buffers=[copy.buffers[0] for copy in copies]))
+    return runs[0]._replace(steps=steps)
 
 
-def _check_alike(runs: Sequence[Run]) -> None:
-    """Raise unless the copies of a program have the same results, to the bit."""
+def _run(step: ProgramStep, start: Start, batches: Sequence[Any], part: Part) -> Run:
+    """A run of the step in this thread, whose gradients go through the part's mean."""
+    token = PART.set(part)
+    try:
+        state = step.init(*start.args, seed=start.seed)
+        first, steps = start.arranged(state), []
+        for batch in batches:
+            state, metrics = step(state, *start.arguments(batch))
+            whole = start.arranged(state)
+            steps.append(Step(whole, [whole.buffers], metrics))
+        return Run(first, steps)
+    finally:
+        PART.reset(token)
+
+
+def _check_alike(runs: Sequence[Run], *, local: bool) -> None:
+    """Raise unless the copies of a program have the same results, to the bit; by the rule "local",
+    but for buffers."""
     first, *others = runs
     for part, other in enumerate(others, start=1):
         for k, (want, have) in enumerate(zip(first.steps, other.steps, strict=True)):
-            assert_equal_values(
-                _by_path(want),
-                _by_path(have),
-                grade="bitwise",
-                what="part 0's results and this part's",
-                context={"step": k, "part": part},
-            )
+            pairs = zip(_shared(want, local=local), _shared(have, local=local), strict=True)
+            for expected, got in pairs:
+                assert_equal_values(
+                    expected,
+                    got,
+                    grade="bitwise",
+                    what="part 0's results and this part's",
+                    context={"step": k, "part": part},
+                )
 
 
-def _by_path(step: Step) -> dict[str, Any]:
-    """The results of one step of a program, as `ProgramStart` arranges them."""
-    value: Any = step.state.value
-    return {**value.params, **value.opt_state, "(metrics)": step.metrics}
-
-
-def _skipped(old: State, new: State) -> bool:
-    """Whether the step in between was skipped, since its loss or gradients were not finite."""
-    return (
-        old.finite is not None
-        and new.finite is not None
-        and bool(new.finite.skipped > old.finite.skipped)
-    )
+def _shared(step: Step, *, local: bool) -> list[Any]:
+    """The results of one step that all parts have, each with paths of its own."""
+    value = step.state.value
+    return [*(value._replace(buffers={}) if local else value), {"(metrics)": step.metrics}]
 
 
 class _OverParts(NamedTuple):
@@ -316,11 +254,10 @@ class _OverParts(NamedTuple):
     metrics: Metrics  # their means, the loss among them
     buffers: list[PyTree[Tensor]]  # that each part's rank holds afterwards
 
-    @property
-    def outcome(self) -> Outcome:
-        """As that of the loss on a whole batch, where all ranks hold the same buffers."""
+    def outcome_of(self, part: int) -> Outcome:
+        """As that of the loss on a whole batch, with the buffers that this part's rank holds."""
         others = {name: value for name, value in self.metrics.items() if name != "loss"}
-        return Outcome(self.metrics["loss"], self.buffers[0], others, weight=None)
+        return Outcome(self.metrics["loss"], self.buffers[part], others, weight=None)
 
 
 def _mean_over_parts(

@@ -25,19 +25,16 @@ from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.loss_calls import LossCalls
 from ..step.program_step import ProgramStep
-from ..step.reminder import Reminder
 from ..step.rows import num_rows
 from ..step.train import TrainStep
 from ..tree import named_leaves, same_structure
 from .comparison import Comparison, is_trained
 from .equality import Equality, Grade, ProvesNothing, as_equality
 from .runs import (
-    ProgramStart,
     Run,
     Start,
     Step,
     run_in_parts,
-    run_program_in_parts,
     run_whole,
     split,
 )
@@ -68,7 +65,7 @@ AMPLIFIED = (
 
 
 def assert_sharded_equals_unsharded(
-    step: TrainStep | ProgramStep,
+    step: ProgramStep,
     *args: Any,
     levels: Sequence[LevelRule] = (0, 1, 2, 3),
     ranks: Sequence[int] = (1, 2, 3),
@@ -110,8 +107,7 @@ def assert_sharded_equals_unsharded(
         unused: paths, or patterns of paths, of leaves whose update may be zero or lost in rounding:
             trained ones that the loss does not use, averages of frozen ones.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
-            the unsharded step, when its gradients are changed in their last places; of a program,
-            the trained leaves that it starts with. Some optimizers
+            the unsharded step, when its gradients are changed in their last places. Some optimizers
             amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad).
             Eigenvectors are defined up to sign only. A leaf that round-off changes altogether is
             hardly compared then.
@@ -166,17 +162,15 @@ def assert_sharded_equals_unsharded(
         if not given:
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
-    start: Start | ProgramStart
     # Whoever proves by parts means unequal ones to count the same: the step's own reminder is not
     # used up by that
     if per_rank:
-        step = _without_reminders(step)
-    if isinstance(step, ProgramStep):
-        of_trees = _leaves_of_trees(step, tuple(of_init), sync_buffers)
-        start = ProgramStart(tuple(of_init), seed, of_trees)
-    else:
-        params, buffers = of_init
-        start = Start(params, buffers, seed)
+        step = replace(step, calls=LossCalls())
+    start = Start((*of_init,), seed)
+    if not isinstance(step, TrainStep):
+        start = start._replace(
+            of_trees=_leaves_of_trees(step, start.args, sync_buffers), buffers=step.buffers
+        )
     oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
     with warnings.catch_warnings():
         # Whoever says so means unequal parts to count the same
@@ -210,7 +204,7 @@ def assert_sharded_equals_unsharded(
                 _check(comparison, oracle, parts, allow_round_off=allow_round_off)
 
 
-def summed_whole(start: Start | ProgramStart, settings: Mapping[str, Any]) -> tuple[bool, ...]:
+def summed_whole(start: Start, settings: Mapping[str, Any]) -> tuple[bool, ...]:
     """Per leaf, whether ranks add up its gradients whole, over uses and micro-batches, before a
     `Precision` rounds them: at levels 0 and 1, and where they are reduced once. One entry for all
     leaves of a program, and none where no policy says how gradients travel.
@@ -221,14 +215,14 @@ def summed_whole(start: Start | ProgramStart, settings: Mapping[str, Any]) -> tu
     if all(policy.reduce is None for policy in policies):
         return ()
     levels, once = Levels(settings["level"]), settings.get("reduce_gradients") == "once"
-    if isinstance(start, ProgramStart):
+    if start.of_trees is not None:
         return (once or levels.number in (0, 1),)
-    leaves = named_leaves(start.params).items()
+    leaves = named_leaves(start.args[0]).items()
     return tuple(once or not levels.of(path, leaf).streams for path, leaf in leaves)
 
 
 def _check_is_unsharded(step: Any) -> None:
-    if not isinstance(step, TrainStep | ProgramStep):
+    if not isinstance(step, ProgramStep):
         raise TypeError(
             explain(
                 "assert_sharded_equals_unsharded shards the step itself",
@@ -269,19 +263,12 @@ def _check(
     raise error
 
 
-def _without_reminders(step: TrainStep | ProgramStep) -> TrainStep | ProgramStep:
-    """The same step, of which nobody was warned yet."""
-    if isinstance(step, ProgramStep):
-        return replace(step, calls=LossCalls())
-    return replace(step, reminder=Reminder())
-
-
 @dataclass(frozen=True)
 class _Oracle:
     """The unsharded step, which takes the batches whole or, `per_rank`, in the ranks' parts."""
 
-    step: Any  # a TrainStep with its Start, or a ProgramStep with its ProgramStart
-    start: Start | ProgramStart
+    step: ProgramStep
+    start: Start
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
@@ -290,13 +277,12 @@ class _Oracle:
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
         run = self._run_on(parts) if self.per_rank else self._whole
-        if isinstance(self.step, ProgramStep):
-            if not any(map(is_trained, run.start.params.values())):
-                raise ProvesNothing(
-                    "no tree of the program's value has a trained leaf, whose update could be "
-                    "compared. Remedy: return the trees that init is given as they are"
-                )
-        elif not self.per_rank:
+        if not any(map(is_trained, optree.tree_leaves(run.start.params))):
+            raise ProvesNothing(
+                "no tree of the program's value has a trained leaf, whose update could be "
+                "compared. Remedy: return the trees that init is given as they are"
+            )
+        if not self.per_rank:
             for batch, its_parts in zip(self.batches, parts, strict=True):
                 self._check_fair(batch, len(its_parts))
         return run
@@ -306,8 +292,7 @@ class _Oracle:
         return self._run_on(self._given(parts))
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """Several runs with gradients that are off in their last places; of a program, from trained
-        leaves that are."""
+        """Several runs with gradients that are off in their last places."""
         given = self._given(parts)
         return [self._run_on(given, jitter=seed) for seed in range(JITTERED_RUNS)]
 
@@ -321,15 +306,9 @@ class _Oracle:
         return parts if self.per_rank else [[batch] for batch in self.batches]
 
     def _run_on(self, given: list[list[Any]], jitter: int | None = None) -> Run:
-        step, start, rule = self.step, self.start, self.rule
-        if isinstance(start, ProgramStart):
-            if jitter is not None:
-                start = start.jittered(jitter)
-            if self.per_rank:
-                sums = True in self.sums
-                return run_program_in_parts(step, start, given, rule=rule, round_sums=sums)
-        elif self.per_rank or jitter is not None:  # gradients are jittered in parts alone
-            return run_in_parts(step, start, given, rule=rule, jitter=jitter, sums=self.sums)
+        step, start = self.step, self.start
+        if self.per_rank or jitter is not None:  # gradients are jittered in parts alone
+            return run_in_parts(step, start, given, rule=self.rule, jitter=jitter, sums=self.sums)
         return run_whole(step, start, [batch for (batch,) in given])
 
     @cached_property
@@ -433,8 +412,8 @@ def _cut_anywhere(sharded: Any) -> Any:
 
 
 def _run_sharded(
-    step: TrainStep | ProgramStep,
-    start: Start | ProgramStart,
+    step: ProgramStep,
+    start: Start,
     batches: Sequence[list[Any]],
     mesh: Mesh,
     settings: Mapping[str, Any],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -254,7 +253,7 @@ def test_names_that_the_params_know(tmp_path: Path, level: int | None) -> None:
     """Exports and imports need no `aliases=`: those of `functionalize` know tied weights and
     buffers that no state_dict has, through steps, `tree_map`, averages and checkpoints."""
     _, base, params, buffers = gpt()
-    base = dataclasses.replace(base, optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)))
+    base = train_step(base.loss_fn, optim.chain(optim.sgd(0.1), optim.ema(0.9)))
     root = tmp_path / "root"
 
     def run(group: Group) -> State:

@@ -16,6 +16,8 @@ from functorch_zero import checkpoint
 from functorch_zero.groups.protocol import Group
 from functorch_zero.model.functionalize import Apply
 from functorch_zero.step.evaluate import EvalStep
+from functorch_zero.step.loss import Outcome
+from functorch_zero.step.program import PART, Part
 from functorch_zero.step.train import TrainStep
 from tests.fuzz import optimizers
 from tests.fuzz.cases import Case
@@ -152,26 +154,42 @@ class Unsharded:
         return metrics
 
     def _step_in_parts(self, parts: list[Batch]) -> Named:
-        step = self.given.step
-        grads, found, buffers, weights = [], [], [], []
-        for rank, (held, part) in enumerate(zip(self.buffers, parts, strict=True)):
-            own, outcome = step.loss_and_grads(self.state.replace(buffers=held), part, rank)
-            grads.append(own)
-            weights.append(1.0 if outcome.weight is None else float(outcome.weight))
-            found.append({"loss": outcome.loss, **outcome.metrics})
-            buffers.append(dict(outcome.buffers))
-        metrics = mean_of_named([tensors(one) for one in found], weights)
+        found: list[Any] = []
+
+        def alone(grads: Any, outcome: Outcome) -> tuple[Any, Outcome]:
+            found.append((grads, outcome))
+            return grads, outcome
+
+        for rank, part in enumerate(parts):
+            self._step_of(rank, part, alone)
+        outcomes = [outcome for _, outcome in found]
+        weights = [1.0 if o.weight is None else float(o.weight) for o in outcomes]
+        metrics = mean_of_named([tensors({"loss": o.loss, **o.metrics}) for o in outcomes], weights)
         counts = [weight > 0 for weight in weights]
-        new = synchronized(self.case.sync_buffers, buffers, counts)
+        new = synchronized(self.case.sync_buffers, [dict(o.buffers) for o in outcomes], counts)
         total = sum(weights)
         mean = tree_map(
-            lambda *gs: sum(g * (w / total) for g, w in zip(gs, weights, strict=True)), *grads
+            lambda *gs: sum(g * (w / total) for g, w in zip(gs, weights, strict=True)),
+            *(grads for grads, _ in found),
         )
+        loss = metrics.pop("loss")
+
+        def together(grads: Any, outcome: Outcome) -> tuple[Any, Outcome]:
+            return mean, Outcome(loss, new[0], metrics, None)
+
         skipped = self.state.finite and int(self.state.finite.skipped)
-        self.state, measured = step.update_measured(self.state, mean, new[0], metrics["loss"])
+        self.state, measured = self._step_of(0, parts[0], together)
         if self.state.finite is None or int(self.state.finite.skipped) == skipped:
             self.buffers = new
-        return metrics | measured
+        return measured
+
+    def _step_of(self, rank: int, part: Batch, mean: Any) -> tuple[fz.State, Named]:
+        """A rank's step on its part of the batch, with another mean over ranks."""
+        token = PART.set(Part(rank, mean))
+        try:
+            return self.given.step(self.state.replace(buffers=self.buffers[rank]), part)
+        finally:
+            PART.reset(token)
 
     def between(self, parts: list[Batch]) -> Named:
         step, state, how = self.given.step, self.state, self.case.between

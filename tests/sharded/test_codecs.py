@@ -146,7 +146,7 @@ def test_a_proof_tells_rounded_sums_from_sums_of_rounded() -> None:
     """What makes the proofs above hold at levels 0 and 1 is no matter of tolerance."""
     loss_fn, params, batches = built(REDUCE)
     step = fz.train_step(loss_fn, optim.sgd(0.5), accumulate=2)
-    start, parts = Start(params, {}, 0), [[batches[0]]]
+    start, parts = Start((params, {}), 0), [[batches[0]]]
     by_use = run_in_parts(step, start, parts)
     at_once = run_in_parts(step, start, parts, sums=[True] * 6)
     some = run_in_parts(step, start, parts, sums=[True, True, False, False, True, True])

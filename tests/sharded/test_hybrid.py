@@ -188,7 +188,9 @@ def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
     def run(group: Any) -> int:
         watched = counted(group)
         step, params, buffers = build(trainable=lambda path, leaf: True)
-        step = fz.train_step(step.loss_fn, step.optimizer, trainable=step.trainable, accumulate=3)
+        step = fz.train_step(
+            step.loss_fn, step.optimizer, trainable=step.trainable["params"], accumulate=3
+        )
         sharded = fz.shard(step, level=3, group=HybridGroup(watched, shard_size=2))
         state = sharded.init(params, buffers)
         watched.reset()

@@ -390,7 +390,7 @@ def build(case: Case) -> Made:
     return Made(
         step,
         evaluate,
-        Start(params, buffers, 1),
+        Start((params, buffers), 1),
         fz.deferred_init(model, 3) if "deferred" in o.loop else None,
     )
 
@@ -436,7 +436,7 @@ def unsharded(case: Case) -> Run:
     step, evaluate, start, values = build(case)
     o, parts = case.option, batches(case)
     if values is not None:
-        start = start._replace(params=values.fill(start.params), buffers=values.fill(start.buffers))
+        start = start._replace(args=tuple(map(values.fill, start.args)))
     if o.by_rank:
         rule, sums = o.shard.get("sync_buffers", "mean"), summed_whole(start, placed(case))
         run = run_in_parts(step, start, parts, rule=rule, sums=sums)
@@ -479,7 +479,7 @@ def sharded(case: Case, group: Any) -> Run:
     group = group if case.shard_size is None else HybridGroup(group, shard_size=case.shard_size)
     nonfinite = step.policy.nonfinite
     step = fz.shard(step, group=group, **placed(case))
-    state = step.init(start.params, start.buffers, seed=start.seed, values=values)
+    state = step.init(*start.args, seed=start.seed, values=values)
     first, steps = step.unshard(state), []
     assert "first" in str(fz.describe(step, state))
     for parts in batches(case):
@@ -554,7 +554,7 @@ def check(case: Case) -> None:
                 else CountingGroup(2)
             )
             fz.shard(made.step, group=mesh, **placed(case)).init(
-                *made.start[:2], values=made.values
+                *made.start.args, values=made.values
             )
         return
     if "compile" in case.option.functionalize:

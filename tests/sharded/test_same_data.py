@@ -253,7 +253,7 @@ def test_a_rank_that_draws_other_random_numbers_is_found() -> None:
             return step.loss_fn(params, buffers, x + noise)
 
         mesh, part = mesh_and_part(group, "replicate", x)
-        noisy_step = fz.train_step(noisy, step.optimizer, trainable=step.trainable)
+        noisy_step = fz.train_step(noisy, step.optimizer, trainable=step.trainable["params"])
         sharded = fz.shard(noisy_step, level=2, group=mesh)
         with pytest.raises(MismatchError) as caught:
             sharded(sharded.init(params, buffers), part)

@@ -24,6 +24,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.evaluate import EvalStep, eval_step
 from functorch_zero.step.loss import Aux
+from functorch_zero.step.program import PART, Part
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.compare import (
@@ -393,10 +394,16 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     assert_equal_updates(expected, runs[0][0])
     step, params, buffers = make()
     whole = step.init(params, buffers)
-    losses = [
-        step.loss_and_grads(whole, part, rank)[1].loss
-        for rank, part in enumerate(split(same, [6, 6]))
-    ]
+    losses: list[Tensor] = []  # of each part
+
+    def noted(grads: Any, outcome: Any) -> Any:
+        losses.append(outcome.loss)
+        return grads, outcome
+
+    for rank, part in enumerate(split(same, [6, 6])):
+        token = PART.set(Part(rank, noted))
+        step(whole, part)
+        PART.reset(token)
     assert losses[0] != losses[1], "ranks draw different numbers for equal batches"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,7 +141,7 @@ def test_weights_that_are_left_out(optimizer: Transform) -> None:
 
 
 def another(step: Any, optimizer: Any = None, loss: Any = None) -> Any:
-    return replace(step, optimizer=optimizer or step.optimizer, loss_fn=loss or step.loss_fn)
+    return fz.train_step(loss or step.loss_fn, optimizer or step.optimizer)
 
 
 def times(factor: float) -> Callable[[Any], Any]:

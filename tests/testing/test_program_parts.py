@@ -19,17 +19,9 @@ from functorch_zero.errors import GroupError, UnequalBatchesWarning
 from functorch_zero.sharded.program import engine as engine_module
 from functorch_zero.sharded.program import gradient as gradient_module
 from functorch_zero.step.program_step import ProgramStep
-from functorch_zero.step.state import TrainValue
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from functorch_zero.testing.runs import (
-    ProgramStart,
-    Start,
-    run_in_parts,
-    run_program_in_parts,
-    split,
-)
-from functorch_zero.tree import named_leaves
-from tests.tiers import crossed
+from functorch_zero.testing.runs import Start, run_in_parts, split
+from tests.tiers import crossed, thinned
 
 F64 = torch.float64
 ROWS = 25  # 2 and 3 ranks get unequal parts
@@ -179,6 +171,28 @@ def test_buffers_of_rank_0(seed: int | None) -> None:
         )
 
 
+@pytest.mark.parametrize("level", thinned([0, 3]))
+def test_buffers_of_each_rank(level: int) -> None:
+    """Each part's copy of the program goes on with its own."""
+
+    def init(disc: Any, buffers: Any) -> Any:
+        return {"disc": disc, "buffers": buffers}
+
+    def program(value: Any, batch: Any) -> Any:
+        def loss(disc: Any, *, buffers: Any, batch: Any) -> Any:
+            found, after = judge(disc, buffers, batch["real"])
+            return (found - 1).square().mean(), fz.Aux(after)
+
+        gradient = fz.value_and_grad(loss)
+        (found, _, buffers), grads = gradient(value["disc"], buffers=value["buffers"], batch=batch)
+        disc = fz.apply_updates(value["disc"], tree_map(lambda g: -0.1 * g, grads))
+        return {"disc": disc, "buffers": buffers}, {"loss": found}
+
+    step = fz.program_step(program, init=init, buffers=["buffers"])
+    options: Any = {"levels": [level], "ranks": [3], "per_rank": True, "sync_buffers": "local"}
+    assert_sharded_equals_unsharded(step, DISC, BUFFERS, batches(), **options)
+
+
 def test_a_sum_is_averaged_like_any_loss() -> None:
     """As of training steps: the mean over ranks of sums is what per_rank=True asks for."""
 
@@ -193,52 +207,54 @@ def test_a_sum_is_averaged_like_any_loss() -> None:
         assert_sharded_equals_unsharded(step, net, given, ranks=[2])
 
 
-# The oracle itself, beside the one of training steps
+# The oracle itself
 
 
 @pytest.mark.filterwarnings("ignore::functorch_zero.errors.UnequalBatchesWarning")
-@pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("rule", ["mean", "rank0"])
+@pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("weights", [[None] * 3, [5.0, 0.0, 2.0]])
-def test_the_oracle_is_that_of_a_training_step(
-    weights: list[float | None], accumulate: int, rule: str, num_parts: int
-) -> None:
-    """To the bit. A part of weight 0 counts for nothing: its loss is NaN."""
+def test_the_oracle_by_hand(weights: list[float | None], accumulate: int, rule: str) -> None:
+    """Of a training step: a part of weight 0 counts for nothing, and its loss is NaN."""
 
-    def loss(params: Any, buffers: Any, batch: Any) -> Any:
-        found, after = judge(params, buffers, batch["real"])
-        value = (found - 1).square().mean() + batch["spoil"]
-        return value, fz.Aux(after, {"found": found.mean()}, batch["weight"])
-
-    optimizer = optim.adam(0.02)
-
-    def init(params: Any) -> TrainValue:
-        return TrainValue(params, BUFFERS, optimizer.init(params))
-
-    def program(value: TrainValue, batch: Any) -> Any:
-        params, buffers, opt_state, _ = value
-        of_batch = fz.value_and_grad(loss, accumulate=accumulate)
-        (found, seen, buffers), grads = of_batch(params, buffers=buffers, batch=batch)
-        params, opt_state = optimizer.apply(grads, opt_state, params)
-        return TrainValue(params, buffers, opt_state), {"loss": found, **seen}
+    def loss(params: Any, *, buffers: Any, batch: Any) -> Any:
+        found = (batch["real"] @ params["w"] - buffers["seen"]).square().mean()
+        after = {"seen": buffers["seen"] * 0.9 + batch["real"].mean()}
+        return found + batch["spoil"], fz.Aux(after, {"twice": 2 * found}, batch["weight"])
 
     parts = []
     for batch in batches():
-        of_batch = split(batch, num_parts)
-        for part, weight in zip(of_batch, weights, strict=False):
+        of_batch = split(batch, 3)
+        for part, weight in zip(of_batch, weights, strict=True):
             part |= {"weight": weight, "spoil": math.nan if weight == 0 else 0.0}
         parts.append(of_batch)
-    training = fz.train_step(loss, optimizer, accumulate=accumulate)
-    expected = run_in_parts(training, Start(DISC, BUFFERS, 5), parts, rule=rule)
-    step = fz.program_step(program, init=init)
-    num_leaves = len(named_leaves(step.init(DISC).value))
-    start = ProgramStart((DISC,), 5, [False] * num_leaves)  # all of them by path, in one dict
-    got = run_program_in_parts(step, start, parts, rule=rule)
-    for want, have in zip(expected.steps, got.steps, strict=True):
-        leaves = named_leaves(want.state.value)
-        assert_equal_values(leaves, have.state.opt_state, grade="bitwise")
-        assert_equal_values(want.metrics, have.metrics, grade="bitwise")
+    optimizer = optim.adam(0.02)
+    step = fz.train_step(
+        lambda p, b, batch: loss(p, buffers=b, batch=batch), optimizer, accumulate=accumulate
+    )
+    params = {"w": torch.ones(4, dtype=F64, requires_grad=True)}
+    buffers = {"seen": torch.ones((), dtype=F64)}
+    run = run_in_parts(step, Start((params, buffers), 5), parts, rule=rule)
+
+    known = [0.0 if weight == 0 else weight or 1.0 for weight in weights]
+    gradient = fz.value_and_grad(loss, accumulate=accumulate)
+    opt_state, held = optimizer.init(params), [buffers] * 3
+
+    def mean(values: Any) -> Any:
+        return sum(x * w for x, w in zip(values, known, strict=True)) / sum(known)
+
+    for of_batch, done in zip(parts, run.steps, strict=True):
+        pairs = zip(held, of_batch, strict=True)
+        found, grads = zip(*(gradient(params, buffers=b, batch=x) for b, x in pairs), strict=True)
+        losses, metrics, after = zip(*found, strict=True)
+        params, opt_state = optimizer.apply({"w": mean([g["w"] for g in grads])}, opt_state, params)
+        counted = [b["seen"] for b, w in zip(after, known, strict=True) if w]
+        by_rule = {"mean": sum(counted) / len(counted), "rank0": after[0]["seen"]}
+        held = [*after] if rule == "local" else [{"seen": by_rule[rule]}] * 3
+        assert_equal_values(params, done.state.params)
+        assert_equal_values(held, done.buffers)
+        expected = {"loss": mean(losses), "twice": mean([m["twice"] for m in metrics])}
+        assert_equal_values(expected, done.metrics)
 
 
 # Mistakes of the sharded step

@@ -16,7 +16,6 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, run_ranks
-from functorch_zero.step.train_program import as_program
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.sharded.test_seams import ROUNDED
@@ -65,7 +64,7 @@ def run_both(shard: Any, share: Any, dtype: torch.dtype, accumulate: int) -> lis
     options = {"accumulate": accumulate, "trainable": trainable}
     train = fz.train_step(loss_fn, optimizer, metrics=names, loss_scale=SCALING, **options)
     found = []
-    for step in (shard(train), shard(as_program(train))):
+    for step in (shard(train), shard(train)):
         state, seen = step.init(params, buffers, seed=3), []
         for number in range(6):
             state, metrics = step(state, tree_map(share, batch_of(number)))
@@ -118,7 +117,7 @@ def test_files_of_both(tmp_path: Path) -> None:
 
     def run(group: Any) -> None:
         steps = []
-        for step, level in ((train, 2), (as_program(train), 3)):
+        for step, level in ((train, 2), (train, 3)):
             steps.append(fz.shard(step, level=level, group=group, donate=True))
         for one, other in (steps, steps[::-1]):
             own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(0))
@@ -144,7 +143,7 @@ def test_a_tree_without_a_name(tmp_path: Path) -> None:
 
     def run(group: Any) -> None:
         steps, found = [], []
-        for step in (train, as_program(train)):
+        for step in (train, train):
             folder = tmp_path / f"{len(found)} of rank {group.rank}"
             folder.mkdir()
             options: Any = {
@@ -194,7 +193,7 @@ def test_a_step_sends_two_messages(level: int, asked: str, donate: bool) -> None
 
     group, options = CountingGroup(2), ASKED[asked]
     train = fz.train_step(loss, optim.adamw(0.1), **options)
-    step = fz.shard(as_program(train), level=level, group=group, donate=donate)
+    step = fz.shard(train, level=level, group=group, donate=donate)
     state = step.init({"w": torch.ones(3, 5, requires_grad=True)})
     for _ in range(6):
         group.reset()
@@ -215,7 +214,7 @@ def test_a_state_that_one_rank_has_changed() -> None:
         return state.replace(**{field: changed})
 
     def run(group: Any) -> None:
-        step = fz.shard(as_program(train), level=3, group=group, donate=True)
+        step = fz.shard(train, level=3, group=group, donate=True)
         state, own = step.init(params, buffers, seed=3), None
         for number in range(3):
             own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(number % 2))
