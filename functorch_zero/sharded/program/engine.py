@@ -82,7 +82,8 @@ class ShardedEngine:
         # One object: by it the engine knows states that lie in its places
         self._brought = None if places is None else partial(brought, places)
         self._calls = LossCalls()  # of losses, outside of steps
-        self._storings = itertools.count()  # of states, on this rank alone
+        # Of updates, and of states that none has made; on this rank alone
+        self._runs, self._storings = itertools.count(), itertools.count()
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: Recent[Any, Joined] = Recent(_MOST)
@@ -228,7 +229,7 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, ShardedOptState]:
         """The updates, in pieces, and the next state, for `placed`; with `over`, the state is used
         up, and its place is written over."""
-        look = is_looked_at(next(self._storings))
+        look = is_looked_at(next(self._runs))
         run = prepared.optimizer.update_fn
         return prepared.run(run, updates, self.own(state), params.pieces(), look=look, over=over)
 
@@ -287,7 +288,7 @@ class ShardedEngine:
             params.note_published(params.published(trained=False))
         updates: ShardedTree | None = None
         if prepared.donates:
-            look = is_looked_at(next(self._storings))
+            look = is_looked_at(next(self._runs))
             updates, made = prepared.update(grads, self.own(state), own, donate=True, look=look)
             grads.use_up()
         elif fuses:
@@ -295,7 +296,7 @@ class ShardedEngine:
             if not over:
                 flats = copies_to_update(flats, layout, axes.piece_number, empty)
                 own = pieces_of(flats, params.holding)
-            look = is_looked_at(next(self._storings))
+            look = is_looked_at(next(self._runs))
             made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
         else:
             updates, made = self._updated(prepared, grads, state, params, over=uses_up)
