@@ -330,9 +330,7 @@ def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
         before = rank.values()
         if group.rank == 1:
             rank.state = old
-        with pytest.raises(
-            GroupError, match=rf"different steps.*rank {group.rank} was at step {1 - group.rank}\b"
-        ):
+        with pytest.raises(GroupError, match=r"different steps: \[1, 0\]"):
             rank.take(1)
         return str(group.rank == 1 or same(before, rank.values()))
 
@@ -579,7 +577,7 @@ def test_a_short_loop_that_goes_on_to_something_else() -> None:
         for text in texts:
             assert (
                 "the ranks called different collectives" in text
-                and "rank 1: state/unshard: all_gather" in text
+                and "rank 1: unshard: all_gather" in text
             ), text
 
 
