@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import checkpoint, optim
+from functorch_zero import optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
-from functorch_zero.tree import named_leaves
-from tests.sharded.test_seams import ROUNDED
 from tests.tiers import crossed
 
 LEVELS = [0, 1, 2, 3]
@@ -107,71 +104,6 @@ def test_on_ranks(level: int, ranks: int, accumulate: int, dtype: torch.dtype) -
 
     for found in run_ranks(run, ranks):
         check(*found)
-
-
-def test_files_of_both(tmp_path: Path) -> None:
-    """They have the same leaves by the same paths, so that either goes on with the other's."""
-    loss_fn, params, buffers = build(torch.float32)
-    optimizer = optim.adamw(0.1)
-    train = fz.train_step(loss_fn, optimizer, loss_scale=SCALING)
-
-    def run(group: Any) -> None:
-        steps = []
-        for step, level in ((train, 2), (train, 3)):
-            steps.append(fz.shard(step, level=level, group=group, donate=True))
-        for one, other in (steps, steps[::-1]):
-            own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(0))
-            state, _ = one(one.init(params, buffers, seed=3), own)
-            folder = tmp_path / type(one).__name__
-            checkpoint.save(folder, one, state)
-            like = other.init(params, buffers, seed=4)
-            loaded = checkpoint.load(folder, other, like=like).state
-            wholes = one.unshard(state), other.unshard(loaded)
-            first, second = (dict(named_leaves(whole)) for whole in wholes)
-            assert first.keys() == second.keys() and "finite.scale" in first
-            assert_equal_values(first, {path: second[path] for path in first}, grade="bitwise")
-
-    run_ranks(run, 2)
-
-
-def test_a_tree_without_a_name(tmp_path: Path) -> None:
-    """Its leaves keep their own paths where a training step's do: in patterns of levels and places,
-    in what describes a state, and in the parts that a reduction keeps, whose files go both ways."""
-    loss_fn, params, buffers = build(torch.float32)
-    optimizer = optim.adamw(0.1)
-    train = fz.train_step(loss_fn, optimizer)
-
-    def run(group: Any) -> None:
-        steps, found = [], []
-        for step in (train, train):
-            folder = tmp_path / f"{len(found)} of rank {group.rank}"
-            folder.mkdir()
-            options: Any = {
-                "level": {"": 3, "3.*": 1},
-                "place": {"state": {"0": fz.places.File(folder)}},
-            }
-            sharded = fz.shard(step, group=group, donate=True, reduction=ROUNDED, **options)
-            state = sharded.init(params, buffers, seed=3)
-            for number in range(2):
-                own = tree_map(lambda x: x.chunk(group.size)[group.rank], batch_of(number))
-                state, _ = sharded(state, own)
-            rows = [row for row in fz.describe(sharded, state).rows if "0.weight" in row.leaves]
-            held = [(row.unit, row.leaves, row.where) for row in rows]
-            whole = sharded.unshard(state)
-            found.append((named_leaves(state.parts), held, named_leaves(whole), whole.trained))
-            steps.append((sharded, state))
-        assert "reduction.error.0.weight" in found[0][0]
-        assert_equal_values(*[each[:3] for each in found], grade="bitwise")
-        # The same as of the unsharded step, with the policies
-        assert found[0][3] == found[1][3] == train.init(params, buffers).trained
-        for sharded, state in steps:
-            checkpoint.save(tmp_path / type(sharded).__name__, sharded, state)
-        names = [type(sharded).__name__ for sharded, _ in steps]
-        for (sharded, like), name in zip(steps, reversed(names), strict=True):
-            loaded = checkpoint.load(tmp_path / name, sharded, like=like).state
-            assert_equal_values(found[0][0], named_leaves(loaded.parts), grade="bitwise")
-
-    run_ranks(run, 2)
 
 
 ASKED: dict[str, dict[str, Any]] = {
