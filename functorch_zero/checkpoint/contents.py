@@ -23,9 +23,7 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
-from ..sharded.checks import sharding_of
 from ..sharded.program.step import ShardedProgramStep
-from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
@@ -34,7 +32,7 @@ from ..step.train import TrainStep
 from ..tree import check_savable, is_within, paths
 
 UnshardedStep = ProgramStep
-ShardedStep = ShardedTrainStep | ShardedProgramStep
+ShardedStep = ShardedProgramStep
 Step = UnshardedStep | ShardedStep
 Value = bool | int | float | str
 
@@ -140,10 +138,7 @@ def check_state(step: Step, state: Any) -> None:
         raise StructureError(
             f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"
         )
-    if isinstance(step, ShardedTrainStep):
-        sharding_of(state, step.options)
-        _check_same_buffers(step, state.buffers)
-    elif isinstance(step, ShardedProgramStep):
+    if isinstance(step, ShardedStep):
         step.check_state(state)
         names = step.unsharded.buffers
         own = [path for path in paths(as_local(state.value)) if is_within(path, names)]
@@ -246,22 +241,11 @@ def _spots(step: Step, state: State) -> list[_Spot]:
     # State is a pytree: the same tree, with a spot in place of each leaf
     spots = tree_map(lambda leaf: _EVERYWHERE, as_local(state))
     # Of an unsharded step every leaf stays everywhere, on its one rank
-    if isinstance(step, ShardedTrainStep):
-        assert state.sharding is not None
-        layout, axes = state.sharding.layout, step.options.axes
-        plan = step.state_plan(layout)
-        spots = spots.replace(
-            params=_in_tree(state.params, _param_spots(layout, axes)),
-            opt_state=_in_tree(
-                state.opt_state, _state_spots(as_local(state.opt_state), plan, layout, axes)
-            ),
-        )
-    elif isinstance(step, ShardedProgramStep):
+    if isinstance(step, ShardedStep):
         axes = step.options.axes
         value = tree_map(lambda node: _node_spots(node, axes), state.value, is_leaf=is_on_engine)
-        spots = spots.replace(value=value)
-    if isinstance(step, ShardedStep):
-        spots = spots.replace(parts=_in_tree(state.parts, _parts_spots(step, state)))
+        parts = _in_tree(state.parts, _parts_spots(step, state))
+        spots = spots.replace(value=value, parts=parts)
     # A spot is a tuple, which optree would go into
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed

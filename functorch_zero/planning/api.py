@@ -27,7 +27,6 @@ from ..runtime.prefetch import Overlap
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
 from ..sharded.options import Options, ShardOptions, StateAxes, check_of_program
 from ..sharded.program.step import ShardedProgramStep
-from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep, train_step, with_loss
@@ -42,7 +41,7 @@ from .watch import rows_asked_of
 
 def plan(
     model_or_params: nn.Module | PyTree[Tensor],
-    optimizer: Transform | TrainStep | ProgramStep | ShardedTrainStep | ShardedProgramStep,
+    optimizer: Transform | ProgramStep | ShardedProgramStep,
     *,
     level: LevelRule | None = None,
     ranks: int | None = None,
@@ -113,7 +112,7 @@ def plan(
     >>> made.num_params, made.params, made.state // made.params
     (2002000, 125184, 2)
     """
-    if isinstance(model_or_params, TrainStep | ProgramStep | Transform):
+    if isinstance(model_or_params, ProgramStep | Transform):
         raise TypeError(
             explain(
                 "plan takes what is planned before its step",
@@ -123,7 +122,7 @@ def plan(
         )
     ranks_told = _RanksTold(level, ranks, rank, shard_size, same_data)
     sharded: Options | None = None
-    if isinstance(optimizer, ShardedTrainStep | ShardedProgramStep):
+    if isinstance(optimizer, ShardedProgramStep):
         _check_told_once({**ranks_told._asdict(), **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
     if isinstance(optimizer, ProgramStep) and not isinstance(optimizer, TrainStep):

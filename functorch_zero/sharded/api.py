@@ -25,7 +25,6 @@ from .options import (
     check_state_axes,
 )
 from .program.step import ShardedProgramStep
-from .train import ShardedTrainStep
 
 
 class _Options(ShardOptions, total=False):
@@ -33,12 +32,6 @@ class _Options(ShardOptions, total=False):
 
     level: Required[LevelRule]
     group: Any
-
-
-@overload
-def shard(  # type: ignore[overload-overlap]
-    step: TrainStep, **options: Unpack[_Options]
-) -> ShardedTrainStep: ...
 
 
 @overload
@@ -50,7 +43,7 @@ def shard(step: ProgramStep, **options: Unpack[_Options]) -> ShardedProgramStep:
 
 
 def shard(
-    step: TrainStep | EvalStep | ProgramStep,
+    step: EvalStep | ProgramStep,
     *,
     level: LevelRule,
     group: Any = None,
@@ -63,7 +56,7 @@ def shard(
     reduction: Reduction | None = None,
     place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
-) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
+) -> ShardedEvalStep | ShardedProgramStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
     raises an error that says why not.
 
@@ -149,7 +142,7 @@ def shard(
     1.base.weight (16,)
     1.adapter.weight (4, 4)
     """
-    if not isinstance(step, TrainStep | EvalStep | ProgramStep):
+    if not isinstance(step, EvalStep | ProgramStep):
         raise TypeError(
             "shard takes what train_step, eval_step or program_step made, got "
             f"{type(step).__name__}"
@@ -177,6 +170,6 @@ def shard(
     return ShardedEvalStep(step, options)
 
 
-def _scales(step: TrainStep | EvalStep | ProgramStep) -> bool:
+def _scales(step: EvalStep | ProgramStep) -> bool:
     """Whether the step multiplies its loss by a scale, which changes between steps."""
     return isinstance(step, TrainStep) and step.policy.scaling is not None

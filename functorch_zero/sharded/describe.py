@@ -25,13 +25,11 @@ from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
-from .checks import sharding_of
 from .drawing import Bar, table_html
 from .notes import found_units, notes_of, wire_of
 from .options import Options
 from .placed import StatePlaces, Stored, stored_flats, stored_tensors
 from .program.step import ShardedProgramStep
-from .train import ShardedTrainStep
 
 
 class Row(NamedTuple):
@@ -183,7 +181,7 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(short, dtypes))
 
 
-AnyStep = TrainStep | ShardedTrainStep | ProgramStep | ShardedProgramStep
+AnyStep = ProgramStep | ShardedProgramStep
 
 
 def describe(step: AnyStep, state: State) -> Description:
@@ -209,7 +207,7 @@ def describe(step: AnyStep, state: State) -> Description:
     76
     """
     check_state(state)
-    if isinstance(step, TrainStep | ProgramStep) and state.sharding is not None:
+    if isinstance(step, ProgramStep) and state.sharding is not None:
         raise StructureError(
             "a sharded state was given with an unsharded step. Remedy: describe it with the step "
             "that made it"
@@ -235,7 +233,7 @@ def describe(step: AnyStep, state: State) -> Description:
 
 
 def _on_this_rank(
-    step: ShardedTrainStep | ShardedProgramStep,
+    step: ShardedProgramStep,
     rows: Sequence[Row],
     optimizer: str,
     stored: _Elsewhere,
@@ -390,7 +388,7 @@ def _by_field(state: State) -> dict[str, list[Tensor]]:
     return fields
 
 
-def _rows_of_parts(step: ShardedTrainStep | ShardedProgramStep, state: State) -> list[Row]:
+def _rows_of_parts(step: ShardedProgramStep, state: State) -> list[Row]:
     """A row for each name under which a part keeps something."""
     if state.parts is None:
         return []
