@@ -6,22 +6,14 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
-from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.home import Home
 from ..layout.layout import Bucket, Layout
-from ..layout.sharded_tree import hold
-from ..layout.sharding import Sharding
-from ..params import Engine
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..step.state import State, Trained, TrainValue
-from .params import all_gather_params
-from .update import PreparedUpdate
 
 
 def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
@@ -79,29 +71,6 @@ def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
             if all(key in positions for key in keys):
                 found.append(_Shared(bucket, [positions[key] for key in keys]))
     return found
-
-
-def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
-    """The whole state on every rank, in tensors of its own."""
-    assert state.sharding is not None
-    layout = state.sharding.layout
-    # Beside the params, where collectives can reach it; the given state stays where it lies
-    opt_state = prepared.brought(state.value.opt_state.as_it_lies, state.params.flats()[0].device)
-    value = TrainValue(
-        params=all_gather_params(state.params.as_noted(), axes),
-        buffers=tree_map(torch.clone, state.buffers),
-        opt_state=all_gather_state(opt_state, prepared.plan, layout, axes.optimizer),
-        finite=tree_map(torch.clone, state.finite),
-    )
-    parts = prepared.parts.whole(state.parts, axes)
-    return State(
-        step=state.step.clone(),
-        value=value,
-        seed=tree_map(torch.clone, state.seed),
-        sharding=None,
-        parts=parts,
-        trained=Trained.of(value.params),  # which say what is trained
-    )
 
 
 def all_gather_state(opt_state: Any, plan: StatePlan, layout: Layout, group: Group) -> Any:
@@ -175,37 +144,6 @@ def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
     if group.size > 1 and flat.numel():
         group.broadcast(flat, leaf.owner).wait()
     return flat.view(leaf.shape)
-
-
-def cut_state(
-    whole: State,
-    prepared: PreparedUpdate,
-    sharding: Sharding,
-    engine: Engine | None = None,
-    number: int = 0,
-) -> State:
-    """This rank's part of a whole state, in tensors of its own, beside the params. No
-    communication.
-
-    Args:
-        engine, number: of the sharded params; see `Holding`.
-    """
-    opt_state = part_of_state(whole.opt_state, StateHolding(sharding, prepared.plan, engine))
-    held = hold(whole.params, sharding, engine=engine, number=number)
-    parts = prepared.parts.part(whole.parts, held.flats()[0].device)
-    value = TrainValue(
-        params=held,
-        buffers=tree_map(torch.clone, whole.buffers),
-        opt_state=opt_state,
-        finite=tree_map(torch.clone, whole.finite),
-    )
-    return State(
-        step=whole.step.clone(),
-        value=value,
-        seed=tree_map(torch.clone, whole.seed),
-        sharding=sharding,
-        parts=parts,
-    )
 
 
 def part_of_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:

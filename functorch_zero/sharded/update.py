@@ -27,7 +27,7 @@ from ..step.train import TrainStep
 from ..tree import same_structure
 from .options import Options
 from .parts import ReductionParts
-from .placed import StatePlaces, placed, stored_tensors
+from .placed import StatePlaces, placed
 
 
 class PreparedUpdate:
@@ -213,10 +213,6 @@ class PreparedUpdate:
         given."""
         over = None if old is None else old.as_it_lies
         return placed(self._places, state, over, look=look, ferry=self.ferry)
-
-    def stored_in(self, state: Any) -> list[Tensor]:
-        """The tensors of the optimizer's state that lie in places of their own."""
-        return stored_tensors(self._places, state)
 
 
 @dataclass(frozen=True)

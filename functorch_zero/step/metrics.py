@@ -3,15 +3,12 @@ reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..optim.across import Across
 from ..optim.states import state_metrics
-from ..optim.tree_norms import roots_of_totals, squares_of
-from ..tree import PyTree
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
 
@@ -36,33 +33,6 @@ def check_reported(names: Sequence[str], opt_state: Any) -> None:
             raise ValueError(
                 f"this optimizer has no metric {name!r}. Remedy: choose among {', '.join(known)}"
             )
-
-
-class UpdateMetrics:
-    """The metrics of one update. Norms are taken of the part that this rank holds, and summed at
-    the end with one collective."""
-
-    def __init__(self, names: Sequence[str], across: Across):
-        self._names = names
-        self._across = across
-        # By norm: a tree of 0-d sums of squares, each of this rank's part of a leaf
-        self._squares: dict[str, PyTree[Tensor]] = {}
-
-    def see(self, name: str, make_tree: Callable[[], PyTree[Tensor]]) -> None:
-        """Take the norm of a tree of whole leaves or pieces, if the metric `name` was asked for.
-
-        A function gives the tree, which need not be made where nobody asks.
-        """
-        # Computed right away, since the tree's storage may be written over by the update
-        if name in self._names:
-            self._squares[name] = squares_of(make_tree())
-
-    def metrics(self, opt_state: Any) -> dict[str, Tensor]:
-        """All that was asked for, by name."""
-        found = roots_of_totals(self._squares, self._across)
-        if set(self._names) - set(NORMS):
-            found |= state_metrics(opt_state)
-        return chosen(self._names, found)
 
 
 def chosen(names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:

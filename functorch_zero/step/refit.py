@@ -11,8 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..optim.base import Transform
-from ..tree import PyTree, paths, select
+from ..tree import PyTree, paths
 
 
 def check_no_parts(parts: Any) -> None:
@@ -71,41 +70,6 @@ def kept(
 _BEGIN_ANEW = "let the optimizer begin anew, by init of the state's params"
 
 
-def check_own_leaves(
-    optimizer: Transform,
-    before: PyTree[Tensor],
-    after: PyTree[Tensor],
-    rank: int | None = None,
-) -> None:
-    """Raise where other leaves are trained than before, if an optimizer's state has a tensor of all
-    of them together. Its shape may stay the same, but its elements belong to leaves that were.
-
-    Counters and scales, which are 0-d, go on.
-
-    Args:
-        before: the leaves that were trained, None elsewhere; they need no values.
-        after: those that are trained now.
-    """
-    old, new = paths(before), paths(after)
-    if old == new:
-        return
-
-    def made_of(params: PyTree[Tensor], chosen: Set[str]) -> set[str]:
-        return _tensors_of_state(optimizer, params, chosen, rank)
-
-    gone, added = {*old} - {*new}, {*new} - {*old}
-    if gone or added:
-        # A leaf's own tensor is kept where the leaf was trained and still is. So a tensor that the
-        # other leaves have, too, belongs to no leaf alone
-        shared = made_of(before, gone) | made_of(after, added)
-    else:
-        # The same leaves in another order: no tensor is two leaves' own
-        shared = made_of(before, {old[0]}) & made_of(before, {*old[1:]})
-    kept_and_shared = shared & made_of(before, {*old}) & made_of(after, {*new})
-    if kept_and_shared:
-        raise _of_all_together(min(kept_and_shared), old, new, rank)
-
-
 def _of_all_together(
     path: str, old: Sequence[str], new: Sequence[str], rank: int | None
 ) -> StructureError:
@@ -122,28 +86,6 @@ def _of_all_together(
     )
 
 
-def _tensors_of_state(
-    optimizer: Transform, params: PyTree[Tensor], chosen: Set[str], rank: int | None
-) -> set[str]:
-    """The paths of the tensors with dims in a first state of the chosen leaves."""
-    if not chosen:
-        return set()
-    mask = optree.tree_structure(params).unflatten([path in chosen for path in paths(params)])
-    try:
-        state = optimizer.init_on_meta(select(params, mask))
-    except Exception as error:
-        raise StructureError(
-            explain(
-                "refit trains other leaves than before, and can't tell which part of the "
-                "optimizer's state belongs to them, since its init fails on the meta device",
-                expected=f"a state of the leaves {sorted(chosen)}",
-                got=f"{type(error).__name__}: {error}",
-                rank=rank,
-                remedy=f"let init take any part of the leaves, without values; or {_BEGIN_ANEW}",
-            )
-        ) from error
-    leaves = zip(paths(state), optree.tree_leaves(state), strict=True)
-    return {path for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
 
 
 def check_own_tensors(
