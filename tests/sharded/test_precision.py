@@ -540,7 +540,10 @@ def test_ranks_with_other_policies_hear_of_it() -> None:
         return "nothing"
 
     for told in run_ranks(run, 2):
-        assert "layout.precision.embed.weight is absent on rank 0 and bfloat16, gathered" in told
+        assert (
+            "layout of params.precision.embed.weight is absent on rank 0 and bfloat16, gathered"
+            in told
+        )
 
 
 # Bytes

@@ -301,7 +301,7 @@ def test_params_of_another_level_are_refused() -> None:
             for level in (before, after)
         ]
         one, other = (step.init(params) for step in steps)
-        with pytest.raises(StructureError, match=rf"expected level {after}.*got level {before}"):
+        with pytest.raises(StructureError, match=rf"as level {before};.*as level {after};"):
             steps[1](other.replace(params=one.params), torch.ones(5, dtype=torch.float64))
 
     for before, after in itertools.permutations(range(4), 2):

@@ -155,20 +155,19 @@ def _with_state(path: str, noted: Any, node: Any) -> Any:
     """A node of a value, of which a bare tree is an optimizer's state as it is noted."""
     if is_on_engine(node) or not _is_cut(noted):
         return node
-    sharding = noted.sharding
+    sharding, what = noted.sharding, f"state.{path or 'value'}"
     if isinstance(noted, Holding):
         raise StructureError(
             explain(
-                "a sharded tree of the value was replaced by a whole tree",
-                path=path,
-                expected="a ShardedTree, as in the value of `init`",
+                f"{what} has been replaced by a whole tree",
+                expected="a ShardedTree, as in the state of `init`",
                 got=f"a {type(node).__name__}",
                 rank=sharding.rank,
-                remedy="fz.shard_tree(tree, layout_like=...) of the tree that was there, or "
+                remedy=f"fz.shard_tree(tree, layout_like={what}), of the state as it was, or "
                 "step.shard(...) of a whole state",
             )
         )
-    like, what = _state_like(noted), f"state.{path}"
+    like = _state_like(noted)
     if optree.tree_structure(node) != noted.plan.treedef:
         check_opt_state(like, node, sharding.rank, what=what)
     made = ShardedOptState.of_shown(node, noted)
@@ -415,7 +414,7 @@ def _part_like(path: str, noted: Any, whole: Any) -> Any:
         return _part_of_tree(noted, whole)
     if isinstance(noted, StateHolding):
         like = _whole_like(noted)
-        check_opt_state(like, whole, noted.sharding.rank, what=f"the whole state's {path}")
+        check_opt_state(like, whole, noted.sharding.rank, what=f"state.{path}")
         return part_of_state(whole, noted)
     if leaf_form(whole) != noted:
         raise _unlike(path, noted, leaf_form(whole), None)
