@@ -110,6 +110,10 @@ class TrainStep(ProgramStep):
 
     program: TrainProgram
 
+    def __repr__(self) -> str:
+        name = self.optimizer.name.rpartition(".")[2] or "a transform"
+        return f"train_step({name})"
+
     @classmethod
     def of(cls, program: TrainProgram, trainable: Trainable = None) -> TrainStep:
         """The step of a program, which trains these leaves of params."""
