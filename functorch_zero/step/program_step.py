@@ -608,7 +608,7 @@ def leaf_form(leaf: Any) -> Any:
 
 def _next_value(old: Any, given: Any, new: Any) -> Any:
     """A program's result as the next state holds it: without a history, trained as before. A leaf
-    that the program was given and returns is the old one itself."""
+    that isn't trained, and that the program returns as it was given, is the old one itself."""
     leaves, treedef = optree.tree_flatten(new)
     before, shown = optree.tree_leaves(old), optree.tree_leaves(given)
     own = all_settled(detached(leaves))
@@ -624,4 +624,6 @@ def _is_as_held(leaf: Any, shown: Any) -> bool:
     """Whether a state may hold a leaf as it is, which a program was shown."""
     if not isinstance(leaf, Tensor):
         return True
-    return leaf.is_leaf and leaf.requires_grad == shown.requires_grad and settled(leaf) is leaf
+    # A trained one may have collected a gradient, which ends with its step
+    is_trained = leaf.requires_grad or shown.requires_grad
+    return not is_trained and settled(leaf) is leaf
