@@ -207,7 +207,7 @@ def claims_checked_once(
             check_claims(transform, params)
             checked |= kinds
 
-    for module in ("train", "program.engine", "to_torch"):
+    for module in ("program.engine", "to_torch"):
         sharded = importlib.import_module(f"functorch_zero.sharded.{module}")
         monkeypatch.setattr(sharded, "check_claims", check)
 

@@ -29,7 +29,7 @@ from functorch_zero.optim import (
 )
 from functorch_zero.optim.base import init_empty
 from functorch_zero.optim.claims.check import check_claims, name_of, simple_parts
-from functorch_zero.sharded import train
+from functorch_zero.sharded.program import engine
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.strategies import public_functions
 from functorch_zero.tree import paths
@@ -785,7 +785,7 @@ def test_the_operators_of_the_first_init(
             check_claims(optimizer, params)
         of_check.append(ran.num)
     assert of_check[0] == of_check[1] <= most
-    monkeypatch.setattr(train, "check_claims", check_claims)  # tests check ours once only
+    monkeypatch.setattr(engine, "check_claims", check_claims)  # tests check ours once only
     step = fz.train_step(lambda params, buffers, x: x, optimizer)
     sharded = fz.shard(step, level=3, group=fz.groups.SingleRank())
     params = tree_map(lambda x: x.clone().requires_grad_(), model_of(40))

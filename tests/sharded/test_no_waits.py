@@ -28,7 +28,6 @@ from functorch_zero.model import buffer_copies
 from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.optim.kernels import fused_adamw
 from functorch_zero.runtime.reduce import GradientReduction
-from functorch_zero.sharded import train
 from functorch_zero.sharded.program import engine, ledger
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
@@ -154,8 +153,7 @@ def device_state(step: Any, params: Any, buffers: Any) -> Any:
 
 def let_meta_be_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of this device have values, and the fused kernel runs on it."""
-    for module in (train, engine):
-        monkeypatch.setattr(module, "check_not_on_meta", lambda *args: None)
+    monkeypatch.setattr(engine, "check_not_on_meta", lambda *args: None)
     monkeypatch.setattr(loss, "check_has_values", lambda *args: None)
     for other in (pointwise, buffer_copies):
         monkeypatch.setattr(other, "has_values", lambda x: True)
