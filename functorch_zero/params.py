@@ -73,8 +73,13 @@ class Engine(Protocol):
         """The inner product of two trees in pieces, one 0-d tensor."""
         ...
 
-    def norms(self, trees: Any) -> dict[str, Tensor]:
-        """The norms of whole trees, 0-d, by name: of held params, and of trees in pieces."""
+    def squares(self, name: str, tree: Any, first: Any) -> Any:
+        """The sums of squares of this rank's parts of the leaves, 0-d: of held params, or of a tree
+        in pieces, as the first one that was asked about is cut."""
+        ...
+
+    def norms(self, squares: Any, first: Any) -> dict[str, Tensor]:
+        """The norms of whole trees, 0-d, by name, from these sums."""
         ...
 
     def zero_updates(self, params: Any) -> Any:

@@ -72,7 +72,7 @@ from .transforms.scaling import (
 )
 from .transforms.trust_ratio import scale_by_trust_ratio
 from .transforms.weight_decay import add_decayed_weights
-from .tree_norms import norms
+from .tree_norms import Norms, norms
 from .wrappers.hyperparams import (
     hyperparams,
     inject_hyperparams,
@@ -208,6 +208,7 @@ __all__ += [
 ]
 # States, kernels and other frameworks
 __all__ += [
+    "Norms",
     "compiled",
     "export_torch_state",
     "find_states",

@@ -38,19 +38,57 @@ def norms(*, grads: Any = None, params: Any = None, updates: Any = None) -> dict
     >>> norms(grads=grads, params=params)
     {'grad_norm': tensor(5.), 'param_norm': tensor(2.)}
     """
-    given = {"grad_norm": grads, "param_norm": params, "update_norm": updates}
-    given = {name: tree for name, tree in given.items() if tree is not None}
-    engine = engine_of(given)
-    if engine is not None:
-        found: dict[str, Tensor] = engine.norms(given)
+    found = Norms()
+    found.take(grads=grads, params=params, updates=updates)
+    return found.values()
+
+
+class Norms:
+    """The same norms of trees that aren't there at one time: each is taken where its tree is, and
+    `values` is the one all-reduce for all of them. An optimizer that is given the gradients writes
+    over them, say.
+
+    >>> found = Norms()
+    >>> found.take(grads={"w": torch.tensor([3.0, 4.0])})
+    >>> found.take(updates={"w": torch.tensor([0.0, 1.0])})
+    >>> found.values()
+    {'grad_norm': tensor(5.), 'update_norm': tensor(1.)}
+    """
+
+    def __init__(self) -> None:
+        self._first: Any = None  # sharded, the first tree; whole, the sums of its leaves
+        self._squares: dict[str, PyTree[Tensor]] = {}
+
+    def take(self, *, grads: Any = None, params: Any = None, updates: Any = None) -> None:
+        """Take the norms of this rank's parts of these trees. No communication.
+
+        Raises:
+            StructureError: as `norms`.
+        """
+        given = {"grad_norm": grads, "param_norm": params, "update_norm": updates}
+        for name, tree in given.items():
+            if tree is None:
+                continue
+            engine = engine_of((tree, self._first))
+            if engine is not None:
+                first = tree if self._first is None else self._first
+                self._squares[name], self._first = engine.squares(name, tree, first), first
+                continue
+            tree = _trained(tree) if name == "param_norm" else tree
+            own = squares_of(tree)
+            if self._first is None:
+                self._first = own
+            what = f"the tree of {name}"
+            same_structure(self._first, own, what=what, none_is_leaf=True, remedy=_OF_ONE)
+            self._squares[name] = own
+
+    def values(self) -> dict[str, Tensor]:
+        """The norms, 0-d, by name. One all-reduce; none where no tree was taken."""
+        engine = engine_of(self._first)
+        if engine is None:
+            return roots_of_totals(self._squares, Local(self._first))
+        found: dict[str, Tensor] = engine.norms(self._squares, self._first)
         return found
-    if params is not None:
-        given["param_norm"] = _trained(params)
-    first: Any = next(iter(given.values()), {})
-    for name, tree in given.items():
-        same_structure(first, tree, what=f"the tree of {name}", none_is_leaf=True, remedy=_OF_ONE)
-    squares = {name: squares_of(tree) for name, tree in given.items()}
-    return roots_of_totals(squares, Local(first))
 
 
 _OF_ONE = "pass gradients, params and updates of one tree; of others by another call"

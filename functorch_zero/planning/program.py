@@ -97,10 +97,8 @@ class ImaginedStep:
         agreement = _ImaginedAgreement(step, options, self.watch)
         # The first of its steps is one to find out the order: it donates nothing
         step = replace(step, num_gradients=None)
-        self._step = ShardedProgramStep(step, options, self._engine, agreement)
-        if stand_in is not None and stand_in.is_all:
-            self._step = _StepOnBuckets(step, options, self._engine, agreement)
-            self._step.layout = stand_in.layout
+        layout = stand_in.layout if stand_in is not None and stand_in.is_all else None
+        self._step = ShardedProgramStep(step, options, self._engine, agreement, layout)
         self.held = self.buffers = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
@@ -145,8 +143,9 @@ class ImaginedStep:
         def bare(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
                 return leaf
-            # Views of one storage stay that
-            return leaf.to("meta") if self._fake is None else self._fake.from_tensor(leaf)
+            if self._fake is None:
+                return torch.empty_like(leaf, device="meta")
+            return self._fake.from_tensor(leaf)  # views of one storage stay that
 
         with self.watch.live.paused():
             return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
@@ -164,15 +163,6 @@ class ImaginedStep:
         self.watch.live.adopt(_tensors(given), None)
         self.watch.live.adopt([*others, *parts], "state")
         self.watch.live.adopt([*held, *buffers], "params")
-
-
-class _StepOnBuckets(ShardedProgramStep):
-    """A training step on params of which each leaf fills a bucket."""
-
-    layout: Layout
-
-    def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
-        return {"params": self.layout}
 
 
 class _ImaginedAgreement:
@@ -225,7 +215,8 @@ class _AnnouncedEngine:
         self.keeps_tensors = engine.keeps_tensors
         self.reduced = 0
         # The rest of an `Engine`, as it is
-        self.dot, self.norms, self.unshard = engine.dot, engine.norms, engine.unshard
+        self.dot, self.norms, self.squares = engine.dot, engine.norms, engine.squares
+        self.unshard = engine.unshard
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
         self.placed = engine.placed
 

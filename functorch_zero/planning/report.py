@@ -365,7 +365,7 @@ class Comparison:
     >>> import torch
     >>> from functorch_zero import optim, plan
     >>> params = {"w": torch.empty(1000, 1000, device="meta", requires_grad=True)}
-    >>> Comparison({f"{n} ranks": plan(params, optim.sgd(0.1), level=3, ranks=n) for n in (4, 8)})
+    >>> Comparison({f"{n} ranks": plan(params, optim.adam(0.1), level=3, ranks=n) for n in (4, 8)})
              params  optimizer state  gradients  gathered params  activations, temporaries     peak
     4 ranks  1.0 MB             16 B     5.0 MB              0 B                    4.0 MB  10.0 MB
     8 ranks  500.0 kB           16 B     4.5 MB              0 B                    8.0 MB  13.0 MB

@@ -114,8 +114,6 @@ class ProgramStep:
         values = named_values(given, values)
         for name, arg in given.items():
             check_no_sharded_tree(arg, name)
-            if name in self.buffers:
-                check_tensors(arg, name)
             check_apart(arg)
             given[name] = values[name].fill(arg) if name in values else arg
         return self._first_state(self.marked(given), seed)
@@ -138,6 +136,7 @@ class ProgramStep:
         for name in {*given} & {*self.trainable}:
             found[name] = mark_trainable(given[name], self.trainable[name])
         for name in {*given} & {*self.buffers}:
+            check_tensors(given[name], name)
             found[name] = tree_map(torch.detach, given[name])
         return found
 

@@ -86,8 +86,6 @@ def _of_all_together(
     )
 
 
-
-
 def check_own_tensors(
     first_value: Callable[..., Any],
     given: Mapping[str, Any],

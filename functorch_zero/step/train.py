@@ -22,7 +22,7 @@ from ..optim.base import Transform
 from ..optim.local import Local
 from ..optim.naming import described
 from ..optim.states import state_metrics
-from ..optim.tree_norms import norms
+from ..optim.tree_norms import Norms
 from ..tree import PyTree, select
 from .loss import LossFn, Metrics
 from .metrics import NORMS, check_names, check_reported, chosen
@@ -65,24 +65,15 @@ class TrainProgram:
         (loss, metrics, buffers, *told), grads = gradient(params, buffers=buffers, batch=batch)
         fine = all(told)  # told only where steps are skipped
         finite = self.policy.next(finite, fine=fine)
-        found: dict[str, Tensor] = {}
-
-        def see(updates: Any) -> None:
-            # Before updates are added, which a step that donates writes over params
-            found.update(self._norms(grads=grads, params=params, updates=updates))
-
-        if not fine:
-            see(zero_updates(params))
-        elif "update_norm" in self.metrics:
-            # The norm of gradients is asked for with it, if at all
-            donate = "grad_norm" not in self.metrics
-            params, opt_state = self.optimizer.apply(
-                grads, opt_state, params, see=see, donate=donate
-            )
-        else:
-            see(None)
-            # Perhaps by one kernel
-            params, opt_state = self.optimizer.apply(grads, opt_state, params, donate=True)
+        seen, sees_updates = Norms(), "update_norm" in self.metrics
+        seen.take(**self._wanted(grads=grads, params=params))
+        if fine:
+            see = (lambda updates: seen.take(updates=updates)) if sees_updates else None
+            # Without `see` perhaps by one kernel
+            params, opt_state = self.optimizer.apply(grads, opt_state, params, see=see, donate=True)
+        elif sees_updates:
+            seen.take(updates=zero_updates(params))
+        found = seen.values()
         if {*self.metrics} - {*NORMS}:
             found |= state_metrics(opt_state)
         metrics = merged_metrics({"loss": loss, **metrics}, chosen(self.metrics, found))
@@ -92,11 +83,10 @@ class TrainProgram:
     def _loss(self, params: Any, *, buffers: Any, batch: Any = None) -> Any:
         return self.loss_fn(params, buffers, batch)
 
-    def _norms(self, **trees: Any) -> dict[str, Tensor]:
-        """Those that were asked for, by one all-reduce."""
-        wanted = [name.removesuffix("_norm") + "s" for name in NORMS if name in self.metrics]
-        found = {name: trees[name] for name in wanted if name in trees}
-        return norms(**found) if found else {}
+    def _wanted(self, **trees: Any) -> dict[str, Any]:
+        """Those whose norms were asked for."""
+        names = {name.removesuffix("_norm") + "s" for name in NORMS if name in self.metrics}
+        return {name: tree for name, tree in trees.items() if name in names}
 
 
 _ANSWERS: dict[NonFinite, NonFiniteGradient] = {"raise": "raise", "skip": "tell", "pass": "pass"}

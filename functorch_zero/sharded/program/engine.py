@@ -342,27 +342,30 @@ class ShardedEngine:
                 self._refuse_no_updates(b)
             return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
 
-    @compared
-    def norms(self, trees: Mapping[str, ShardedTree]) -> dict[str, Tensor]:
-        """The norms of whole trees, 0-d, by name. One all-reduce.
+    def squares(self, name: str, tree: ShardedTree, first: ShardedTree) -> PyTree[Tensor]:
+        """The sums of squares of this rank's parts of a tree's leaves, 0-d. No communication.
 
         Args:
-            trees: "param_norm" is of held params, whose trained leaves count; others are in pieces.
+            name: "param_norm", of held params, whose trained leaves count; others are in pieces.
+            first: the tree by which all that go together are cut.
 
         Raises:
             StructureError: they are of other params, or no leaf is trained.
         """
         with sharing_failures(*self.options.axes.groups, call="norms"), torch.no_grad():
-            first, squares = next(iter(trees.values())), {}
-            for name, tree in trees.items():
-                if name == "param_norm":
-                    self._check_held(tree)
-                    if tree.is_read_only:
-                        raise without_trained(tree, self.rank)
-                    tree = tree.pieces()
-                self._check_pieces(tree, first)
-                self._refuse_no_updates(tree)
-                squares[name] = squares_of(tree.local_rows)
+            if name == "param_norm":
+                self._check_held(tree)
+                if tree.is_read_only:
+                    raise without_trained(tree, self.rank)
+                tree = tree.pieces()
+            self._check_pieces(tree, first)
+            self._refuse_no_updates(tree)
+            return squares_of(tree.local_rows)
+
+    @compared
+    def norms(self, squares: Mapping[str, PyTree[Tensor]], first: ShardedTree) -> dict[str, Tensor]:
+        """The norms of whole trees, 0-d, by name, from these sums. One all-reduce."""
+        with sharing_failures(*self.options.axes.groups, call="norms"), torch.no_grad():
             return roots_of_totals(squares, self._across_of(first.sharding.layout))
 
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
