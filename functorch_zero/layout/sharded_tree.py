@@ -639,10 +639,6 @@ class ShardedTree(OnEngine):
         if self.is_used_up:
             raise _donated()
 
-    def cut_by(self, sharding: Sharding) -> ShardedTree:
-        """The same leaves under another sharding, which is equal."""
-        return self._held_as(sharding=sharding)
-
     def on(self, engine: Engine) -> ShardedTree:
         """The same leaves on an engine."""
         return self._held_as(engine=engine)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import DonatedError, StructureError, explain
-from ..layout.layout import Layout
-from ..layout.levels import level_in_words, levels_of
-from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
 from ..params import is_on_engine
 from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
@@ -119,79 +114,3 @@ def check_not_donated(state: State) -> None:
             "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, state), or "
             "shard with donate=False"
         )
-
-
-def sharding_of(state: State, options: Options) -> Sharding:
-    """The sharding of a training step's state.
-
-    Raises:
-        TypeError, StructureError: as `check_place`; or its params are another tree.
-        DonatedError: a step has taken its storage.
-    """
-    sharding = check_place(state, options)
-    check_not_donated(state)
-    params = state.params
-    if not isinstance(params, ShardedTree):
-        raise StructureError(
-            explain(
-                "state.params have been replaced by a whole tree",
-                expected="a ShardedTree, as in the state of `init`",
-                got=f"a {type(params).__name__}",
-                rank=options.group.rank,
-                remedy="fz.shard_tree(tree, layout_like=state.params), or step.shard(...) of "
-                "a whole state",
-            )
-        )
-    if not _fits(params, sharding.layout):
-        raise StructureError(
-            explain(
-                "state.params have another tree structure than those of `init`",
-                got=f"a {type(params).__name__}",
-                rank=options.group.rank,
-                remedy="replace leaves by tree_map, which keeps the tree: in a dict they have "
-                "another order",
-            )
-        )
-    return sharding
-
-
-def own_params(state: State, rank: int) -> ShardedTree:
-    """A state's params, cut as the state says. Those of a step that trains other leaves are copied,
-    where their pieces are of the same elements.
-
-    Raises:
-        StructureError: they are cut in another way: at another level, or with other leaves trained.
-    """
-    params, sharding = state.params, state.sharding
-    assert sharding is not None
-    theirs, ours = params.sharding.layout, sharding.layout
-    # By identity first: comparing layouts takes longer
-    if theirs is ours:
-        return params  # type: ignore[no-any-return]
-    params.flats()  # which raises where a step has taken its storage
-    if theirs == ours:
-        return params.cut_by(sharding)  # type: ignore[no-any-return]
-    holding = replace(params.holding, sharding=sharding)
-    if params.holding == holding:
-        return ShardedTree.of_local(tree_map(torch.clone, params.local_tree), holding)
-    raise StructureError(
-        explain(
-            "state.params are of a step that cuts them in another way",
-            expected=_cut_in_words(ours, sharding.level),
-            got=_cut_in_words(theirs, params.sharding.level),
-            rank=rank,
-            remedy="give both steps one level and one rule of trained leaves; or go by whole "
-            "params: step.shard(whole.replace(params=other.unshard(...).params))",
-        )
-    )
-
-
-def _cut_in_words(layout: Layout, level: int | None) -> str:
-    trained = [leaf.path for leaf in layout.leaves if leaf.trainable]
-    at = level_in_words(level, levels_of(layout))
-    return f"{at}, {len(trained)} of {len(layout.leaves)} leaves trained ({', '.join(trained[:3])})"
-
-
-def _fits(params: ShardedTree, layout: Layout) -> bool:
-    fits: bool = optree.tree_structure(params.local_tree) == layout.treedef
-    return fits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import optree
 import torch
@@ -15,7 +15,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import Holding, ShardedTree
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
@@ -24,7 +24,6 @@ from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
-from ..step.program import read_only
 from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes, total_size
 from ..step.scope import given_batch
@@ -34,23 +33,39 @@ from ..tree import PyTree
 from .average import average
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
-from .checks import check_batch, check_place, own_params, sharding_of
+from .checks import check_batch, check_not_donated, check_place
 from .failures import sharing_failures
 from .options import Options
 from .params import make_unit_flats
 from .program.engine import ShardedEngine
+from .program.value import trained_like
 from .publish import chosen_params, flats_of_pass
 
 
-class _Reading(NamedTuple):
-    """The trees that an evaluation reads."""
+class _Arguments:
+    """The arguments of an evaluation, of which it reads sharded trees.
 
-    trees: list[ShardedTree]  # held as params are
-    layout: Layout
-    order: PrefetchOrder  # in which the last evaluation gathered units
-    arguments: Callable[[Any], tuple[Any, ...]]  # of the function, from lazy params
-    others: PyTree[Tensor]  # given to it as they are; None: it is given copies
-    words: str  # how the trees were made: the same on all ranks. See Note [words] in `piece`
+    Attributes:
+        trees: those in the form of params.
+    """
+
+    def __init__(self, given: tuple[Any, ...]):
+        self._nodes, self._treedef = optree.tree_flatten(given, is_leaf=is_on_engine)
+        self._places = [n for n, node in enumerate(self._nodes) if _is_held(node)]
+        self.trees: list[ShardedTree] = [self._nodes[n] for n in self._places]
+
+    @property
+    def others(self) -> PyTree[Tensor]:
+        """The other tensors of the first one, which every rank holds."""
+        first, *_ = self._treedef.unflatten(self._nodes)
+        return tree_map(lambda x: x if isinstance(x, Tensor) else None, first, is_leaf=is_on_engine)
+
+    def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
+        """The same with lazy trees in the places of these."""
+        nodes = [*self._nodes]
+        for n, lazy in zip(self._places, lazy_trees, strict=True):
+            nodes[n] = lazy
+        return self._treedef.unflatten(nodes)
 
 
 class ShardedEvalStep:
@@ -81,46 +96,89 @@ class ShardedEvalStep:
         failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
         with failures, self.gather_order.forgotten_on_failure():
             check_place(state, self.options)
-            if isinstance(state.value, TrainValue):
-                reading = self._of_training(state, *args)
-            else:
-                reading = self._of_program(state, args)
+            check_not_donated(state)
+            # Ranks compare it with their metrics
+            log: list[str] = []
+            given = self._arguments(state, args, log)
             batch = tree_map(
                 lambda x: None if is_on_engine(x) else x,
                 args[0] if len(args) == 1 else args,
                 is_leaf=is_on_engine,
             )
-            # Ranks compare it with their metrics
-            log = [f"evaluation at step {int(state.step)} of trees made as {reading.words}"]
             look = is_looked_at(next(self.unsharded.calls))
             options = self.options
-            places = options.places.params
-            flats = flats_of_pass(reading.trees, reading.order, options.axes, log, places)
+            # Users may have changed whether leaves require grad
+            trees = [tree.as_noted() for tree in given.trees]
+            joined, order = self.engine.join(trees, [True] * len(trees))
+            flats = flats_of_pass(trees, order, options.axes, log, options.places.params)
             device = flats[0].device
             check_batch(batch, device, self.group.rank)
-            run = self._pass(reading, flats, log, look=look)
+            run = self._pass(joined.layout, order, flats, log, look=look)
             on_ranks = BatchOnRanks(options.axes, log, batch)
             on_ranks.around = run
             with given_batch(on_ranks):
-                found = self._call(run, reading, state, args, device, look=look)
+                found = self._call(run, given, state, args, device, look=look)
             on_ranks.check_weight(found.weight, look=look)
             metrics = self._means(found, on_ranks, batch, log, device)
-            reading.order.record(run.following.gathered, run.uses)
+            order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
             return found._replace(rows=apart_from(found.rows, flats)).with_rows(metrics)
 
+    def _arguments(self, state: State, args: tuple[Any, ...], log: list[str]) -> _Arguments:
+        """The evaluation's arguments. `log` takes words of how their trees were made. Collectives:
+        those of `publish`, where params are chosen."""
+        rank, place = self.group.rank, self.options.place
+
+        def choose(state: State) -> ShardedTree:
+            return self._chosen(state, log)
+
+        given = _Arguments(self.unsharded.arguments(state, args, choose))
+        if not given.trees:
+            raise StructureError(
+                explain(
+                    "an evaluation was given a value without a sharded tree",
+                    got=f"a {type(state.value).__name__}",
+                    rank=rank,
+                    remedy="evaluate a state whose init has returned a tree; "
+                    "fz.shard_tree(tree, layout_like=...) cuts a whole one",
+                )
+            )
+        # Pickled, a tree has lost its engine
+        check_one_group([tree for tree in given.trees if tree.holding.engine is not None])
+        for tree in given.trees:
+            if (tree.sharding.rank, tree.sharding.mesh) != (place.rank, place.mesh):
+                raise StructureError(
+                    explain(
+                        "an evaluation was given a tree of another group of ranks",
+                        path=tree.holding.name or None,
+                        expected=place,
+                        got=tree.sharding,
+                        rank=rank,
+                        remedy="make the group once, and shard all trees over it",
+                    )
+                )
+        log.append(
+            f"evaluation at step {int(state.step)} of trees made as {_words_of(given.trees)}"
+        )
+        return given
+
     def _pass(
-        self, reading: _Reading, flats: Sequence[Tensor], log: list[str], *, look: bool
+        self,
+        layout: Layout,
+        order: PrefetchOrder,
+        flats: Sequence[Tensor],
+        log: list[str],
+        *,
+        look: bool,
     ) -> Pass:
         """A pass without a reduction: leaves bring no gradients, so units are used and freed."""
         options = self.options
-        units = make_unit_flats(flats, reading.layout, options.axes, log)
         return Pass(
-            reading.layout,
-            units,
+            layout,
+            make_unit_flats(flats, layout, options.axes, log),
             None,
             device=flats[0].device,
-            order=reading.order,
+            order=order,
             overlap=options.overlap,
             look=look,
         )
@@ -128,7 +186,7 @@ class ShardedEvalStep:
     def _call(
         self,
         run: Pass,
-        reading: _Reading,
+        given: _Arguments,
         state: State,
         args: tuple[Any, ...],
         device: torch.device,
@@ -136,15 +194,15 @@ class ShardedEvalStep:
         look: bool,
     ) -> Evaluated:
         """The evaluation of this rank's part of the batch. Collectives: those of the pass."""
-        rank, others = self.group.rank, reading.others
+        rank, others = self.group.rank, given.others
         untouched = Untouched(optree.tree_leaves(others), look=look)
         # The numbers that a training step draws from this state, so evaluations repeat
         random = replayed(state.seed, state.step, self.options.axes.data.rank, device)
         with random:
-            params = run.lazy_params()
-            mark_policies(params)
+            lazy = run.lazy_params()
+            mark_policies(lazy)
             with hiding_trees():
-                found = call_eval(self.unsharded.fn, reading.arguments(params), args, rank)
+                found = call_eval(self.unsharded.fn, given.with_lazy(lazy), args, rank)
         run.finish()
         untouched.check(others)
         if look:
@@ -172,95 +230,51 @@ class ShardedEvalStep:
         metrics = report.metrics
         return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)
 
-    def _of_training(self, state: State, batch: Any) -> _Reading:
-        """A training step's params, or those that are chosen in their place."""
-        layout = sharding_of(state, self.options).layout
-        state = state.replace(params=own_params(state, self.group.rank))
-        params, words = state.params, _words_of([state.params])
-        # An average, say, in flats of its own: the state's params stay
-        if self.unsharded.params is not None:
-            params, words = self._chosen(state)
-
-        def arguments(params: Any) -> tuple[Any, ...]:
-            return params, tree_map(torch.clone, state.buffers), batch
-
-        order = self.gather_order.of("params")
-        return _Reading([params], layout, order, arguments, None, words)
-
-    def _of_program(self, state: State, args: tuple[Any, ...]) -> _Reading:
-        """All sharded trees of a program's value, and of the other arguments."""
-        self.unsharded.check_takes_value()
-        check_one_group(state.value, args)
-        read = read_only((state.value, args))
-        nodes, treedef = optree.tree_flatten(read, is_leaf=is_on_engine)
-        numbers = [n for n, node in enumerate(nodes) if _is_held(node)]
-        trees: list[ShardedTree] = [nodes[n] for n in numbers]
-        if not trees:
-            raise StructureError(
-                explain(
-                    "an evaluation was given a value without a sharded tree",
-                    got=f"a {type(state.value).__name__}",
-                    rank=self.group.rank,
-                    remedy="evaluate a state of fz.program_step, whose init has returned a tree",
-                )
-            )
-        joined, order = self.engine.join(trees, [False] * len(trees))
-
-        def arguments(lazy_trees: Any) -> tuple[Any, ...]:
-            given = list(nodes)
-            for n, lazy in zip(numbers, lazy_trees, strict=True):
-                given[n] = lazy
-            value, own = treedef.unflatten(given)
-            return value, *own
-
-        # The value's other tensors, which every rank holds
-        others = tree_map(
-            lambda x: x if isinstance(x, Tensor) else None, state.value, is_leaf=is_on_engine
-        )
-        given = optree.tree_leaves((state.value, args), is_leaf=is_on_engine)
-        words = _words_of([node for node in given if _is_held(node)])
-        return _Reading(trees, joined.layout, order, arguments, others, words)
-
-    def _chosen(self, state: State) -> tuple[ShardedTree, str]:
+    def _chosen(self, state: State, log: list[str]) -> ShardedTree:
         """The params that `eval_step(params=...)` chooses by the optimizer's state, an average say;
-        as held between steps. And how they were made. Collectives: those of `publish`."""
-        found: list[ShardedTree] = []
-        params: ShardedTree = state.params
+        as held between steps. `log` takes words of how they were made. Collectives: those of
+        `publish`."""
+        assert state.sharding is not None
+        _check_known_as_cut(state.value, self.group.rank)
+        params = trained_like(state.params, Holding(state.sharding, "held"))
         pieces = params.pieces()
         device = next(flat.device for flat in params.flats())
-        known = _known_as_cut(state.value.opt_state, self.group.rank)
 
         def as_held(tree: Any) -> Any:
             shown = ShardedTree(tree, pieces.holding)
             shown.check_leaves(some=True)
-            found.append(shown)
+            log.append(f"params chosen of trees made as {_words_of([shown])}")
             return shown.local_tree
 
         # As in a program, of numbers that are the same on every rank
         with Streams(state.seed, state.step).of_program(device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
-            chosen = self.unsharded.chosen(known.tree, pieces.tree, as_held)
-        return chosen_params(params, chosen, self.options.axes), _words_of(found)
+            chosen = self.unsharded.chosen(state.opt_state.tree, pieces.tree, as_held)
+        # In flats of their own: the state's params stay
+        return chosen_params(params, chosen, self.options.axes)
 
 
-def _known_as_cut(opt_state: Any, rank: int) -> ShardedOptState:
-    """The optimizer's state, which knows how it is cut."""
-    if not isinstance(opt_state, ShardedOptState):
-        raise StructureError(
-            explain(
-                "eval_step(params=...) was given a state of whose optimizer's state nobody knows "
-                "how it is cut",
-                expected="a state of a training step",
-                got=f"a {type(opt_state).__name__} in its place",
-                rank=rank,
-                remedy="step.shard(step.unshard(state)) with the training step",
+def _check_known_as_cut(value: TrainValue, rank: int) -> None:
+    """Raise if users have put bare trees into a state."""
+    kinds = {"params": ShardedTree, "opt_state": ShardedOptState}
+    for name, kind in kinds.items():
+        found = getattr(value, name)
+        if not isinstance(found, kind):
+            raise StructureError(
+                explain(
+                    "eval_step(params=...) was given a state of which nobody knows how it is cut",
+                    path=name,
+                    expected=f"a {kind.__name__}, as in the state of `init`",
+                    got=f"a {type(found).__name__} in its place",
+                    rank=rank,
+                    remedy="step.shard(...) of a whole state; fz.shard_tree(tree, "
+                    "layout_like=state.params) cuts params",
+                )
             )
-        )
-    return opt_state
 
 
 def _words_of(trees: Sequence[ShardedTree]) -> str:
-    return " ".join(f"#{tree.story.word:08x}" for tree in trees) or "the state's"
+    return " ".join(f"#{tree.story.word:08x}" for tree in trees)
 
 
 def _is_held(node: Any) -> bool:

@@ -61,7 +61,7 @@ class EvalStep:
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
-        read, others = self._arguments(state, args)
+        read, *others = self.arguments(state, args, self._chosen)
         own = tree_map(lambda x: x if isinstance(x, Tensor) else None, read)  # without numbers
         with replayed(state.seed, state.step, 0, device_of(own)):
             look = is_looked_at(next(self.calls))
@@ -80,31 +80,35 @@ class EvalStep:
         weight = None if found.weight is None else as_weight(found.weight)
         return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
 
-    def _arguments(self, state: State, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The first argument of `fn`, a tree of the state's own leaves, and the others."""
-        if not isinstance(state.value, TrainValue):
-            self.check_takes_value()
-            value, *others = read_only((state.value, *args))
-            return value, (*others,)
-        check_policies(state, state.params)
-        params = state.params
-        if self.params is not None:
-            trained_params, _ = optimizer_view(params, trained(state))
-            # The same numbers on every rank, if it draws some
-            with Streams(state.seed, state.step).of_program(device_of(params)):
-                chosen = self.chosen(state.opt_state, trained_params)
-            # Frozen leaves stay the state's own
-            params = merge(chosen, params)
-        return read_only(params), (tree_map(torch.clone, state.buffers), *args)
+    def arguments(
+        self, state: State, args: tuple[Any, ...], choose: Callable[[State], PyTree[Tensor]]
+    ) -> tuple[Any, ...]:
+        """The arguments of `fn`: first the tree that it reads, of a state's own leaves, or params
+        that are chosen of a training step's state.
 
-    def check_takes_value(self) -> None:
-        """Raise if params are to be chosen, before a program's value is given."""
+        Args:
+            choose: chooses them.
+        """
+        value = state.value
+        if isinstance(value, TrainValue):
+            check_policies(state, value.params)
+            params = value.params if self.params is None else choose(state)
+            return read_only(params), tree_map(torch.clone, value.buffers), *args
         if self.params is not None:
             raise StructureError(
                 "eval_step(params=...) chooses params of a training step's state, and was given "
                 "a program's state. Remedy: leave it out; the function is given the program's "
                 "value, and reads the tree that it likes, such as value.average"
             )
+        given: tuple[Any, ...] = read_only((value, *args))
+        return given
+
+    def _chosen(self, state: State) -> PyTree[Tensor]:
+        """The params that a whole state is evaluated on. Frozen leaves are its own."""
+        view, _ = optimizer_view(state.params, trained(state))
+        # The same numbers on every rank, if it draws some
+        with Streams(state.seed, state.step).of_program(device_of(state.params)):
+            return merge(self.chosen(state.opt_state, view), state.params)
 
     def chosen(
         self,

@@ -213,6 +213,9 @@ def test_trees_of_other_groups_are_refused(of_value: Any) -> None:
         # Also where it has replaced a tree of the value
         with pytest.raises(StructureError, match=r"trees of different groups.*Remedy"):
             evaluate(state.replace(value=state.value._replace(mean=teacher)), state.value.net)
+        # Also where it is the only one
+        with pytest.raises(StructureError, match=r"tree of another group of ranks.*Remedy"):
+            evaluate(state.replace(value=teacher), NOISE)
 
     run_ranks(run, 4)
 

@@ -189,10 +189,10 @@ def _marked_like(node: Any, noted: Any) -> Any:
         return settled(node)
     if not isinstance(noted, Holding):
         return node.as_noted()
-    return _trained_like(node, noted).as_read_only(noted.read_only)
+    return trained_like(node, noted).as_read_only(noted.read_only)
 
 
-def _trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
+def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
     """A tree of which those leaves are trained that were in its place: it may come from a step that
     trains others. Then it is copied, where its pieces are of the same elements."""
     theirs, ours = tree.sharding.layout, noted.sharding.layout
