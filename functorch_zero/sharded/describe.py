@@ -3,24 +3,25 @@ whole that is here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
 from ..compress import Form
 from ..errors import StructureError
 from ..layout.build import make_layout
-from ..layout.layout import Bucket, Cut, Layout
-from ..layout.sharded_tree import ShardedTree
-from ..params import as_local, is_on_engine
+from ..layout.layout import Bucket, Cut
+from ..layout.sharded_tree import Holding, ShardedTree
+from ..layout.sharding import Sharding
+from ..params import is_on_engine
 from ..precision import short
-from ..sharded_optim.sharded_state import ShardedOptState
-from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ..sharded_optim.state_plan import StateLeaf, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
@@ -213,86 +214,109 @@ def describe(step: AnyStep, state: State) -> Description:
             "that made it"
         )
     if isinstance(step, TrainStep):
-        return _describe_whole(step, state)
+        nodes = _Nodes.of(_as_on_one_rank(step, state), step.nameless)
+        return Description(
+            rows=tuple(_rows(nodes, sends=False)),
+            rank=0,
+            num_ranks=1,
+            optimizer=repr(step.optimizer),
+            found=nodes.found_units,
+        )
     if isinstance(step, ProgramStep):
         rows = [_plain(name, tensors) for name, tensors in _by_field(state).items()]
         return Description(tuple(rows), rank=0, num_ranks=1, optimizer=repr(step))
-    if not isinstance(step.unsharded, TrainStep):
-        return _describe_program(step, state)
     step.check_state(state)
-    layout, plan = state.params.sharding.layout, state.value.opt_state.holding.plan
-    # The parts have rows of their own, which say how they are carried
-    others = state.replace(parts=None)
-    rows = _rows(others, layout, plan, sends=step.group.size > 1)
-    rows += _rows_of_parts(step, state)
-    stored = _Elsewhere(step.options)
-    stored.see_params(state.params)
-    stored.see_state(state.value.opt_state)
-    found = found_units(layout.units)
-    return _on_this_rank(step, rows, repr(step.unsharded.optimizer), stored, found)
-
-
-def _on_this_rank(
-    step: ShardedProgramStep,
-    rows: Sequence[Row],
-    optimizer: str,
-    stored: _Elsewhere,
-    found: tuple[str, ...],
-) -> Description:
-    options = step.options
+    options, unsharded = step.options, step.unsharded
     seams = [f"{name}={seam}" for name, seam in options.printed_seams.items()]
     if options.reduce_bucket:
         seams.append(f"reduce_bucket={options.reduce_bucket:,} bytes")
+    # The parts have rows of their own, which say how they are carried
+    nodes = _Nodes.of(state.replace(parts=None), unsharded.nameless)
+    rows = _rows(nodes, sends=step.group.size > 1)
     return Description(
-        rows=tuple(rows),
+        rows=(*rows, *_rows_of_parts(step, state)),
         rank=step.group.rank,
         num_ranks=step.group.size,
-        optimizer=optimizer,
+        optimizer=repr(unsharded.optimizer if isinstance(unsharded, TrainStep) else unsharded),
         seams=", ".join(seams),
         mesh=options.axes.mesh,
-        stored=stored.by_kind,
-        found=found,
+        stored=_stored(nodes, options),
+        found=nodes.found_units,
     )
 
 
-class _Elsewhere:
-    """The tensors that lie in places, of the trees and states that it has seen."""
+class _Nodes(NamedTuple):
+    """The nodes of a state that know how they are cut, and all other tensors."""
 
-    def __init__(self, options: Options):
-        self._places = options.places
-        self._state: list[Tensor] = []
-        self._params: list[Tensor] = []
-        self._trained: list[Tensor] = []  # of the params, those that a step writes
+    trees: dict[str, ShardedTree]  # by the names of their places
+    states: list[ShardedOptState]
+    others: list[Tensor]
 
-    def see_params(self, tree: ShardedTree) -> None:
-        """A tree of a state, held as params are."""
-        places, layout = self._places.params, tree.sharding.layout
-        if places is None:
-            return
-        flats = tree.flats()
-        self._params += stored_flats(places, flats, layout)
-        if not tree.holding.read_only:
-            self._trained += stored_flats(places, flats, layout, trained=True)
-
-    def see_state(self, state: ShardedOptState) -> None:
-        """An optimizer's state."""
-        plan, layout = state.holding.plan, state.holding.sharding.layout
-        places = StatePlaces.of(self._places.state, plan, layout)
-        self._state += stored_tensors(places, state.as_it_lies)
+    @classmethod
+    def of(cls, state: State, nameless: str | None) -> _Nodes:
+        """Those of a state. The tree in the nameless place of its value has none."""
+        found = cls({}, [], [])
+        nodes = optree.tree_leaves(state, is_leaf=is_on_engine)
+        for path, node in zip(paths(state, is_on_engine), nodes, strict=True):
+            if isinstance(node, ShardedTree):
+                name = "" if path == nameless else path or node.holding.name
+                found.trees[name] = node
+            elif isinstance(node, ShardedOptState):
+                found.states.append(node)
+            elif isinstance(node, Tensor):
+                found.others.append(node)
+        return found
 
     @property
-    def by_kind(self) -> tuple[Stored, ...]:
-        state, params = _nbytes(self._state), _nbytes(self._params)
-        found = {
-            "state": Stored("state", state, state, state),
-            "params": Stored("params", params, params, _nbytes(self._trained)),
-        }
-        return tuple(found[kind] for kind in self._places.given if kind in found)
+    def held(self) -> dict[str, ShardedTree]:
+        """The trees that losses use."""
+        return {n: tree for n, tree in self.trees.items() if tree.holding.form == "held"}
+
+    @property
+    def found_units(self) -> tuple[str, ...]:
+        """A line per kind of units that nobody has chosen."""
+        lines: tuple[str, ...] = ()
+        for name, tree in self.held.items():
+            lines += found_units(tree.sharding.layout.units, name)
+        return lines
+
+    def followed_by(self, state: ShardedOptState) -> ShardedTree | None:
+        """The tree to whose leaves an optimizer's state belongs; None: it isn't there any more."""
+        sharding = state.holding.sharding
+        fitting = [tree for tree in self.held.values() if tree.holding == Holding(sharding, "held")]
+
+        def farness(tree: ShardedTree) -> tuple[bool, bool]:
+            # Two networks may be cut alike; and an average is, as the params of its layout
+            return tree.sharding.layout is not sharding.layout, tree.holding.read_only
+
+        return min(fitting, key=farness, default=None)
 
 
-def _describe_whole(step: TrainStep, state: State) -> Description:
-    """The description of an unsharded state: every bucket whole, in one process."""
-    # As if sharded at level 0 over one rank
+def _stored(nodes: _Nodes, options: Options) -> tuple[Stored, ...]:
+    """The bytes that lie in places."""
+    places = options.places
+    in_state: list[Tensor] = []
+    in_params: list[Tensor] = []
+    trained: list[Tensor] = []  # of the params, those that a step writes
+    for state in nodes.states:
+        plan, layout = state.holding.plan, state.holding.sharding.layout
+        own = StatePlaces.of(places.state, plan, layout)
+        in_state += stored_tensors(own, state.as_it_lies)
+    for tree in nodes.held.values() if places.params is not None else ():
+        flats, layout = tree.flats(), tree.sharding.layout
+        in_params += stored_flats(places.params, flats, layout)
+        if not tree.holding.read_only:
+            trained += stored_flats(places.params, flats, layout, trained=True)
+    held, params = _nbytes(in_state), _nbytes(in_params)
+    found = {
+        "state": Stored("state", held, held, held),
+        "params": Stored("params", params, params, _nbytes(trained)),
+    }
+    return tuple(found[kind] for kind in places.given if kind in found)
+
+
+def _as_on_one_rank(step: TrainStep, state: State) -> State:
+    """A whole state as if sharded at level 0 over one rank, of the same tensors."""
     whole = Cut(level=0, num_pieces=1, num_held=1)
     layout = make_layout(
         marked(state),
@@ -301,48 +325,56 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
         cut=lambda path, leaf, dtypes: whole,
     )
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
-    rows = _rows(state, layout, plan, sends=False)
-    return Description(
-        rows=tuple(rows),
-        rank=0,
-        num_ranks=1,
-        optimizer=repr(step.optimizer),
-        found=found_units(layout.units),
+    sharding = Sharding(layout, 0, 0, (1, 1, 0))
+    return state.replace(
+        params=ShardedTree.of_local(state.params, Holding(sharding, "held")),
+        opt_state=ShardedOptState(state.opt_state, StateHolding(sharding, plan)),
     )
 
 
-def _describe_program(step: ShardedProgramStep, state: State) -> Description:
-    """The description of a program's state on a rank: a row per bucket of each tree, and a row per
-    optimizer's state."""
-    step.check_state(state)
-    sends = step.group.size > 1
-    rows, stored = list[Row](), _Elsewhere(step.options)
-    found: tuple[str, ...] = ()  # in the trees that losses use
-    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
-    for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
-        if isinstance(node, ShardedTree):
-            own_name = name or node.holding.name
-            rows += _rows_of_tree(own_name, node, sends=sends)
-            if node.holding.form == "held":
-                stored.see_params(node)
-                found += found_units(node.sharding.layout.units, own_name)
-        elif isinstance(node, ShardedOptState):
-            stored.see_state(node)
-            tensors = [x for x in optree.tree_leaves(node.as_it_lies) if isinstance(x, Tensor)]
-            shares = _shares(node.holding.plan.leaves, step.options.axes.optimizer.size)
-            rows.append(_plain(name, tensors, shares or "whole"))
-    # Sharded nodes and parts are left out: they have rows of their own
-    others = state.replace(parts=None)
-    others = tree_map(lambda x: None if is_on_engine(x) else x, others, is_leaf=is_on_engine)
-    rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
-    rows.append(_plain("(the rest)", rest))
-    rows += _rows_of_parts(step, state)
-    return _on_this_rank(step, rows, repr(step.unsharded), stored, found)
+class _Slot(NamedTuple):
+    """A leaf of an optimizer's state."""
+
+    planned: StateLeaf
+    tensor: Tensor  # this rank's part
 
 
-def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
-    """A row per bucket of a sharded tree that has leaves here. `sends`: whether there are other
-    ranks."""
+def _rows(nodes: _Nodes, *, sends: bool) -> list[Row]:
+    """A row per bucket of each tree, in the order of the units, and those of tensors that belong to
+    no leaf.
+
+    `sends`: whether there are other ranks.
+    """
+    # By the tree's id and the leaf's number: its leaves of optimizers' states
+    slots = defaultdict[tuple[int, int], list[_Slot]](list)
+    shared: list[_Slot] = []  # belong to no leaf: the optimizers' counts and their like
+    for state in nodes.states:
+        tree = nodes.followed_by(state)
+        leaves = optree.tree_leaves(state.as_it_lies)
+        for planned, x in zip(state.holding.plan.leaves, leaves, strict=True):
+            if isinstance(x, Tensor):
+                is_shared = tree is None or planned.kind == "replicated"
+                own = shared if is_shared else slots[id(tree), planned.leaf]
+                own.append(_Slot(planned, x))
+    rows = []
+    for name, tree in nodes.trees.items():
+        rows += _rows_of_tree(name, tree, slots, sends=sends)
+    if shared:
+        pieces = nodes.states[0].holding.sharding.layout.num_ranks
+        where = _shares([slot.planned for slot in shared], pieces) or "whole"
+        rows.append(_plain("(optimizer)", [slot.tensor for slot in shared], where))
+    rows.append(_plain("(buffers and counts)", nodes.others))
+    return rows
+
+
+def _rows_of_tree(
+    name: str,
+    tree: ShardedTree,
+    slots: Mapping[tuple[int, int], list[_Slot]],
+    *,
+    sends: bool,
+) -> list[Row]:
+    """A row per bucket of a sharded tree that has leaves here."""
     layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
     leaves, published = layout.treedef.flatten_up_to(tree.local_tree), tree.published()
     rows = []
@@ -358,7 +390,8 @@ def _rows_of_tree(name: str, tree: ShardedTree, *, sends: bool) -> list[Row]:
             is_updated = bucket.trainable and not tree.holding.read_only
             wire = wire_of(bucket, is_updated) if sends and not is_in_pieces else ()
             own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
-            row = _row(own_name, bucket, names, held, published[b], (), wire)
+            own = [slot for n in bucket.leaves for slot in slots.get((id(tree), n), ())]
+            row = _row(own_name, bucket, names, held, published[b], own, wire)
             if is_in_pieces:
                 # As of gradients, which no loss uses
                 row = row._replace(where=_share(bucket.cut.num_pieces), compute=None)
@@ -404,48 +437,6 @@ def _rows_of_parts(step: ShardedProgramStep, state: State) -> list[Row]:
         tensors = optree.tree_leaves(state.parts["reduction"][name])
         rows.append(_plain(f"(reduction: {name})", tensors, shares[carried]))
     return rows
-
-
-def _rows(state: State, layout: Layout, plan: StatePlan, *, sends: bool) -> list[Row]:
-    """A row per bucket, in the order of the units, and those of tensors that belong to no leaf.
-
-    `sends`: whether there are other ranks.
-    """
-    params: list[Tensor] = optree.tree_leaves(as_local(state.params))
-    is_sharded = isinstance(state.params, ShardedTree)
-    published = state.params.published() if is_sharded else [None] * len(layout.buckets)
-    # By the param's number: its leaves of the optimizer's state
-    slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
-    shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like
-    for planned, x in zip(plan.leaves, optree.tree_leaves(as_local(state.opt_state)), strict=True):
-        if planned.kind == "replicated":
-            shared.append(x)
-        else:
-            slots_of[planned.leaf].append(_Slot(planned, x))
-    rows = []
-    for unit in layout.units:
-        for b in unit.buckets:
-            bucket = layout.buckets[b]
-            names = tuple(layout.leaves[n].path for n in bucket.leaves)
-            held = [params[n] for n in bucket.leaves]
-            slots = [slot for n in bucket.leaves for slot in slots_of[n]]
-            wire = wire_of(bucket, bucket.trainable) if sends else ()
-            row = _row(unit.name or "root", bucket, names, held, published[b], slots, wire)
-            rows.append(row)
-    # Buffers, counters, the seed and the loss scale
-    rest = state.replace(params=None, opt_state=None)
-    for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
-        tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
-        if tensors:
-            rows.append(_plain(name, tensors))
-    return rows
-
-
-class _Slot(NamedTuple):
-    """A leaf of the optimizer's state that belongs to a param."""
-
-    planned: StateLeaf
-    tensor: Tensor  # this rank's part
 
 
 def _row(

@@ -207,7 +207,11 @@ def test_describe() -> None:
     for description in run_ranks(run, 2):
         where = {row.unit: row.where for row in description.rows}
         assert where["gen.layers.0"] == "1/2" and where["disc.layers.0"] == "whole"
-        assert where["gen_opt"] == where["disc_opt"] == "1/2"
+        # Each optimizer's state stands beside the leaves that it follows
+        own = {row.unit: row for row in description.rows}
+        for unit in ("gen.layers.0", "disc.layers.0"):
+            assert own[unit].state_where == "1/2" and own[unit].state_nbytes >= own[unit].elements
+        assert own["(optimizer)"].where == "whole" and own["(optimizer)"].state == ()
         assert description.nbytes < whole.nbytes
         assert "program_step(gan)" in str(description)
 
