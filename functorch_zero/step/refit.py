@@ -70,22 +70,6 @@ def kept(
 _BEGIN_ANEW = "let the optimizer begin anew, by init of the state's params"
 
 
-def _of_all_together(
-    path: str, old: Sequence[str], new: Sequence[str], rank: int | None
-) -> StructureError:
-    return StructureError(
-        explain(
-            "refit trains other leaves than before, or in another order, and can't keep a leaf of "
-            "the optimizer's state that belongs to all leaves together",
-            path=path,
-            expected=f"the trained leaves {[*old]}",
-            got=f"{[*new]}",
-            rank=rank,
-            remedy=_BEGIN_ANEW,
-        )
-    )
-
-
 def check_own_tensors(
     first_value: Callable[..., Any],
     given: Mapping[str, Any],
@@ -94,11 +78,12 @@ def check_own_tensors(
     known: Collection[str],
     rank: int | None = None,
 ) -> None:
-    """The same of a program's value, whose optimizers nobody names.
+    """Raise if other leaves are trained than before, or in another order, and the value has a
+    tensor that belongs to all of them together.
 
-    The program's `init` runs on the meta device, once with fewer leaves trained. A tensor of all
-    leaves together has another shape then, or it lies beside the trees of leaves' own tensors, in
-    an optimizer's state.
+    Nobody names the optimizers of a program. Its `init` runs on the meta device, once with fewer
+    leaves trained. A tensor of all leaves together has another shape then, or it lies beside the
+    trees of leaves' own tensors, in an optimizer's state.
 
     Args:
         first_value: the program's `init`.
@@ -128,7 +113,18 @@ def check_own_tensors(
             for path, shape in fewer.items():
                 is_beside = path.rpartition(".")[0] in nodes - {""}
                 if shape and path in known and (is_beside or everything.get(path) != shape):
-                    raise _of_all_together(path, before, after, rank)
+                    raise StructureError(
+                        explain(
+                            "refit trains other leaves than before, or in another order, and can't "
+                            "keep a leaf of the optimizer's state that belongs to all leaves "
+                            "together",
+                            path=path,
+                            expected=f"the trained leaves {[*before]}",
+                            got=f"{[*after]}",
+                            rank=rank,
+                            remedy=_BEGIN_ANEW,
+                        )
+                    )
 
 
 def _node_of_trees(path: str, leaves: Set[str]) -> str:
