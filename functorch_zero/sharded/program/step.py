@@ -209,8 +209,6 @@ class ShardedProgramStep:
         Args:
             known: by name, trees of another state, whose elements count where they have any.
         """
-        for name in {*given} & {*self.unsharded.buffers}:
-            check_tensors(given[name], name)
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
         check_places_work(self.options.places.given, given, self.group.rank)
@@ -333,7 +331,7 @@ class ShardedProgramStep:
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
             nodes = _nodes_of(state, self._structure_of(state))
             # The states of a program of any number of optimizers may be others
-            if self.unsharded.nameless is not None:
+            if self.unsharded.is_training_step:
                 nodes.check_states(self.group.rank)
             old = beside_params(nodes.marked(self.unsharded.nameless).value)
             given = args_of_refit(self.unsharded.first_value, args, old, named)
@@ -424,7 +422,7 @@ class ShardedProgramStep:
             )
             name_given(given.by_path, number)
             # A training step's program is the library's own, which writes to none of them
-            compares = look and self.unsharded.nameless is None
+            compares = look and not self.unsharded.is_training_step
             unwritten = Unwritten(tensors_of_nodes(given.nodes), look=compares)
             with running(scope, device_of_value(value)), noting_missing_graphs():
                 result = self.unsharded.program(value, *args)

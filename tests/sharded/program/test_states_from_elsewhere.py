@@ -87,9 +87,7 @@ def test_trees_that_users_put_together(level: int) -> None:
         with pytest.raises(StructureError, match=r"state\.opt does not have the tree structure"):
             sharded(state.replace(opt=other), rows(group))
         for use in (lambda given: sharded(given, rows(group)), sharded.unshard):
-            with pytest.raises(
-                StructureError, match=r"state.net has been replaced by a whole"
-            ):
+            with pytest.raises(StructureError, match=r"state\.net has been replaced by a whole"):
                 use(state.replace(net=weights("a", "b")))
 
     run_ranks(run, 2)
