@@ -291,11 +291,13 @@ def test_leaves_in_two_states_are_not_written_over(level: int) -> None:
 
 
 def test_params_of_another_level_are_refused() -> None:
+    """By steps; an evaluation reads them as they are cut."""
+
     def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
         return ((params["w"] - x) ** 2).mean()
 
     def run(group: Any, before: int, after: int) -> None:
-        params = {"w": torch.zeros(5, dtype=torch.float64).requires_grad_()}
+        params = {"w": torch.arange(5, dtype=torch.float64).requires_grad_()}
         steps = [
             fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
             for level in (before, after)
@@ -303,6 +305,9 @@ def test_params_of_another_level_are_refused() -> None:
         one, other = (step.init(params) for step in steps)
         with pytest.raises(StructureError, match=rf"as level {before};.*as level {after};"):
             steps[1](other.replace(params=one.params), torch.ones(5, dtype=torch.float64))
+        evaluate = fz.eval_step(lambda params, buffers, x: {"sum": params["w"].sum()})
+        found = fz.shard(evaluate, level=after, group=group)(other.replace(params=one.params), ())
+        assert found["sum"] == 10
 
     for before, after in itertools.permutations(range(4), 2):
         run_ranks(lambda group, b=before, a=after: run(group, b, a), 2)
