@@ -433,6 +433,38 @@ def test_a_failure_after_the_first_write_loses_the_state() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("gives_away", [True, False])
+def test_a_failure_before_the_params_are_written_loses_the_state(
+    gives_away: bool, tmp_path: Any
+) -> None:
+    """The optimizer's state is written over by then, in memory or in its place: tried again, the
+    step would take it as that of the step before."""
+
+    def is_seen(value: Any, x: Tensor, fails: bool) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+
+        def see(updates: Any) -> None:
+            if fails:
+                raise ValueError("in between")
+
+        made = adamw.apply(grads, state, params, see=see, donate=gives_away)
+        return made, {"loss": mean}
+
+    step = fz.program_step(is_seen, init=init)
+
+    def run(group: Any) -> None:
+        place = None if gives_away else {"state": fz.places.File(tmp_path / str(group.rank))}
+        sharded = fz.shard(step, level=1, group=group, donate=True, place=place)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group), False)
+        with pytest.raises(ValueError, match="in between"):
+            sharded(state, part(BATCHES[1], group), True)
+        with pytest.raises(DonatedError, match="state of step 1"):
+            sharded(state, part(BATCHES[1], group), False)
+
+    run_ranks(run, 2)
+
+
 def test_ranks_agree_before_the_first_write() -> None:
     """Ranks at different steps hear of it while both states are good."""
     step = fz.program_step(simple, init=init)

@@ -287,23 +287,30 @@ class ShardedEngine:
             # The old ones go before new ones are made
             params.note_published(params.published(trained=False))
         updates: ShardedTree | None = None
-        if prepared.donates:
-            look = is_looked_at(next(self._runs))
-            updates, made = prepared.update(grads, self.own(state), own, donate=True, look=look)
-            grads.use_up()
-        elif fuses:
-            # The kernel writes to these
-            if not over:
-                flats = copies_to_update(flats, layout, axes.piece_number, empty)
-                own = pieces_of(flats, params.holding)
-            look = is_looked_at(next(self._runs))
-            made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
-        else:
-            updates, made = self._updated(prepared, grads, state, params, over=uses_up)
-        if updates is not None:
-            self._check_pieces(updates, params, some=True)
-            if see is not None:
-                see(updates)
+        try:
+            if prepared.donates:
+                look = is_looked_at(next(self._runs))
+                updates, made = prepared.update(grads, self.own(state), own, donate=True, look=look)
+                grads.use_up()
+            elif fuses:
+                # The kernel writes to these
+                if not over:
+                    flats = copies_to_update(flats, layout, axes.piece_number, empty)
+                    own = pieces_of(flats, params.holding)
+                look = is_looked_at(next(self._runs))
+                made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
+            else:
+                updates, made = self._updated(prepared, grads, state, params, over=uses_up)
+            if updates is not None:
+                self._check_pieces(updates, params, some=True)
+                if see is not None:
+                    see(updates)
+        except BaseException:
+            # Some of it may be written over: tried again, the step would be another one
+            if uses_up:
+                params.handed_on()
+                state.use_up()
+            raise
         if over:
             params = params.handed_on(params.published(trained=False))
         with ranged("publish"):
