@@ -1,4 +1,10 @@
-"""`Donation`: the storage that a program's step may write over."""
+"""`Donation`: the storage that a program's step may write over.
+
+Note [before the first write]: a step writes to the state that it was given only when donating, in
+an update, after the last of its gradients. All ranks have agreed by then. So whatever fails before,
+on any rank, leaves every rank a good state, and the step can be tried again. Afterwards the given
+state is used up.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,7 @@ class Donation:
     earlier step. Ranks may decide differently: collectives are the same either way.
 
     Nothing is written to before the program has taken as many gradients as it ever has, and all
-    ranks agree: see Note [before the first write] in `phases`.
+    ranks agree: see Note [before the first write].
 
     Args:
         nodes: of the value, as the program is given it.

@@ -1,5 +1,4 @@
-"""The phases of a gradient in a program: functions from one value to the next, as those of a
-training step in `phases`.
+"""The phases of a gradient: functions from one value to the next.
 
     GradientRun ── differentiate ──> LocalGradient ── agree_on ──> Agreed ── finish ──> the results
 
