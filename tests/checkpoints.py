@@ -22,7 +22,7 @@ from functorch_zero.checkpoint.rows import Piece, encode_rows, rows_name
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.program.step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import paths
@@ -37,9 +37,7 @@ def make_step(name: str = "mlp", optimizer: Any = None) -> tuple[TrainStep, Any,
     return train_step(loss_fn, optimizer or optim.adamw(0.01)), params, buffers
 
 
-def trained(
-    step: ShardedProgramStep, params: Any, buffers: Any, steps: int, name: str = "mlp"
-) -> State:
+def trained(step: ShardedStep, params: Any, buffers: Any, steps: int, name: str = "mlp") -> State:
     """The state after some steps, on this rank."""
     state = step.init(params, buffers)
     for batch in ZOO[name].batches(steps, ROWS):
@@ -117,7 +115,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 def on_ranks(
-    ranks: int, level: int, fn: Callable[[ShardedProgramStep, State], Any], **options: Any
+    ranks: int, level: int, fn: Callable[[ShardedStep, State], Any], **options: Any
 ) -> list[Any]:
     """`fn(step, its first state)` on thread ranks."""
     base, params, buffers = make_step()

@@ -345,7 +345,7 @@ CALLS = {
     "equality: a sharded step": Call(
         lambda: testing.assert_sharded_equals_unsharded(make(level=1), PARAMS, {}, [X]),
         TypeError,
-        r"expected what train_step or program_step made, got ShardedProgramStep. Remedy: pass",
+        r"expected what train_step or program_step made, got ShardedStep. Remedy: pass",
     ),
 }
 

@@ -20,7 +20,7 @@ from functorch_zero import optim, testing
 from functorch_zero.errors import MismatchError, StructureError, TransformError
 from functorch_zero.groups import Group, SingleRank, run_ranks
 from functorch_zero.params import as_local
-from functorch_zero.sharded.program.step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedStep
 from tests.test_wrong_input import (
     APPLY,
     BUFFERS,
@@ -82,7 +82,7 @@ def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = 
 def evaluation(step: Any, metrics: Any = None) -> Any:
     """An evaluation, sharded as a step is."""
     whole = fz.eval_step(lambda p, b, x: metrics or {"mean": loss_fn(p, b, x)})
-    sharded = isinstance(step, ShardedProgramStep)
+    sharded = isinstance(step, ShardedStep)
     return fz.shard(whole, level=step.level, group=step.group) if sharded else whole
 
 
@@ -99,7 +99,7 @@ def of(optimizer: Any) -> Callable[[Any], Any]:
 
 def of_other_rule(step: Any) -> Any:
     """The state of the same step, but for the leaves that are trained."""
-    sharded = isinstance(step, ShardedProgramStep)
+    sharded = isinstance(step, ShardedStep)
     rule = lambda path, leaf: path.endswith("weight")
     whole = fz.train_step(loss_fn, optim.adamw(0.1), trainable=rule)
     other = fz.shard(whole, level=step.level, group=step.group) if sharded else whole

@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
-from ..sharded.program.step import ShardedProgramStep
+from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
@@ -31,9 +31,7 @@ from ..step.state import State, trained
 from ..step.train import TrainStep
 from ..tree import check_savable, is_within, paths
 
-UnshardedStep = ProgramStep
-ShardedStep = ShardedProgramStep
-Step = UnshardedStep | ShardedStep
+Step = ProgramStep | ShardedStep
 Value = bool | int | float | str
 
 

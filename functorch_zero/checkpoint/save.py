@@ -18,8 +18,9 @@ from ..devices import on_this_device
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
+from ..sharded.program.step import ShardedStep
 from ..step.state import State
-from .contents import ShardedStep, Step, donates, group_of
+from .contents import Step, donates, group_of
 from .device_reads import DeviceReads
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of

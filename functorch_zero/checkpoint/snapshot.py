@@ -14,12 +14,12 @@ from torch import Tensor
 from ..layout.layout import Layout
 from ..model.untouched import versions_of
 from ..optim.naming import described
+from ..sharded.program.step import ShardedStep
 from ..step.state import State
 from .contents import (
     Contents,
     Held,
     Part,
-    ShardedStep,
     Step,
     contents_of,
     frozen_in,

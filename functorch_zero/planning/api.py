@@ -26,14 +26,14 @@ from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
 from ..sharded.options import Options, ShardOptions, StateAxes, check_of_program
-from ..sharded.program.step import ShardedProgramStep
+from ..sharded.program.step import ShardedStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep, train_step, with_loss
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
+from .imagined_step import BETWEEN, ImaginedStep, StandIn
 from .live_bytes import ValueNeeded
-from .program import BETWEEN, ImaginedStep, StandIn
 from .report import Bandwidth, Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, saved_by_names
 from .watch import rows_asked_of
@@ -41,7 +41,7 @@ from .watch import rows_asked_of
 
 def plan(
     model_or_params: nn.Module | PyTree[Tensor],
-    optimizer: Transform | ProgramStep | ShardedProgramStep,
+    optimizer: Transform | ProgramStep | ShardedStep,
     *,
     level: LevelRule | None = None,
     ranks: int | None = None,
@@ -122,7 +122,7 @@ def plan(
         )
     ranks_told = _RanksTold(level, ranks, rank, shard_size, same_data)
     sharded: Options | None = None
-    if isinstance(optimizer, ShardedProgramStep):
+    if isinstance(optimizer, ShardedStep):
         _check_told_once({**ranks_told._asdict(), **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
     if isinstance(optimizer, ProgramStep) and not isinstance(optimizer, TrainStep):

@@ -24,7 +24,7 @@ from .options import (
     check_of_program,
     check_state_axes,
 )
-from .program.step import ShardedProgramStep
+from .program.step import ShardedStep
 
 
 class _Options(ShardOptions, total=False):
@@ -39,7 +39,7 @@ def shard(step: EvalStep, **options: Unpack[_Options]) -> ShardedEvalStep: ...
 
 
 @overload
-def shard(step: ProgramStep, **options: Unpack[_Options]) -> ShardedProgramStep: ...
+def shard(step: ProgramStep, **options: Unpack[_Options]) -> ShardedStep: ...
 
 
 def shard(
@@ -56,7 +56,7 @@ def shard(
     reduction: Reduction | None = None,
     place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
-) -> ShardedEvalStep | ShardedProgramStep:
+) -> ShardedEvalStep | ShardedStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
     raises an error that says why not.
 
@@ -166,7 +166,7 @@ def shard(
     )
     if isinstance(step, ProgramStep):
         check_of_program(options, step.buffers)
-        return ShardedProgramStep(step, options)
+        return ShardedStep(step, options)
     return ShardedEvalStep(step, options)
 
 

@@ -30,7 +30,7 @@ from .drawing import Bar, table_html
 from .notes import found_units, notes_of, wire_of
 from .options import Options
 from .placed import StatePlaces, Stored, stored_flats, stored_tensors
-from .program.step import ShardedProgramStep
+from .program.step import ShardedStep
 
 
 class Row(NamedTuple):
@@ -182,7 +182,7 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(short, dtypes))
 
 
-AnyStep = ProgramStep | ShardedProgramStep
+AnyStep = ProgramStep | ShardedStep
 
 
 def describe(step: AnyStep, state: State) -> Description:
@@ -421,7 +421,7 @@ def _by_field(state: State) -> dict[str, list[Tensor]]:
     return fields
 
 
-def _rows_of_parts(step: ShardedProgramStep, state: State) -> list[Row]:
+def _rows_of_parts(step: ShardedStep, state: State) -> list[Row]:
     """A row for each name under which a part keeps something."""
     if state.parts is None:
         return []

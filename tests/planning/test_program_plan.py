@@ -22,7 +22,7 @@ from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.places import File
-from functorch_zero.planning.program import held_and_others
+from functorch_zero.planning.imagined_step import held_and_others
 from tests.local import part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.case import Case, applied, net

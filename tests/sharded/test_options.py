@@ -59,7 +59,7 @@ def test_a_step_shows_its_level_and_rank() -> None:
     ]
     name = loss.__qualname__
     assert shown == [
-        "ShardedProgramStep(level 3, rank 0 of 2, train_step(adamw))",
+        "ShardedStep(level 3, rank 0 of 2, train_step(adamw))",
         f"ShardedEvalStep(level 1, rank 0 of 2, {name})",
-        f"ShardedProgramStep(levels by leaf, rank 0 of 2, program_step({name}))",
+        f"ShardedStep(levels by leaf, rank 0 of 2, program_step({name}))",
     ]

@@ -21,7 +21,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.program.step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.step.evaluate import EvalStep, eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import PART, Part
@@ -630,7 +630,7 @@ def test_what_shard_takes() -> None:
     names = {"replicated": 0, "oss": 1, "sdp": 2, "fsdp": 3}
     for name, level in names.items():
         made = shard(step, level=name, group=SingleRank())
-        assert isinstance(made, ShardedProgramStep) and made.level == level and made.group.size == 1
+        assert isinstance(made, ShardedStep) and made.level == level and made.group.size == 1
     assert isinstance(eval_step(lambda p, b, x: {}), EvalStep)
 
 

@@ -20,7 +20,7 @@ from functorch_zero.groups import SingleRank
 from functorch_zero.optim import arithmetic
 from functorch_zero.optim.base import Transform, pointwise
 from functorch_zero.optim.optimizers import adam as adam_module
-from functorch_zero.sharded.program.step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.testing import assert_sharded_equals_unsharded
 
 torch.manual_seed(0)
@@ -235,17 +235,17 @@ def test_a_bias_correction_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_mistake_of_one_rank(monkeypatch: pytest.MonkeyPatch, change: Any, cause: str) -> None:
-    unshard = ShardedProgramStep.unshard
+    unshard = ShardedStep.unshard
     before: dict[str, Any] = {}  # rank 1's params
 
-    def wrong(self: ShardedProgramStep, state: Any) -> Any:
+    def wrong(self: ShardedStep, state: Any) -> Any:
         whole = unshard(self, state)
         if self.group.rank != 1:
             return whole
         old, before["params"] = before.get("params"), whole.params
         return whole.replace(params=tree_map(change, old, whole.params)) if old else whole
 
-    monkeypatch.setattr(ShardedProgramStep, "unshard", wrong)
+    monkeypatch.setattr(ShardedStep, "unshard", wrong)
     found = story(training_step(torch.mean, optim.sgd(0.1)), 2)
     assert "rank 0's results and this rank's differ at step 0, level 1, ranks 2, rank 1" in found
     assert f"What differs is {cause}" in found

@@ -25,7 +25,7 @@ from functorch_zero.optim.base import (
     with_statistics,
 )
 from functorch_zero.params import OnEngine
-from functorch_zero.sharded.program.step import ShardedProgramStep
+from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import (
@@ -214,13 +214,13 @@ def test_a_right_step_passes() -> None:
 def break_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Make the state that ranks unshard after the second step wrong, as a defect of the library
     would."""
-    unshard = ShardedProgramStep.unshard
+    unshard = ShardedStep.unshard
 
-    def wrong(self: ShardedProgramStep, state: Any) -> Any:
+    def wrong(self: ShardedStep, state: Any) -> Any:
         whole = unshard(self, state)
         return change(whole, self.group.rank) if int(whole.step) == 2 and self.level == 2 else whole
 
-    monkeypatch.setattr(ShardedProgramStep, "unshard", wrong)
+    monkeypatch.setattr(ShardedStep, "unshard", wrong)
 
 
 def perturbed(tree: Any, by: float = 1e-3) -> Any:
@@ -260,13 +260,13 @@ def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story:
 
 
 def test_wrong_metrics_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = ShardedProgramStep.__call__
+    call = ShardedStep.__call__
 
-    def wrong(self: ShardedProgramStep, state: Any, batch: Any) -> Any:
+    def wrong(self: ShardedStep, state: Any, batch: Any) -> Any:
         state, metrics = call(self, state, batch)
         return state, {**metrics, "error": metrics["error"] * (1 + 1e-9)}
 
-    monkeypatch.setattr(ShardedProgramStep, "__call__", wrong)
+    monkeypatch.setattr(ShardedStep, "__call__", wrong)
     with pytest.raises(
         AssertionError, match=r"metrics differ at step 0, level 1, ranks 2: leaf error"
     ):
@@ -442,15 +442,15 @@ def test_a_right_program_passes() -> None:
     ],
 )
 def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
-    unshard = ShardedProgramStep.unshard
+    unshard = ShardedStep.unshard
 
-    def wrong(self: ShardedProgramStep, state: Any) -> Any:
+    def wrong(self: ShardedStep, state: Any) -> Any:
         whole = unshard(self, state)
         if int(whole.step) == 2 and self.level == 2:
             whole = whole.replace(value=change(whole.value, self.group.rank))
         return whole
 
-    monkeypatch.setattr(ShardedProgramStep, "unshard", wrong)
+    monkeypatch.setattr(ShardedStep, "unshard", wrong)
     with pytest.raises(AssertionError, match=rf"(?s){story}") as caught:
         assert_sharded_equals_unsharded(*averaged_program(optim.adam(0.01)), ranks=(3,))
     assert "at step 1, level 2, ranks 3" in str(caught.value)

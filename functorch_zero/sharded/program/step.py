@@ -103,7 +103,7 @@ class ProgramEngine(Engine, Protocol):
         ...
 
 
-class ShardedProgramStep:
+class ShardedStep:
     """`step(state, *args) -> (state, metrics)` on one rank of a group. Made by `shard`.
 
     Each rank passes its own part of the batch, and gets the result of the unsharded step on the
@@ -141,7 +141,7 @@ class ShardedProgramStep:
         self._earlier = EarlierCalls(step.num_gradients)  # where the step donates
 
     def __repr__(self) -> str:
-        return f"ShardedProgramStep({self.options.in_words}, {self.unsharded})"
+        return f"ShardedStep({self.options.in_words}, {self.unsharded})"
 
     @property
     def group(self) -> Group:

@@ -37,7 +37,7 @@ from ..sharded.program.agreement import agreement_of
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish, is_fine
 from ..sharded.program.ledger import Ledger
-from ..sharded.program.step import ShardedProgramStep
+from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import as_metric
 from ..step.program import LossCall
@@ -98,7 +98,7 @@ class ImaginedStep:
         # The first of its steps is one to find out the order: it donates nothing
         step = replace(step, num_gradients=None)
         layout = stand_in.layout if stand_in is not None and stand_in.is_all else None
-        self._step = ShardedProgramStep(step, options, self._engine, agreement, layout)
+        self._step = ShardedStep(step, options, self._engine, agreement, layout)
         self.held = self.buffers = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
