@@ -454,7 +454,7 @@ def test_a_failure_before_the_params_are_written_loses_the_state(
     step = fz.program_step(is_seen, init=init)
 
     def run(group: Any) -> None:
-        place = None if gives_away else {"state": fz.places.File(tmp_path / str(group.rank))}
+        place = None if gives_away else {"state": fz.places.File(tmp_path)}
         sharded = fz.shard(step, level=1, group=group, donate=True, place=place)
         state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group), False)
         with pytest.raises(ValueError, match="in between"):
