@@ -285,6 +285,12 @@ STEPS = {
         r"path 0.mu.0.weight, expected elements .*, got shape \(2, 3\), on rank \d. Remedy",
         levels=(3,),
     ),
+    "state: of a program": Stepping(
+        lambda step: step(step.init(PARAMS).replace(value={"net": PARAMS}), X),
+        StructureError,
+        r"of another program: expected the value of step.init, a TrainValue, got a dict.*Remedy|"
+        r"state was sharded by another step.*Remedy|another structure.*Remedy",
+    ),
     "state: a dict": Stepping(
         lambda step: step(step.init(PARAMS).replace(params=PLAIN), X),
         StructureError,
