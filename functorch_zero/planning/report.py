@@ -365,10 +365,10 @@ class Comparison:
     >>> import torch
     >>> from functorch_zero import optim, plan
     >>> params = {"w": torch.empty(1000, 1000, device="meta", requires_grad=True)}
-    >>> Comparison({f"{n} ranks": plan(params, optim.adam(0.1), level=3, ranks=n) for n in (4, 8)})
-             params  optimizer state  gradients  gathered params  activations, temporaries     peak
-    4 ranks  1.0 MB             16 B     5.0 MB              0 B                    4.0 MB  10.0 MB
-    8 ranks  500.0 kB           16 B     4.5 MB              0 B                    8.0 MB  13.0 MB
+    >>> Comparison({f"on {n}": plan(params, optim.adam(0.1), level=3, ranks=n) for n in (4, 8)})
+            params  optimizer state  gradients  gathered params  activations, temporaries     peak
+    on 4    1.0 MB           2.0 MB     5.0 MB              0 B                    4.0 MB  12.0 MB
+    on 8  500.0 kB           1.0 MB     4.5 MB              0 B                    8.0 MB  14.0 MB
     """
 
     plans: Mapping[str, Plan]
