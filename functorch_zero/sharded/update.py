@@ -23,11 +23,8 @@ from ..sharded_optim.ferry import Ferry
 from ..sharded_optim.pointwise import UpdateFlats, device_of
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
-from ..step.train import TrainStep
 from ..tree import same_structure
 from .options import Options
-from .parts import ReductionParts
-from .placed import StatePlaces, placed
 
 
 class PreparedUpdate:
@@ -41,18 +38,17 @@ class PreparedUpdate:
         optimizer: as given.
         layout: how the params are cut.
         donates: whether all that an update is given may be written over.
-        parts: the tensors that a reduction keeps between steps.
         across: the answers to the optimizer's questions.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
         takes_rows: whether gradients of tables may be rows; not where all of the optimizer is a
             kernel or a pointwise function, of dense ones, nor where a NaN in one leaf may reach
             all others by a norm.
+        update_fn: of the optimizer, for `run`.
     """
 
     def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
         group = options.axes.optimizer
         self.layout, self.donates = layout, options.donate
-        self.parts = ReductionParts(options.reduction, layout, options.axes)
         places = options.places.state
         self.ferry = Ferry(() if places is None else places.distinct)
         self._owned = UpdateFlats()
@@ -69,7 +65,6 @@ class PreparedUpdate:
         self._cut = [i for i, leaf in enumerate(self.plan.leaves) if leaf.is_cut]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
         self.optimizer = optimizer
-        self._places = StatePlaces.of(places, self.plan, layout)
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
         plain = optimizer.plain
@@ -77,20 +72,9 @@ class PreparedUpdate:
         self.takes_rows = optimizer.takes_rows and not is_of_all
         # Only rows of finite gradients: a factor that is no number makes NaNs of zeros, too
         self._needs_finite = _asks_statistics(optimizer)
-        # Else kernels for some of the leaves may run
-        self._update = optimizer.update_and_add if fuse else optimizer.update
-
-    @classmethod
-    def of_step(cls, step: TrainStep, layout: Layout, options: Options) -> PreparedUpdate:
-        """That of a training step. Only a step that donates lets a kernel write to its params, and
-        only one that doesn't measure the updates, which nobody else sees then."""
-        fuse = options.donate and "update_norm" not in step.metrics
-        made = cls(step.optimizer, layout, options, fuse=fuse)
-        # A factor that is no number makes NaNs of zeros, too, which rows lack
-        if step.policy.nonfinite == "pass" and made._needs_finite:
-            made.takes_rows = False
-        made._needs_finite = False
-        return made
+        # Else kernels for some of the leaves may run, which write to params
+        adds = fuse and options.donate
+        self.update_fn = optimizer.update_and_add if adds else optimizer.update_fn
 
     def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
@@ -104,27 +88,6 @@ class PreparedUpdate:
         """Of a state's leaves, the shapes of those that are cut with a param; None of what is no
         tensor."""
         return [getattr(leaves[i], "shape", None) for i in self._cut]
-
-    def update(
-        self,
-        grads: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-        *,
-        donate: bool,
-        look: bool,
-    ) -> tuple[ShardedTree | None, ShardedOptState]:
-        """The updates in pieces that are to be added, and the optimizer's next state.
-
-        The state is given as it lies; of the next one, some leaves lie beside the params, and
-        others in their place already. With `look`, `placed` compares these to the bit.
-
-        None where one kernel has added all of them to the params already. With `donate` the state
-        is used up. Collectives: those that the optimizer asks for.
-        """
-        if not self.fuses(params):
-            return self.run(self._update, grads, state, params, look=look, over=donate)
-        return None, self.run_kernel(grads, state, params, donate=donate, look=look)
 
     def run_kernel(
         self,
@@ -156,8 +119,14 @@ class PreparedUpdate:
         look: bool,
         over: bool,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """Run an `update_fn` of the optimizer. `over`: whether the state is used up, and what it
-        makes may be written over its tensors in their place."""
+        """The updates in pieces that are to be added, and the optimizer's next state, by an
+        `update_fn` of it. Collectives: those that the optimizer asks for.
+
+        The state is given as it lies; of the next one, some leaves lie beside the params, and
+        others in their place already. With `look`, `placed` compares these to the bit.
+
+        `over`: whether the state is used up, and what it makes may be written over its tensors in
+        their place."""
         self.ferry.begin(look=look, over=over)
         given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
         own, before = params.local_tree, state.as_it_lies
@@ -196,23 +165,11 @@ class PreparedUpdate:
         return [*map(self._owned.updates.home_of, own)]
 
     def fuses(self, params: ShardedTree) -> bool:
-        """Whether `update` adds the updates to these pieces itself, by a kernel."""
+        """Whether one kernel adds all updates to these pieces itself."""
         if self._split is None:
             return False
         _, fused = self._split
         return self.across.fuses(fused, _trained_flats(params))
-
-    def brought(self, state: Any, device: torch.device) -> Any:
-        """The optimizer's state, beside params on this device."""
-        return self.ferry.beside(state, device)
-
-    def placed(
-        self, state: ShardedOptState, old: ShardedOptState | None = None, *, look: bool = True
-    ) -> ShardedOptState:
-        """The optimizer's state, where it lies between steps: over the tensors of `old`, if
-        given."""
-        over = None if old is None else old.as_it_lies
-        return placed(self._places, state, over, look=look, ferry=self.ferry)
 
 
 @dataclass(frozen=True)

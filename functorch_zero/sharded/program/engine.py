@@ -215,23 +215,10 @@ class ShardedEngine:
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
-            new, after = self._updated(prepared, updates, state, params)
+            look, run = is_looked_at(next(self._runs)), transform.update_fn
+            own, pieces = self.own(state), params.pieces()
+            new, after = prepared.run(run, updates, own, pieces, look=look, over=False)
             return new, self.placed(after, by=prepared)
-
-    def _updated(
-        self,
-        prepared: PreparedUpdate,
-        updates: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-        *,
-        over: bool = False,
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        """The updates, in pieces, and the next state, for `placed`; with `over`, the state is used
-        up, and its place is written over."""
-        look = is_looked_at(next(self._runs))
-        run = prepared.optimizer.update_fn
-        return prepared.run(run, updates, self.own(state), params.pieces(), look=look, over=over)
 
     @compared
     def apply(
@@ -259,7 +246,8 @@ class ShardedEngine:
             over = donation is not None and donation.takes(params, state, by_any=donate)
             # A user's own leaves of them stay
             if over and donate and not grads.are_leaves_shown:
-                prepared = self._donated_update(transform, params.sharding.layout, see=see)
+                layout, fuse = params.sharding.layout, see is None
+                prepared = self._update_of(transform, layout, donate=True, fuse=fuse)
             result = self._applied(prepared, grads, state, params, over=over, see=see)
             if donation is not None and not over:
                 donation.note_update(params, state)
@@ -288,19 +276,18 @@ class ShardedEngine:
             params.note_published(params.published(trained=False))
         updates: ShardedTree | None = None
         try:
-            if prepared.donates:
-                look = is_looked_at(next(self._runs))
-                updates, made = prepared.update(grads, self.own(state), own, donate=True, look=look)
-                grads.use_up()
-            elif fuses:
+            look, given = is_looked_at(next(self._runs)), self.own(state)
+            if fuses:
                 # The kernel writes to these
                 if not over:
                     flats = copies_to_update(flats, layout, axes.piece_number, empty)
                     own = pieces_of(flats, params.holding)
-                look = is_looked_at(next(self._runs))
-                made = prepared.run_kernel(grads, self.own(state), own, donate=over, look=look)
+                made = prepared.run_kernel(grads, given, own, donate=over, look=look)
             else:
-                updates, made = self._updated(prepared, grads, state, params, over=uses_up)
+                run = prepared.update_fn
+                updates, made = prepared.run(run, grads, given, own, look=look, over=uses_up)
+            if prepared.donates:
+                grads.use_up()
             if updates is not None:
                 self._check_pieces(updates, params, some=True)
                 if see is not None:
@@ -592,12 +579,6 @@ class ShardedEngine:
         prepared = self._update_of(transform, params.sharding.layout, donate=False, fuse=True)
         prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
         return prepared
-
-    def _donated_update(
-        self, transform: Transform, layout: Layout, *, see: Callable[..., object] | None
-    ) -> PreparedUpdate:
-        """The transform's update of params, gradients and a state that may all be written over."""
-        return self._update_of(transform, layout, donate=True, fuse=see is None)
 
     def _update_of(
         self, transform: Transform, layout: Layout, *, donate: bool, fuse: bool
