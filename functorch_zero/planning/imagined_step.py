@@ -33,7 +33,7 @@ from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.placed import stored_flats
-from ..sharded.program.agreement import agreement_of
+from ..sharded.program.agreement import AgreementOfRanks
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish, is_fine
 from ..sharded.program.ledger import Ledger
@@ -170,9 +170,10 @@ class _ImaginedAgreement:
     a step sends is sent."""
 
     def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
-        self._agreement = agreement_of(step, options, BackgroundTasks())
-        self.is_by_gradients = self._agreement.is_by_gradients
-        self._rank, self._watch = options.group.rank, watch
+        self._agreement = AgreementOfRanks(step, options, BackgroundTasks())
+        self.is_by_gradients, self.own = self._agreement.is_by_gradients, self._agreement.own
+        self.by_gradient = self._agreement.by_gradient
+        self._watch = watch
 
     def on_arguments(self, given: Any, layouts: Any, seed: Any, facts: Any) -> None:
         return None
@@ -189,9 +190,6 @@ class _ImaginedAgreement:
     def before_writing(self, ledger: Ledger) -> None:
         with self._watch.live.paused():
             self._agreement.before_writing(ledger)
-
-    def by_gradient(self, ledger: Ledger, flags: Any, batch: Any) -> list[bool]:
-        return self._agreement.by_gradient(ledger, flags, batch)
 
     def on_results(self, ledger: Ledger, results: Any, args: Any) -> None:
         self._watch.enter("metrics")

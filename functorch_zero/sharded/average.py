@@ -34,7 +34,6 @@ class Report(NamedTuple):
     num_weighty: Tensor  # 0-d float64: parts whose weight isn't 0
     flags: list[bool]  # per flag: whether any rank has raised it
     sizes: tuple[int, int] | None  # the ranks' smallest and largest, where they differ in it
-    same_batch: bool | None  # whether all ranks' are equal; None: some rank said nothing
 
 
 class MeansUnderWay(NamedTuple):
@@ -84,7 +83,6 @@ def report_of(
     flags: Sequence[bool] = (),
     copy: Copy = ONLY_COPY,
     size: int = 0,
-    batch: int = 0,
 ) -> Report:
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
     all-reduce of a few int64, the words; see Note [two planes].
@@ -103,15 +101,14 @@ def report_of(
         flags: this rank's; any one rank raises a flag for all.
         copy: which copy of which part of the batch this rank has.
         size: of this rank's batch, for the ranks to compare.
-        batch: a digest of it; 0: this rank says nothing.
     """
-    told = tell([*words_of(means), *log], flags, group, size, batch)
+    told = tell([*words_of(means), *log], flags, group, size)
     means.work.wait()
     # Values are used only once the ranks are known to have sent the same ones
     if not told.alike:
         raise other_collectives(group, log)
     found = report_without_words(means, group, copy)
-    return found._replace(flags=told.flags, sizes=told.sizes, same_batch=told.same_batch)
+    return found._replace(flags=told.flags, sizes=told.sizes)
 
 
 def words_of(means: MeansUnderWay) -> list[str]:
@@ -147,7 +144,6 @@ def _report(means: MeansUnderWay, copy: Copy) -> Report:
         num_weighty=num_weighty / copy.num,
         flags=[],
         sizes=None,
-        same_batch=None,
     )
 
 

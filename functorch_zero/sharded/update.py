@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from ..groups import labelled

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from optree import tree_map
 from torch import Tensor
@@ -41,6 +41,8 @@ class Results(NamedTuple):
 
 class Agreement(Settlement, Protocol):
     """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
+
+    own: Sequence[str]  # names of the value's entries that each rank keeps for itself
 
     def on_arguments(
         self,
@@ -81,20 +83,25 @@ class Agreement(Settlement, Protocol):
         ...
 
 
-class ProgramAgreement:
+class AgreementOfRanks:
     """The `Agreement` of ranks that are there. Each method is one exchange, or one all-reduce of
     words.
 
+    Of a training step, the gradient settles all. Nothing else is sent in a step, and nothing waits
+    for the next one: what is made after the gradient follows from what ranks have compared, by the
+    library's own code. Trees, buffers and scales that the next step is given are in its gradient's
+    words.
+
     Args:
+        step: the program.
         options: those of `shard`.
         background: the step's tasks, whose failures all ranks learn here.
-        own: names of the value's entries that each rank keeps for itself.
     """
 
-    is_by_gradients: ClassVar[bool] = False
-
-    def __init__(self, options: Options, background: BackgroundTasks, own: Sequence[str] = ()):
-        self._options, self._background, self._own = options, background, own
+    def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
+        self._options, self._background = options, background
+        self.is_by_gradients = step.is_training_step
+        self.own: Sequence[str] = step.buffers if options.sync_buffers == "local" else ()
         self._batches = EqualBatches(options.axes.data.size)
 
     def on_arguments(
@@ -124,7 +131,7 @@ class ProgramAgreement:
         # Nothing else would show that the rest beside sharded trees differs
         facts: dict[str, Any] = {"the first value": paths(as_local(value))}
         leaves = unsharded_leaves(value)
-        leaves = {path: leaf for path, leaf in leaves.items() if not is_within(path, self._own)}
+        leaves = {path: leaf for path, leaf in leaves.items() if not is_within(path, self.own)}
         numbers = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
         for path, words in (numbers | told_values(leaves)).items():
             facts[f"values of {path!r} in the first value"] = words
@@ -136,16 +143,20 @@ class ProgramAgreement:
         return is_looked_at(call)
 
     def before_call(self, ledger: Ledger) -> None:
-        self._compare(ledger, "step/calls")
+        if not self.is_by_gradients:
+            self._compare(ledger, "step/calls")
 
     def before_writing(self, ledger: Ledger) -> None:
-        self._compare(ledger, "step/before writing")
+        if not self.is_by_gradients:
+            self._compare(ledger, "step/before writing")
 
     def by_gradient(self, ledger: Ledger, flags: Sequence[bool], batch: Any) -> list[bool]:
         told = self._compare_with_batch(ledger, "gradient/metrics", batch, flags)
         return told.flags[1:]
 
     def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
+        if self.is_by_gradients:
+            return
         ledger.note_results(*results)
         # Sharded trees are no batch
         own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
@@ -185,35 +196,6 @@ class ProgramAgreement:
         ledger.settled(told.sizes, group.rank)
         self._background.raise_if(told.flags[0])
         return told
-
-
-class TrainAgreement(ProgramAgreement):
-    """That of a training step: its gradient settles all. Nothing else is sent, and nothing waits
-    for the next step: what is made after the gradient follows from what ranks have compared, by
-    the library's own code. Trees, buffers and scales that the next step is given are in its
-    gradient's words."""
-
-    is_by_gradients = True
-
-    def before_call(self, ledger: Ledger) -> None:
-        pass
-
-    def before_writing(self, ledger: Ledger) -> None:
-        pass
-
-    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
-        pass
-
-
-def agreement_of(step: ProgramStep, options: Options, background: BackgroundTasks) -> Agreement:
-    """That of ranks that take such a step."""
-    kind = TrainAgreement if step.is_training_step else ProgramAgreement
-    return kind(options, background, own_entries(step, options))
-
-
-def own_entries(step: ProgramStep, options: Options) -> Sequence[str]:
-    """The names of the value's entries that each rank keeps for itself."""
-    return step.buffers if options.sync_buffers == "local" else ()
 
 
 class _Findings(NamedTuple):

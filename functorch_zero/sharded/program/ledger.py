@@ -59,10 +59,7 @@ class Posted(NamedTuple):
 class Settlement(Protocol):
     """The comparison of ledgers among ranks. It raises, on every rank, where they differ."""
 
-    @property
-    def is_by_gradients(self) -> bool:
-        """Whether each gradient compares all words so far."""
-        ...
+    is_by_gradients: bool  # whether each gradient compares all words so far
 
     def before_call(self, ledger: Ledger) -> None:
         """Compare the calls of the library that the program has made, the next one last."""

@@ -68,7 +68,7 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement, Results, agreement_of, own_entries
+from .agreement import Agreement, AgreementOfRanks, Results
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
@@ -129,9 +129,7 @@ class ShardedStep:
         self.unsharded, self.options, self._layout = step, options, layout
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
-        self._agreement = agreement or agreement_of(step, options, self.background)
-        # Trees of the value that each rank keeps for itself
-        self._own = own_entries(step, options)
+        self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._parts = PartsOfValues(options, step.nameless)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
@@ -399,7 +397,7 @@ class ShardedStep:
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             era = era_of(self.group)
-            ledger = Ledger(number, self._agreement, look=look, era=era, own=self._own)
+            ledger = Ledger(number, self._agreement, look=look, era=era, own=self._agreement.own)
             ledger.note_given(as_given.by_path)
             donates = self.options.donate
 
