@@ -728,6 +728,11 @@ class ShardedTree(OnEngine):
         return f"ShardedTree({{{shapes_of(self.sharding.layout)}}}, {form}, {self.sharding})"
 
 
+def is_held(node: Any) -> bool:
+    """Whether this is a sharded tree in the form of params, whose leaves a loss may use."""
+    return isinstance(node, ShardedTree) and node.holding.form == "held"
+
+
 def shapes_of(layout: Layout, most: int = 4) -> str:
     """The whole leaves by path: "w: (2, 3) torch.float32"; `most` of them."""
     found = []

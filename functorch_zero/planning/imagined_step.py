@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
 from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
@@ -311,7 +311,7 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
     held: list[Tensor] = []
     others: list[Tensor] = []
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if _is_held(node):
+        if is_held(node):
             held += flats_here(node)
         else:
             others += _tensors(node)
@@ -320,11 +320,7 @@ def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 def held_trees(value: Any) -> list[ShardedTree]:
     """The trees of a value in the form of params."""
-    return [*filter(_is_held, optree.tree_leaves(value, is_leaf=is_on_engine))]
-
-
-def _is_held(node: Any) -> bool:
-    return isinstance(node, ShardedTree) and node.holding.form == "held"
+    return [*filter(is_held, optree.tree_leaves(value, is_leaf=is_on_engine))]
 
 
 def flats_here(params: ShardedTree) -> list[Tensor]:

@@ -15,7 +15,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
 from ..layout.layout import Layout
-from ..layout.sharded_tree import Holding, ShardedTree
+from ..layout.sharded_tree import Holding, ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
@@ -51,7 +51,7 @@ class _Arguments:
 
     def __init__(self, given: tuple[Any, ...]):
         self._nodes, self._treedef = optree.tree_flatten(given, is_leaf=is_on_engine)
-        self._places = [n for n, node in enumerate(self._nodes) if _is_held(node)]
+        self._places = [n for n, node in enumerate(self._nodes) if is_held(node)]
         self.trees: list[ShardedTree] = [self._nodes[n] for n in self._places]
 
     @property
@@ -275,8 +275,3 @@ def _check_known_as_cut(value: TrainValue, rank: int) -> None:
 
 def _words_of(trees: Sequence[ShardedTree]) -> str:
     return " ".join(f"#{tree.story.word:08x}" for tree in trees)
-
-
-def _is_held(node: Any) -> bool:
-    """Whether this is a sharded tree in the form of params, which a function may read."""
-    return isinstance(node, ShardedTree) and node.holding.form == "held"

@@ -70,14 +70,11 @@ def make_reduction(
     options: Options,
     log: list[str],
     kept: Mapping[int, Kept],
-    *,
-    in_rows: bool = False,
 ) -> GradientReduction:
     """The reduction of a step's gradients.
 
     Args:
         kept: from earlier steps, by bucket.
-        in_rows: whether the caller takes `Rows` of tables.
     """
     # In layout order only where backward starts no other collective: see Note [order of
     # reductions] in runtime/unit.py
@@ -92,7 +89,7 @@ def make_reduction(
         if not level.by_rows and (level.cuts_params or (level.streams and bucket.trainable)):
             in_layout_order = False
         # Between replicas, and to a place, dense ones travel
-        if level.by_rows and in_rows and options.axes.replicate.size == 1 and places[b] is None:
+        if level.by_rows and options.axes.replicate.size == 1 and places[b] is None:
             as_rows.add(b)
     return GradientReduction(
         layout,
@@ -109,7 +106,7 @@ def make_reduction(
 
 
 def grads_like(
-    params: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int = 0
+    params: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int
 ) -> ShardedTree:
     """Reduced gradients as a tree, cut as its params are: zeros for a bucket that no loss reached,
     None where frozen.

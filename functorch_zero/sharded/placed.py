@@ -78,16 +78,13 @@ class Placed(NamedTuple):
         return self.place.holds(self.tensor)
 
 
-def brought(places: ByUnit | None, state: Any, device: torch.device | None = None) -> Any:
+def brought(places: ByUnit, state: Any) -> Any:
     """The optimizer's state, beside the params, with leaves as views of what was brought.
-
-    Args:
-        device: of the params; None: that of whatever lies elsewhere than in the place.
 
     Raises:
         StructureError: the place has brought what can't be worked on.
     """
-    return Ferry(() if places is None else places.distinct).beside(state, device)
+    return Ferry(places.distinct).beside(state, None)
 
 
 def placed(

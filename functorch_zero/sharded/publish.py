@@ -39,15 +39,14 @@ def publish(
     axes: Axes,
     *,
     donate: bool,
-    empty: Sequence[Callable[[Tensor], Tensor]] | None = None,
+    empty: Sequence[Callable[[Tensor], Tensor]],
 ) -> ShardedTree:
     """params + updates, as held between steps; with updates None the flats hold the sums already.
 
     Args:
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
-        empty: per bucket, makes a flat like another one, where params lie between steps; None:
-            beside it.
+        empty: per bucket, makes a flat like another one, where params lie between steps.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
     is ready; of leaves that are gathered in fewer bytes than they are stored in, in that form. With
@@ -71,7 +70,7 @@ def publish(
         # A frozen flat stays the same one; without donation the given params stay valid
         new = flat
         if bucket.trainable and not donate:
-            new = torch.empty_like(flat) if empty is None else empty[b](flat)
+            new = empty[b](flat)
         made.append(new)
         if not bucket.trainable:
             continue
@@ -82,8 +81,7 @@ def publish(
         # The all-gather runs while the next bucket is added
         name = f"{params.holding.name}.{bucket.name}".lstrip(".")
         over = _published_along(bucket, axes)
-        make = torch.empty_like if empty is None else empty[b]
-        started[b] = _Publishing(new, bucket, name, over, axes.shard.group, make)
+        started[b] = _Publishing(new, bucket, name, over, axes.shard.group, empty[b])
     _finish([*started.values()])
     for b, publishing in started.items():
         published[b] = publishing.published

@@ -104,7 +104,7 @@ def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> N
 
 
 def first_parts(
-    params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int, name: str = ""
+    params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int, name: str
 ) -> Any:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
     layout = sharding.layout

@@ -142,8 +142,8 @@ class Planner(Local):
         numbers: PyTree[int],
         extents: PyTree[Extent],
         num_ranks: int,
-        whole: frozenset[int] = frozenset(),
-        in_rows: frozenset[int] = frozenset(),
+        whole: frozenset[int],
+        in_rows: frozenset[int],
     ):
         self._numbers, self._num_ranks = numbers, num_ranks
         self._whole, self._in_rows = whole, in_rows

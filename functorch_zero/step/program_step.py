@@ -554,9 +554,7 @@ def _versions(tensors: Mapping[int, Tensor]) -> list[int]:
 _PLAIN = {Tensor, Parameter}  # subclasses may be of several tensors
 
 
-def check_next_value(
-    old: Any, new: Any, rank: int | None = None, *, free: Sequence[str] = ()
-) -> None:
+def check_next_value(old: Any, new: Any, rank: int | None = None, *, free: Sequence[str]) -> None:
     """Raise, naming the first leaf, unless a program returns its value in the structure, shapes and
     dtypes that it was given.
 

@@ -93,7 +93,7 @@ class Donation:
     def _places_of(self, node: Any) -> list[int]:
         return [n for n, given in enumerate(self._nodes) if given is node]
 
-    def takes(self, params: ShardedTree, state: ShardedOptState, *, by_any: bool = False) -> bool:
+    def takes(self, params: ShardedTree, state: ShardedOptState, *, by_any: bool) -> bool:
         """Whether both may be written over. Every rank asks at the same places: the first answer
         of a step that may be yes is a collective.
 

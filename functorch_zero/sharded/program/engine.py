@@ -21,7 +21,7 @@ from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...layout.joined import Joined, join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree, pieces_of, shapes_of
+from ...layout.sharded_tree import ShardedTree, is_held, pieces_of, shapes_of
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
@@ -471,7 +471,7 @@ class ShardedEngine:
                 calls.reminder,
                 scale=call.options.scale,
             ),
-            reduction=make_reduction(joined.layout, options, log, kept_before, in_rows=True),
+            reduction=make_reduction(joined.layout, options, log, kept_before),
             order=order,
             options=options,
             log=log,
@@ -539,9 +539,9 @@ class ShardedEngine:
 
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""
-        if _is_sharded(tree):
+        if isinstance(tree, ShardedTree):
             tree.num_uses += 1
-        if not _is_sharded(tree) or tree.holding.form != "held":
+        if not is_held(tree):
             raise StructureError(
                 explain(
                     "something else was given in the place of params",
@@ -594,7 +594,7 @@ class ShardedEngine:
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
         # Engines and numbers are not compared: averages of a tree fit it, too
-        fits = _is_sharded(tree) and tree.holding == params.holding.in_pieces
+        fits = isinstance(tree, ShardedTree) and tree.holding == params.holding.in_pieces
         if not fits:
             raise StructureError(
                 explain(
@@ -663,10 +663,6 @@ def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
     return layout.treedef.unflatten(leaves)
 
 
-def _is_sharded(node: Any) -> bool:
-    return isinstance(node, ShardedTree)
-
-
 def _state_in_words(state: ShardedOptState) -> str:
     sharding = state.holding.sharding
     return f"a state for leaves {shapes_of(sharding.layout)}, cut as {sharding.told}"
@@ -674,6 +670,6 @@ def _state_in_words(state: ShardedOptState) -> str:
 
 def _in_words(node: Any) -> str:
     """A tree for errors, by its name and its leaves."""
-    if not _is_sharded(node):
+    if not isinstance(node, ShardedTree):
         return f"a {type(node).__name__}"
     return f"{node.holding.label} of leaves {shapes_of(node.sharding.layout)}, {node.told}"

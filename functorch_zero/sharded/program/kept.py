@@ -14,7 +14,7 @@ import optree
 from ...errors import StructureError, explain
 from ...layout.joined import join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree
+from ...layout.sharded_tree import ShardedTree, is_held
 from ...params import is_on_engine
 from ...runtime.reduce import Kept, Reduction
 from ...tree import paths
@@ -121,7 +121,7 @@ class PartsOfValues:
         nameless: the place of a tree whose leaves keep their own paths.
     """
 
-    def __init__(self, options: Options, nameless: str | None = None):
+    def __init__(self, options: Options, nameless: str | None):
         self._options, self._nameless = options, nameless
         self._known: TrainedTrees | None = None
 
@@ -140,7 +140,7 @@ class PartsOfValues:
 def _keeps(node: Any) -> bool:
     """Whether this is a tree, in the form of params, whose gradients may be asked for, and go by
     the reduction. Those of a tree that `fz.shard_tree` has cut with a level of its own don't."""
-    if not isinstance(node, ShardedTree) or node.holding.form != "held":
+    if not is_held(node):
         return False
     engine = node.holding.engine
     # A pickled tree has none, and whatever is asked of it says so

@@ -106,8 +106,8 @@ class Ledger:
         settlement: Settlement,
         *,
         look: bool,
-        era: int = 0,
-        own: Sequence[str] = (),
+        era: int,
+        own: Sequence[str],
     ):
         self.step, self.look = step, look
         self._name = f"step {step}'s" if era == 0 else f"step {step}'s (era {era})"

@@ -23,7 +23,7 @@ from ...groups.forwarding import era_of
 from ...groups.protocol import Group
 from ...layout.joined import join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import Holding, ShardedTree, hold
+from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...params import Engine, as_local, is_on_engine
@@ -336,7 +336,7 @@ class ShardedStep:
             known, begun = {}, {}
             for name, arg in given.items():
                 own = entry_of(old, name)
-                if _is_held(own):
+                if is_held(own):
                     known[name] = own
                     begun[name] = _whole_without_values(own) if arg is own else arg
                 else:
@@ -399,7 +399,6 @@ class ShardedStep:
             era = era_of(self.group)
             ledger = Ledger(number, self._agreement, look=look, era=era, own=self._agreement.own)
             ledger.note_given(as_given.by_path)
-            donates = self.options.donate
 
             sharding = state.sharding
             assert sharding is not None
@@ -409,7 +408,9 @@ class ShardedStep:
                 # A file may still be made of the state
                 sharding.donations.take()
 
-            donation = Donation(given.nodes, self._earlier, before_writing) if donates else None
+            donation = None
+            if self.options.donate:
+                donation = Donation(given.nodes, self._earlier, before_writing)
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),
                 calls=self._loss_calls,
@@ -431,7 +432,7 @@ class ShardedStep:
             made = Nodes.of(without_pieces(new, value), self._structure_of(state))
             note_writes(given.nodes)
             unwritten.check(lambda node, leaf: given.paths[node], rank, used_up_nodes(given.nodes))
-            if donates:
+            if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             check_fits(given, made, rank, free=self.unsharded.free)
@@ -468,8 +469,7 @@ class ShardedStep:
             return noted
         made = self._outlined(state)
         if made is None and not self._structures:
-            assert state.sharding is not None
-            made = ValueStructure.of(state.value, state.sharding)
+            made = _structure_of(state)
         # The last one stays that of a first state
         self._structures[:0] = [] if made is None else [made]
         return made
@@ -480,7 +480,7 @@ class ShardedStep:
         given = self._own_args(state.value)
         if given is None:
             return None
-        cut = {n: own.holding if _is_held(own) else own for n, own in given.items()}
+        cut = {n: own.holding if is_held(own) else own for n, own in given.items()}
         if self.unsharded.nameless is not None:
             # That of the state: its tree may have been replaced
             cut[self.unsharded.nameless] = Holding(state.sharding, "held")
@@ -658,13 +658,8 @@ def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict
     return fills
 
 
-def _is_held(node: Any) -> bool:
-    """Whether this is a sharded tree in the form of params."""
-    return isinstance(node, ShardedTree) and node.holding.form == "held"
-
-
 def _has_flats_of(tree: ShardedTree, other: Any) -> bool:
-    return _is_held(other) and all(map(is_, tree.flats(), other.flats()))
+    return is_held(other) and all(map(is_, tree.flats(), other.flats()))
 
 
 def _whole_without_values(tree: ShardedTree) -> Any:

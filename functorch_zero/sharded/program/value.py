@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...layout.piece import Piece, refuse
-from ...layout.sharded_tree import Holding, ShardedTree, hold
+from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
 from ...params import Engine, as_local, is_on_engine, map_local
@@ -185,7 +185,7 @@ def _marked_like(node: Any, noted: Any) -> Any:
     # Pickled, it has lost its engine
     if is_on_engine(node) and node.holding.engine is None and _is_cut(noted):
         node = node.on(noted.engine)
-    if not _is_held(node):
+    if not is_held(node):
         return settled(node)
     if not isinstance(noted, Holding):
         return node.as_noted()
@@ -216,18 +216,13 @@ def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
     return ShardedTree.of_local(copies, replace(tree.holding, sharding=noted.sharding))
 
 
-def _is_held(node: Any) -> bool:
-    """Whether this is a sharded tree in the form of params."""
-    return isinstance(node, ShardedTree) and node.holding.form == "held"
-
-
-def as_marked(value: Any, nameless: str | None = None) -> Any:
+def as_marked(value: Any, nameless: str | None) -> Any:
     """The value of `init`: its trees remember whether their leaves are trained, and their paths as
     names, but for the tree in the nameless place. Other tensors are not trained. The same as of
     whole trees: a clone that is made without gradients isn't trained."""
 
     def mark(node: Any) -> Any:
-        if _is_held(node):
+        if is_held(node):
             return node.as_read_only(node.is_read_only)
         return settled(node.detach()) if isinstance(node, Tensor) else map_local(_detached, node)
 
@@ -268,7 +263,7 @@ def trained_of(value: Any) -> Trained:
     """Which leaves of the whole value are trained."""
 
     def trained(node: Any) -> Any:
-        return node.trained if _is_held(node) else tree_map(lambda leaf: False, as_local(node))
+        return node.trained if is_held(node) else tree_map(lambda leaf: False, as_local(node))
 
     flags = tree_map(trained, value, is_leaf=is_on_engine)
     return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
@@ -351,13 +346,13 @@ def used_up_nodes(nodes: Sequence[Any]) -> set[int]:
 def device_of_value(value: Any) -> torch.device:
     """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
     for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if _is_held(node) and (own := node.flats()):
+        if is_held(node) and (own := node.flats()):
             device: torch.device = own[0].device
             return device
     return device_of(value)
 
 
-def check_fits(old: Nodes, new: Nodes, rank: int, *, free: Sequence[str] = ()) -> None:
+def check_fits(old: Nodes, new: Nodes, rank: int, *, free: Sequence[str]) -> None:
     """Raise unless a program's next value fits in the place of the one that it was given, as
     `check_next_value`. To compare the leaves of a tree would cut them, so nodes whose holdings say
     that they fit are left out. `free`: as there."""
@@ -399,7 +394,7 @@ def _fits(old: Any, new: Any) -> bool:
             new.check_leaves()
         return True
     # In pieces the flats may be of another dtype
-    return _is_held(new) and not new.are_leaves_shown
+    return is_held(new) and not new.are_leaves_shown
 
 
 def _part_like(path: str, noted: Any, whole: Any) -> Any:
