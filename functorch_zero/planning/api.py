@@ -25,7 +25,7 @@ from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
-from ..sharded.options import Options, ShardOptions, StateAxes, check_of_program
+from ..sharded.options import Options, ShardOptions, StateAxes
 from ..sharded.program.step import ShardedStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
@@ -136,13 +136,13 @@ def plan(
     if sharded is not None:
         options = _imagined(sharded, journal, device)
     else:
+        given: dict[str, Any] = {**of_shard}
         # A reduction over gloo takes room, and over NCCL it takes none
-        axes = ranks_told.axes(journal, of_shard.pop("state_axes", "shard"), device.type == "cpu")
+        axes = ranks_told.axes(journal, given.pop("state_axes", "shard"), device.type == "cpu")
         assert level is not None
-        options = work.options(Levels(level), axes, of_shard)
+        options = Options.checked(work.step, Levels(level), axes, **given)
     # The stand-ins may lie on another device than the leaves
     options = replace(options, overlap=options.overlap or Overlap.by_default(device))
-    check_of_program(options, work.step.buffers)
     # Losses may bring constants of their own, which are real tensors
     fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
     stand_in = None
@@ -269,14 +269,6 @@ class _Work(NamedTuple):
     trees: tuple[Any, ...]  # the arguments of `init`
     args: tuple[Any, ...]  # those of the step, after its state: one rank's
     optimizer: Transform | None = None  # of a training step
-    scales: bool = False  # whether its loss is multiplied by a scale
-
-    def options(self, levels: Levels, axes: Axes, given: Mapping[str, Any]) -> Options:
-        """Those that arguments of `shard` stand for; a training step donates."""
-        given = {**given, "loss_scale": self.scales}
-        if given.get("donate") is None:
-            given["donate"] = self.optimizer is not None
-        return Options.checked(levels, axes, **given)
 
 
 def _work_of_program(step: ProgramStep, given: Any, batch: Any, others: Mapping[str, Any]) -> _Work:
@@ -331,7 +323,6 @@ def _work_of_training(
         (params, own_buffers if buffers is None else buffers),
         (batch,),
         step.optimizer,
-        step.policy.scaling is not None,
     )
 
 

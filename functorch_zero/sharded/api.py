@@ -12,7 +12,6 @@ from ..places import PlaceRule
 from ..runtime.reduce import Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
-from ..step.train import TrainStep
 from .buffers import SyncBuffers
 from .evaluate import ShardedEvalStep
 from .options import (
@@ -21,7 +20,6 @@ from .options import (
     ReduceGradients,
     ShardOptions,
     StateAxes,
-    check_of_program,
     check_state_axes,
 )
 from .program.step import ShardedStep
@@ -152,9 +150,10 @@ def shard(
     cuts_over_both = check_state_axes(state_axes) == "both"
     axes = axes_of(as_group(group), both=cuts_over_both)
     options = Options.checked(
+        step,
         levels,
         axes,
-        donate=isinstance(step, TrainStep) if donate is None else donate,
+        donate=donate,
         sync_buffers=sync_buffers,
         reshard_after_forward=reshard_after_forward,
         reduce_gradients=reduce_gradients,
@@ -162,14 +161,7 @@ def shard(
         reduction=reduction,
         place=place,
         reduce_bucket=reduce_bucket,
-        loss_scale=_scales(step),
     )
     if isinstance(step, ProgramStep):
-        check_of_program(options, step.buffers)
         return ShardedStep(step, options)
     return ShardedEvalStep(step, options)
-
-
-def _scales(step: EvalStep | ProgramStep) -> bool:
-    """Whether the step multiplies its loss by a scale, which changes between steps."""
-    return isinstance(step, TrainStep) and step.policy.scaling is not None

@@ -21,6 +21,9 @@ from ..places import ByUnit, Place, PlaceRule, settle
 from ..precision import Dtypes
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
+from ..step.evaluate import EvalStep
+from ..step.program_step import ProgramStep
+from ..step.train import TrainStep
 from ..tree import PyTree, check_patterns
 from .buffers import SyncBuffers, check_sync_buffers
 
@@ -114,10 +117,11 @@ class Options:
     @classmethod
     def checked(
         cls,
+        step: EvalStep | ProgramStep,
         levels: Levels,
         axes: Axes,
         *,
-        donate: bool,
+        donate: bool | None = None,
         sync_buffers: Any = "mean",
         reshard_after_forward: bool = True,
         reduce_gradients: Any = None,
@@ -125,24 +129,21 @@ class Options:
         reduction: Any = None,
         place: Any = None,
         reduce_bucket: Any = None,
-        loss_scale: bool = False,
     ) -> Options:
         """The options that these arguments of `shard` stand for, each checked on its own before
         ranks compare them, in `init`.
-
-        Args:
-            loss_scale: whether the step multiplies its loss by a scale, which changes between
-                steps.
 
         Raises:
             ValueError, TypeError: an argument is none of those that `shard` takes.
             NotImplementedError: two of them don't go together.
         """
+        trains = isinstance(step, TrainStep)
+        loss_scale = isinstance(step, TrainStep) and step.policy.scaling is not None
         return cls(
             levels=levels,
             axes=axes,
-            donate=donate,
-            sync_buffers=check_sync_buffers(sync_buffers),
+            donate=trains if donate is None else donate,
+            sync_buffers=check_sync_buffers_of(step, sync_buffers),
             reshard_after_forward=reshard_after_forward,
             reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
             overlap=check_overlap(overlap),
@@ -380,18 +381,16 @@ def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:
     return value
 
 
-def check_of_program(options: Options, buffers: Sequence[str]) -> None:
-    """Raise if a program is given an option that it has no place for.
-
-    Args:
-        buffers: the names that the program gives its own.
-    """
-    if options.sync_buffers == "local" and not buffers:
+def check_sync_buffers_of(step: EvalStep | ProgramStep, value: Any) -> SyncBuffers:
+    """The rule, if it is one for which the step has a place."""
+    rule = check_sync_buffers(value)
+    if rule == "local" and isinstance(step, ProgramStep) and not step.buffers:
         raise ValueError(
             'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
             "program's value are the same on every rank. Remedy: program_step(..., "
             'buffers=("buffers",)), which says where they are; or "mean" or "rank0"'
         )
+    return rule
 
 
 def _printed(seam: Any) -> str:
