@@ -616,8 +616,10 @@ class ShardedTree(OnEngine):
         """
         # Leaves are cut anew: those of this node may have gradients by now. Frozen flats stay with
         # all that have leaves of them, so that a load which writes over them uses these up
-        homes: list[Home | None] = []
-        for home, bucket in zip(self.homes(), self.sharding.layout.buckets, strict=True):
+        self._check_not_used_up()
+        # Rows of tables stay rows
+        own, homes = self._homes if self.is_uncut else self.homes(), list[Home | None]()
+        for home, bucket in zip(own, self.sharding.layout.buckets, strict=True):
             if home is not None and bucket.trainable:
                 home = home.handed_on()
             homes.append(home)
@@ -629,11 +631,6 @@ class ShardedTree(OnEngine):
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage."""
         return any(map(has_ended, (*self.leases, *filter(None, self._homes))))
-
-    def use_up(self) -> None:
-        """Note that the tensors are written over, of which nobody has the leaves."""
-        self.leases = [*self.leases, Lease()]
-        self.leases[-1].has_ended = True
 
     def _check_not_used_up(self) -> None:
         if self.is_used_up:

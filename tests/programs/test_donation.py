@@ -802,3 +802,26 @@ def test_gradients_that_were_given_away_are_not_read() -> None:
             sharded(sharded.init(FIRST), part(BATCHES[0], group))
 
     run_ranks(run, 2)
+
+
+def test_leaves_of_gradients_that_were_given_away() -> None:
+    """Of a state, too, which somebody has read before the step."""
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state, before = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        return (*adamw.apply(before, state, params, donate=True), grads), {"loss": mean}
+
+    step = fz.program_step(
+        program, init=lambda params: (*init(params), fz.zero_updates(params)), num_gradients=1
+    )
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
+        leaf = state.value[2]["w"]
+        sharded(state, part(BATCHES[1], group))
+        with pytest.raises(DonatedError):
+            torch.zeros_like(leaf).add(leaf)
+
+    run_ranks(run, 2)

@@ -271,6 +271,8 @@ class ShardedEngine:
         own = params.pieces()
         fuses = see is None and prepared.fuses(own)
         uses_up = over and (fuses or is_placed(state) or prepared.donates)
+        if prepared.donates:
+            grads = grads.handed_on()
         if over:
             # The old ones go before new ones are made
             params.note_published(params.published(trained=False))
@@ -286,8 +288,6 @@ class ShardedEngine:
             else:
                 run = prepared.update_fn
                 updates, made = prepared.run(run, grads, given, own, look=look, over=uses_up)
-            if prepared.donates:
-                grads.use_up()
             if updates is not None:
                 self._check_pieces(updates, params, some=True)
                 if see is not None:
