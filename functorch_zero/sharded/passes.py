@@ -145,7 +145,7 @@ def run_pass(
 
 
 class LossOnData(NamedTuple):
-    """A loss, and this rank's data: for a step's gradient, or for one of a program."""
+    """A loss, and this rank's data."""
 
     loss_fn: LossFn
     buffers: PyTree[Tensor]

@@ -27,10 +27,10 @@ from .options import Options
 
 
 class PreparedUpdate:
-    """The optimizer's update on pieces, and all that a sharded step derives once from a layout.
+    """The optimizer's update on pieces, and all that follows from a layout.
 
     Args:
-        optimizer: of the step.
+        optimizer: whose update it is.
         fuse: whether a fused kernel may add the updates to the params itself.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""A step of the user's own, for one process: any program of gradients and updates, and the oracle
-of its sharded form."""
+"""The step of a program, for one process: of any gradients and updates, and the oracle of its
+sharded form."""
 
 from __future__ import annotations
 

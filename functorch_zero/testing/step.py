@@ -19,7 +19,7 @@ from ..groups.mesh import SameData
 from ..groups.protocol import Group
 from ..layout.build import default_units
 from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import is_held
 from ..params import as_local, is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
@@ -353,8 +353,7 @@ def _leaves_of_trees(
     )
 
     def of_node(node: Any) -> Any:
-        is_tree = isinstance(node, ShardedTree) and node.holding.form == "held"
-        return tree_map(lambda leaf: is_tree, as_local(node))
+        return tree_map(lambda leaf: is_held(node), as_local(node))
 
     found: list[bool] = optree.tree_leaves(tree_map(of_node, state.value, is_leaf=is_on_engine))
     return found

@@ -1,4 +1,4 @@
-"""A step of the user's own for N ranks: the same program, on sharded trees.
+"""The step of a program for N ranks: the same program, on sharded trees.
 
 The program runs as it stands. Its trees know how they are cut, so the functions that it calls do
 what ranks need; this file cuts its first value, gives each call its random numbers, and makes sure
