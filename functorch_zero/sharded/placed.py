@@ -90,10 +90,10 @@ def brought(places: ByUnit, state: Any) -> Any:
 def placed(
     places: StatePlaces | None,
     state: ShardedOptState,
-    old: Any = None,
+    old: Any,
     *,
-    look: bool = True,
-    ferry: Ferry | None = None,
+    look: bool,
+    ferry: Ferry | None,
 ) -> ShardedOptState:
     """The inverse of `brought`.
 

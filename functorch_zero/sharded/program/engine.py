@@ -191,15 +191,12 @@ class ShardedEngine:
             old.use_up()
         return made
 
-    def own(self, state: ShardedOptState, holding: StateHolding | None = None) -> ShardedOptState:
-        """A state as this engine's updates take it: in this engine's place, or beside the params;
-        under another holding, if given."""
-        holding = state.holding if holding is None else holding
-        is_here = state.holding.brought is self._brought
-        if is_here and state.holding.sharding is holding.sharding:
+    def own(self, state: ShardedOptState) -> ShardedOptState:
+        """A state as this engine's updates take it: in this engine's place, or beside the
+        params."""
+        if state.holding.brought is self._brought:
             return state
-        tree = state.as_it_lies if is_here else state.beside
-        return state.held_as(holding.lying(self._brought), tree)
+        return state.held_as(state.holding.lying(self._brought), state.beside)
 
     @compared
     def update(
