@@ -15,7 +15,6 @@ from functorch_zero import optim
 from functorch_zero.errors import FunctorchZeroError, PeerError, StructureError
 from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
-from functorch_zero.runtime.reduce import Summed
 from functorch_zero.sharded.program import step as program_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import part
@@ -76,23 +75,6 @@ def batches(num: int) -> list[dict[str, Tensor]]:
     return [{"noise": rows(3), "real": rows(4)} for _ in range(num)]
 
 
-def test_a_state_goes_whole_and_back() -> None:
-    step = fz.program_step(gan, init=init)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
-        state = sharded.init(first_gen, first_disc)
-        first, second = batches(2)
-        state, _ = sharded(state, part(first, group))
-        again = sharded.shard(sharded.unshard(state))
-        one, _ = sharded(state, part(second, group))
-        other, _ = sharded(again, part(second, group))
-        return sharded.unshard(one), sharded.unshard(other)
-
-    for one, other in run_ranks(run, 3):
-        assert_equal_values(one, other, grade="bitwise")
-
-
 class Noisy(NamedTuple):
     params: Any
     opt: Any
@@ -148,46 +130,6 @@ def test_random_numbers_follow_from_seed_and_step() -> None:
     # The program's own numbers are those of one process; the ranks' losses draw others
     assert left["scale"] == right["scale"] == metrics["scale"]
     assert left["first"] != metrics["first"]
-
-
-def test_ranks_of_other_batches_draw_other_numbers() -> None:
-    def loss(params: Any, x: Tensor) -> Any:
-        return apply_noisy(params, x).square().mean(), fz.Aux(metrics={"drawn": torch.rand(())})
-
-    def program(value: Noisy, x: Tensor) -> Any:
-        (_, seen), grads = fz.value_and_grad(loss)(value.params, x)
-        params, opt = sgd.apply(grads, value.opt, value.params)
-        return Noisy(params, opt), seen
-
-    step = fz.program_step(program, init=init_noisy)
-    x = batches(1)[0]["noise"]
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=0, group=group)
-        return float(sharded(sharded.init(first_noisy), part(x, group))[1]["drawn"])
-
-    alone = run_ranks(run, 1)[0]
-    assert len({alone, *run_ranks(run, 2), *run_ranks(run, 3)}) == 3  # means of other numbers
-
-
-def test_a_step_that_failed_on_one_rank_is_tried_again() -> None:
-    step = fz.program_step(gan, init=init)
-    (batch,) = batches(1)
-    expected, _ = step(step.init(first_gen, first_disc), batch)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level={"gen": 3, "disc": 2}, group=group)
-        state = sharded.init(first_gen, first_disc)
-        broken = part(batch, group)
-        if group.rank == 1:
-            broken = {**broken, "noise": broken["noise"][:, :1]}
-        with pytest.raises((RuntimeError, PeerError)):
-            sharded(state, broken)
-        state, _ = sharded(state, part(batch, group))
-        return sharded.unshard(state)
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
 
 
 def test_describe() -> None:
@@ -621,27 +563,6 @@ def test_init_names_its_trees() -> None:
         assert all(name in text for text in [messages(step), *texts])
 
 
-def test_a_failure_between_steps_is_told() -> None:
-    step = fz.program_step(gan, init=init)
-    (batch,) = batches(1)
-    expected, _ = step(step.init(first_gen, first_disc), batch)
-    expected, _ = step(expected, batch)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=3, group=group)
-        state = sharded.init(first_gen, first_disc)
-        with pytest.raises((OSError, PeerError)), fz.propagate_failures(sharded):
-            state, _ = sharded(state, part(batch, group))
-            if group.rank == 1:
-                raise OSError("a file is lost")
-            sharded(state, part(batch, group))
-        state, _ = sharded(state, part(batch, group))
-        return sharded.unshard(state)
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
-
-
 def test_an_optimizers_state_is_read_as_a_whole_one() -> None:
     one = optim.scale_by_learning_rate(0.1)
     two = optim.chain(one, optim.scale_by_learning_rate(0.2))
@@ -663,43 +584,6 @@ def test_an_optimizers_state_is_read_as_a_whole_one() -> None:
     assert [len(metrics) for metrics in expected[0]] == [1, 2, 2]
     for found in run_ranks(run, 2):
         assert found == expected
-
-
-def test_a_step_does_not_cut_the_leaves_of_its_result() -> None:
-    step = fz.program_step(gan, init=init)
-    (batch,) = batches(1)
-
-    def run(group: Any) -> list[bool]:
-        sharded = fz.shard(step, level=2, group=group)
-        state, _ = sharded(sharded.init(first_gen, first_disc), part(batch, group))
-        return [state.value.gen.are_leaves_shown, state.value.disc.are_leaves_shown]
-
-    assert run_ranks(run, 2) == [[False, False]] * 2
-
-
-class Doubled(Summed):
-    """Sums of gradients, twice as large."""
-
-    def start(self, flat: Tensor, kept: Any, group: Any, *, cut: bool) -> Any:
-        return super().start(2 * flat, kept, group, cut=cut)
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_reduction_is_used(level: int) -> None:
-    def program(params: Any, x: Tensor) -> Any:
-        _, grads = fz.value_and_grad(lambda p, x: apply_noisy(p, x).square().mean())(params, x)
-        return params, {"norm": fz.dot(grads, grads).sqrt()}
-
-    step = fz.program_step(program, init=lambda params: params)
-    x = batches(1)[0]["noise"]
-    expected = step(step.init(first_noisy), x)[1]["norm"]
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=level, group=group, reduction=Doubled())
-        return sharded(sharded.init(first_noisy), part(x, group))[1]["norm"]
-
-    for norm in run_ranks(run, 2):
-        assert_equal_values(2 * expected, norm)
 
 
 def test_two_leaves_of_one_path_are_refused() -> None:
