@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import PeerError, StructureError, UnequalBatchesWarning
+from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.step.program import GradientOptions, LossCall
 from functorch_zero.testing.equality import assert_equal_values
@@ -122,30 +121,6 @@ def test_on_a_mesh(level: int, same_data: Any) -> None:
         assert_equal_values(train[0], program[0])
         assert_equal_values(train[1:], program[1:], grade="bitwise")
         assert_equal_values(found[0][1], program, grade="bitwise")
-
-
-def test_a_micro_batch_that_fails_on_one_rank() -> None:
-    """Every rank hears of it, and the step can be tried again."""
-    step = as_program(3)
-    first, _ = noisy_batches()
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=3, group=group)
-        state = sharded.init(noisy_params, seed=3)
-        own = tree_map(lambda x: x.chunk(2)[group.rank], first)
-        once, metrics = sharded(state, own)
-        broken = {**own, "weight": own["weight"].clone()}
-        if group.rank == 1:
-            broken["weight"][4] = -9.0  # in the second micro-batch
-        with pytest.raises((StructureError, PeerError)):
-            sharded(state, broken)
-        again, seen = sharded(state, own)
-        assert_equal_values((once.value.buffers, metrics), (again.value.buffers, seen))
-        return sharded.unshard(once), sharded.unshard(again)
-
-    for once, again in run_ranks(run, 2):
-        updates(noisy_params, once.value.params)
-        assert_equal_values(once, again, grade="bitwise")
 
 
 # Against the same program on whole trees: buffers whose means over ranks are those of the batch
@@ -299,44 +274,6 @@ def test_a_gan_with_batch_norm(level: Any, ranks: int) -> None:
         assert_equal_values(expected, found)
 
 
-def test_ranks_of_other_batches_have_equal_buffers() -> None:
-    """The mean over ranks, or those of rank 0."""
-    batch = gan_batch(0)
-    parts = [tree_map(lambda x, rank=rank: x.chunk(2)[rank], batch) for rank in range(2)]
-    buffers = {"gen": gen_buffers, "disc": disc_buffers}
-    # By rank, what its own part makes of them
-    alone = []
-    for part in parts:
-        gradient = fz.value_and_grad(disc_loss)
-        (_, _, new), _ = gradient(disc_params, gen_params, buffers=buffers, batch=part)
-        alone.append(new)
-
-    def program(value: Any, batch: Any) -> Any:
-        gradient = fz.value_and_grad(disc_loss)
-        (_, _, buffers), _ = gradient(
-            value["disc"], value["gen"], buffers=value["buffers"], batch=batch
-        )
-        return {**value, "buffers": buffers}, {}
-
-    def init(gen: Any, disc: Any) -> Any:
-        return {"gen": gen, "disc": disc, "buffers": buffers}
-
-    step = fz.program_step(program, init=init)
-    for rule in ("mean", "rank0"):
-
-        def run(group: Any, rule: Any = rule) -> Any:
-            sharded = fz.shard(step, level=3, group=group, sync_buffers=rule)
-            state = sharded.init(gen_params, disc_params)
-            return sharded(state, parts[group.rank])[0].value["buffers"]
-
-        for found in run_ranks(run, 2):
-            mean = found["gen"]["1.running_mean"]
-            both = [new["gen"]["1.running_mean"] for new in alone]
-            assert not torch.allclose(*both)
-            expected = both[0] if rule == "rank0" else torch.stack(both).mean(0)
-            torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-15)
-
-
 # Writes in place
 
 
@@ -395,41 +332,6 @@ def weighted_loss(params: Any, *, batch: Any) -> Any:
     predicted, _ = plain(params, {}, batch)
     metrics = {"most": predicted.square().mean()}
     return (predicted - 1).square().mean(), fz.Aux(metrics=metrics, weight=len(batch))
-
-
-@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, RANKS))
-def test_unequal_micro_batches(level: int, ranks: int) -> None:
-    """11 rows in 3 micro-batches, on ranks that have unequal parts; one has none."""
-    batch = rows(11, 3)
-    expected = fz.value_and_grad(weighted_loss)(plain_params, batch=batch)
-    whole = fz.value_and_grad(weighted_loss, accumulate=3)(plain_params, batch=batch)
-    assert_equal_values(expected, whole)
-    assert all(map(torch.count_nonzero, optree.tree_leaves(expected[1])))
-
-    def run(group: Any) -> Any:
-        params = fz.shard_tree(plain_params, level=level, group=group)
-        own = batch.split([[11], [7, 4], [8, 0, 3]][group.size - 1])[group.rank]
-        results, grads = fz.value_and_grad(weighted_loss, accumulate=3)(params, batch=own)
-        return results, fz.unshard(grads)
-
-    for found in run_ranks(run, ranks):
-        assert_equal_values(expected, found)
-
-
-def test_micro_batches_of_unequal_sizes_are_told() -> None:
-    def loss(params: Any, *, batch: Any) -> Tensor:
-        return plain(params, {}, batch)[0].square().mean()
-
-    def on_rank(group: Any) -> None:
-        params = fz.shard_tree(plain_params, level=1, group=group)
-        fz.value_and_grad(loss, accumulate=2)(params, batch=rows(5, 3))
-
-    for call in (
-        lambda: fz.value_and_grad(loss, accumulate=2)(plain_params, batch=rows(5, 3)),
-        lambda: run_ranks(on_rank, 2),
-    ):
-        with pytest.warns(UnequalBatchesWarning, match="3, 2 rows"):
-            call()
 
 
 def test_what_is_refused() -> None:
@@ -513,51 +415,6 @@ def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
 
 
 # Collectives
-
-
-def test_reductions_and_buffers_are_counted() -> None:
-    """Levels 0 and 1 reduce once per gradient, 2 and 3 in each micro-batch; buffers travel once per
-    dtype."""
-    units = 2  # linear layers, one bucket each
-    apply, params, _ = net(4, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def loss(params: Any, *, buffers: Any, batch: Any) -> Any:
-        new = {"mean": buffers["mean"] + batch.mean(0), "kept": buffers["kept"]}
-        return apply(params, {}, batch)[0].mean(), fz.Aux(buffers=new)
-
-    def program(value: Any, batch: Any) -> Any:
-        gradient = fz.value_and_grad(loss, accumulate=3)
-        (_, _, buffers), grads = gradient(value["params"], buffers=value["buffers"], batch=batch)
-        return {"params": fz.apply_updates(value["params"], grads), "buffers": buffers}, {}
-
-    def init(params: Any) -> Any:
-        kept = torch.ones(2000, dtype=torch.float64)
-        return {"params": params, "buffers": {"mean": torch.zeros(3).double(), "kept": kept}}
-
-    def run(group: Any) -> dict[Any, tuple[int, int]]:
-        found = {}
-        for level in LEVELS:
-            for kind in (None, "once"):
-                watched = counted(group)
-                step = fz.program_step(program, init=init)
-                sharded = fz.shard(step, level=level, group=watched, reduce_gradients=kind)
-                state = sharded.init(params)
-                watched.reset()
-                sharded(state, rows(6, 3))
-                # Beside the gradients': metrics, words, buffers, the step's agreement; and words
-                # before each of two calls, since step 0 is looked at
-                others = 4 + 2
-                reduces = watched.num_calls("all_reduce") - others
-                reduces += watched.num_calls("reduce_scatter")
-                longest = max(c.num_elements for c in watched.calls if c.kind != "exchange")
-                found[level, kind] = (reduces, longest)
-        return found
-
-    for found in run_ranks(run, 2):
-        for (level, kind), (reduces, longest) in found.items():
-            in_each = level >= 2 and kind is None
-            assert reduces == (3 if in_each else 1) * units, (level, kind)
-            assert longest < 2000, "a buffer that nobody changes is not sent"
 
 
 @pytest.mark.parametrize("changed", [True, False])
