@@ -548,6 +548,10 @@ def test_states_of_another_reduction_are_refused() -> None:
         plain(keeping.init(make_params()), x)
     with pytest.raises(StructureError, match=r"state\.parts.*path reduction"):
         other(keeping.init(make_params()), x)
+    with pytest.raises(StructureError, match=r"no parts, and reduction=Rounded"):
+        keeping.unshard(plain.init(make_params()))
+    with pytest.raises(StructureError, match=r"has parts.*replace\(parts=None\)"):
+        plain.unshard(keeping.init(make_params()))
     whole = keeping.unshard(keeping.init(make_params()))
     with pytest.raises(StructureError, match=r"has parts.*Remedy"):
         plain.shard(whole)

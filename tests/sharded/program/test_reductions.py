@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import pytest
 import torch
 from optree import tree_map
@@ -16,7 +15,7 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import StructureError
-from functorch_zero.groups import HybridGroup, SingleRank, counted, run_ranks
+from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.params import UnitSpec
 from functorch_zero.runtime.reduce import Carried, Kept, Summed
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
@@ -31,7 +30,7 @@ from tests.sharded.test_seams import (
     make_params,
     sums_of_grads,
 )
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed
 
 sgd = optim.sgd(LR)
 LEVELS = [0, 1, 2, 3]
@@ -104,33 +103,6 @@ def test_gradients_of_a_tree_are_sent_or_kept(level: int, donate: bool) -> None:
         sharded = fz.shard(STEP, level=level, group=group, reduction=ROUNDED, donate=donate)
         state = train(sharded, first_of(sharded), batches)
         check_conserved(sharded, state, batches)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_one_gradient_is_that_of_a_training_step(level: int) -> None:
-    """To the bit, and so are the tensors that are kept."""
-
-    def own(value: Any, x: Tensor) -> Any:
-        params, opt_state = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        return sgd.apply(grads, opt_state, params), {"loss": mean}
-
-    own_step = fz.program_step(own, init=lambda params: (params, sgd.init(params)))
-
-    def run(group: Any) -> None:
-        options = {"level": level, "group": group, "reduction": ROUNDED}
-        by_program = fz.shard(own_step, **options)
-        by_train_step = fz.shard(fz.train_step(linear_loss, sgd), **options)
-        state = train(by_program, by_program.init(make_params()), make_batches())
-        found = by_program.unshard(state)
-        state = train(by_train_step, by_train_step.init(make_params()), make_batches())
-        expected = by_train_step.unshard(state)
-        assert_equal_values(dict(expected.params), dict(found.value[0]), grade=EXACT)
-        error, expected_error = (w.parts["reduction"]["error"] for w in (found, expected))
-        named = {f"0.{path}": leaf for path, leaf in expected_error.items()}
-        assert_equal_values(named, error, grade=EXACT)
 
     run_ranks(run, 2)
 
@@ -246,39 +218,6 @@ def test_the_value_may_be_the_tree() -> None:
         later = second.unshard(train(second, second.shard(whole), [x]))
         expected = first.unshard(train(first, first.shard(whole), [x]))
         assert_equal_values(expected, later, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("same_data", thinned(["replicate", None]))
-def test_on_a_mesh(same_data: Any) -> None:
-    batches = make_batches()
-
-    def run(group: Any) -> None:
-        mesh = HybridGroup(group, shard_size=2, same_data=same_data)
-        sharded = fz.shard(STEP, level=3, group=mesh, reduction=ROUNDED)
-        state = train(sharded, first_of(sharded), batches, mesh.data)
-        check_conserved(sharded, state, batches)
-
-    run_ranks(run, 4)
-
-
-def test_accumulated_gradients_are_sent_or_kept() -> None:
-    batches = make_batches()
-
-    def both(value: Value, *, batch: Tensor) -> Tensor:
-        return 3 * loss(value.first, batch) + loss(value.second, batch)
-
-    def together(value: Value, x: Tensor) -> Any:
-        found, grads = fz.value_and_grad(both, accumulate=3)(value, batch=x)
-        return Value(*map(descended, value, grads)), {"loss": found}
-
-    def run(group: Any) -> None:
-        for rule in (None, "once"):
-            step = fz.program_step(together, init=Value)
-            options = {"reduction": ROUNDED, "reduce_gradients": rule}
-            sharded = fz.shard(step, level=3, group=group, **options)
-            check_conserved(sharded, train(sharded, first_of(sharded), batches), batches)
 
     run_ranks(run, 2)
 
@@ -649,62 +588,6 @@ def test_a_tree_in_two_places_is_kept_for_in_each() -> None:
     run_ranks(run, 2)
 
 
-def test_states_with_other_parts_are_refused() -> None:
-    def run(group: Any) -> None:
-        keeping = fz.shard(STEP, level=1, group=group, reduction=ROUNDED)
-        plain = fz.shard(STEP, level=1, group=group)
-        x = part(make_batches()[0], group)
-        state, other = first_of(keeping), first_of(plain)
-        for call in (lambda: keeping(other, x), lambda: keeping.unshard(other)):
-            with pytest.raises(StructureError, match=r"no parts, and reduction=Rounded"):
-                call()
-        for call in (lambda: plain(state, x), lambda: plain.unshard(state)):
-            with pytest.raises(StructureError, match=r"has parts.*replace\(parts=None\)"):
-                call()
-        plain(state.replace(parts=None), x)
-        with pytest.raises(NotImplementedError, match=r"keeps between steps.*path parts"):
-            keeping.refit(state, make_params(), make_params())
-        whole = keeping.unshard(state)
-        with pytest.raises(StructureError, match=r"replace\(parts=None\)"):
-            STEP.refit(whole, make_params(), make_params())
-        # Begun anew
-        again = keeping.shard(whole.replace(parts=None))
-        assert_equal_values(state.parts, again.parts, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-def test_one_process_keeps_the_parts_of_others() -> None:
-    def run(group: Any) -> Any:
-        sharded = fz.shard(STEP, level=3, group=group, reduction=ROUNDED)
-        return sharded.unshard(train(sharded, first_of(sharded), make_batches()))
-
-    whole, _ = run_ranks(run, 2)
-    later, _ = STEP(whole, make_batches()[0])
-    assert_equal_values(whole.parts, later.parts, grade=EXACT)
-
-
-def test_describe_and_plan_see_what_is_kept_and_sent() -> None:
-    x = make_batches()[0]
-
-    def run(group: Any) -> Any:
-        watched = counted(group)
-        sharded = fz.shard(STEP, level=3, group=watched, reduction=ROUNDED)
-        state = train(sharded, first_of(sharded), [x])
-        watched.reset()
-        state = train(sharded, state, [x])
-        return fz.describe(sharded, state), watched.sent_bytes("all_to_all")
-
-    (described, sent), _ = run_ranks(run, 2)
-    planned = fz.plan(
-        (make_params(), make_params()), STEP, level=3, ranks=2, reduction=ROUNDED, batch=x[:6]
-    )
-    rows = [row for row in described.rows if row.unit == "(reduction: error)"]
-    assert [row.nbytes for row in rows] == [planned.parts] and planned.parts > 0
-    assert sent == sum(c.sent_bytes for c in planned.collectives if c.kind == "all_to_all") > 0
-    assert "parts" in str(planned)
-
-
 def test_a_value_without_trained_trees() -> None:
     step = fz.program_step(lambda value, x: (value, {}), init=fz.zero_updates)
     sharded = fz.shard(step, level=1, group=SingleRank(), reduction=ROUNDED)
@@ -713,32 +596,18 @@ def test_a_value_without_trained_trees() -> None:
     sharded.shard(sharded.unshard(state))
 
 
-def test_a_gradient_that_is_not_finite_leaves_what_is_kept() -> None:
-    """And none has a scale, which changes what gradients are multiplied by."""
+def test_a_scaled_loss_is_refused() -> None:
+    """A scale changes what gradients are multiplied by, and so what is kept of them."""
+
+    def scaled(net: Any, x: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(loss, scale=2.0)(net, x)
+        return descended(net, grads), {"loss": mean}
+
+    step = fz.program_step(scaled, init=lambda net: net)
 
     def run(group: Any) -> None:
-        def gradient(net: Any, x: Tensor) -> Any:
-            return fz.value_and_grad(loss, nonfinite="tell")(net, x)
-
-        def step(net: Any, x: Tensor) -> Any:
-            (mean, fine), grads = gradient(net, x)
-            return (descended(net, grads) if fine else net), {"loss": mean}
-
-        made = fz.program_step(step, init=lambda net: net)
-        sharded = fz.shard(made, level=2, group=group, reduction=ROUNDED)
-        state, (x, *_) = sharded.init(make_params()), make_batches()
-        state, _ = sharded(state, part(x, group))
-        after, _ = sharded(state, part(x * torch.nan, group))
-        assert_equal_values(state.replace(step=2), after, grade="bitwise")
-        assert any(map(torch.count_nonzero, optree.tree_leaves(after.parts)))
-
-        def scaled(net: Any, x: Tensor) -> Any:
-            mean, grads = fz.value_and_grad(loss, scale=2.0)(net, x)
-            return descended(net, grads), {"loss": mean}
-
-        made = fz.program_step(scaled, init=lambda net: net)
-        sharded = fz.shard(made, level=2, group=group, reduction=ROUNDED)
+        sharded = fz.shard(step, level=2, group=group, reduction=ROUNDED)
         with pytest.raises(NotImplementedError, match="keeps gradients between steps, and a loss"):
-            sharded(sharded.init(make_params()), part(x, group))
+            sharded(sharded.init(make_params()), part(make_batches()[0], group))
 
     run_ranks(run, 2)
