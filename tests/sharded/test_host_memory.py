@@ -125,24 +125,6 @@ def test_a_plan_counts_what_is_here(optimizer: Any, donate: bool) -> None:
             assert max(sample.state for sample in samples) - counts == stream.most_here > 0
 
 
-def test_a_plan_of_a_program_counts_what_is_here() -> None:
-    optimizer = optim.adamw(0.1)
-
-    def program(value: Any, x: Tensor) -> Any:
-        params, state = value
-        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(params, x)
-        return optimizer.apply(grads, state, params)[::1], {"loss": mean}
-
-    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-    place, stream = played_host()
-    options: dict[str, Any] = {"group": SingleRank(), "donate": True, "place": {"state": place}}
-    sharded: Any = fz.shard(step, level=3, **options)
-    batch = make_batches(1)[0]
-    sharded(sharded.init(make_params()), batch)
-    samples = fz.plan(make_params(), sharded, batch=batch).samples
-    assert max(sample.state for sample in samples) - samples[0].state == stream.most_here > 0
-
-
 def unit_bytes(state: Any) -> list[int]:
     """By unit, the bytes of two moments."""
     return [2 * flat.nbytes for flat in state.params.flats()]
@@ -200,32 +182,6 @@ def test_copies_are_moved_into_pinned_memory() -> None:
 
 def moments(state: Any) -> list[Tensor]:
     return [x for x in local_leaves(state.value.opt_state) if x.dim()]
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_programs(donate: bool) -> None:
-    optimizer = optim.chain(optim.clip_by_global_norm(0.1), optim.scale_by_adam())
-
-    def program(value: Any, x: Tensor) -> Any:
-        params, state = value
-        mean, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(params, x)
-        return optimizer.apply(grads, state, params)[::1], {"loss": mean}
-
-    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-
-    def run(group: Any) -> None:
-        wholes = []
-        for place in (None, played_host()[0]):
-            options: dict[str, Any] = {"level": 3, "group": group, "donate": donate}
-            sharded: Any = fz.shard(step, **options, place={"state": place})
-            state = sharded.init(make_params())
-            waits = place and place._stream.host_waits
-            state = train(sharded, state, make_batches(6), group)
-            assert waits == (place and place._stream.host_waits)
-            wholes.append(sharded.unshard(state))
-        assert_equal_values(*wholes, grade=EXACT)
-
-    run_ranks(run, 2)
 
 
 def test_a_missing_wait_gives_wrong_numbers() -> None:

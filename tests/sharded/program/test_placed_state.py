@@ -14,13 +14,13 @@ from optree import tree_map
 from torch import Tensor
 
 import functorch_zero as fz
-from functorch_zero import checkpoint, optim
+from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.places import Here
-from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.local import local_leaves, part
+from functorch_zero.testing import assert_equal_values
+from tests.local import part
 from tests.places import Away, Counted
 from tests.tiers import thinned
 
@@ -62,42 +62,6 @@ def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
     for x in batches:
         state, _ = sharded(state, part(x, sharded.group))
     return state
-
-
-def vectors(state: Any) -> list[Tensor]:
-    """The tensors of the value's optimizer states, where they lie."""
-    leaves = local_leaves(state.value[1])
-    return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_to_the_bit_as_beside_the_params(level: int, donate: bool, tmp_path: Path) -> None:
-    """The update works in the files where it donates; else new ones are made."""
-    step = program_of(adamw)
-
-    def run(group: Any) -> None:
-        disk, options = Counted(tmp_path), {"level": level, "group": group, "donate": donate}
-        plain = fz.shard(step, **options)
-        sharded = fz.shard(step, **options, place=places_of(disk))
-        state = sharded.init(FIRST)
-        # Two to try the place, and two of the state; what was left is looked at
-        assert disk.calls == {"empty": 2 + 2, "leave": 2 + 2, "bring": 2 + 2}
-        disk.calls.clear()
-        assert all(map(disk.holds, vectors(state)))
-        later = train(sharded, state)
-        assert all(map(disk.holds, vectors(later)))
-        # The first step donates nothing
-        assert disk.calls["empty"] == disk.calls["leave"] == (2 if donate else 2 * 6)
-        expected = plain.unshard(train(plain, plain.init(FIRST)))
-        assert_equal_values(expected, sharded.unshard(later), grade=EXACT)
-        if not donate:
-            first = plain.unshard(plain.init(FIRST))
-            assert_equal_values(first, sharded.unshard(state), grade=EXACT)
-        assert "place of state=Counted()" in str(fz.describe(sharded, later))
-        assert fz.describe(sharded, later).nbytes == fz.describe(plain, plain.init(FIRST)).nbytes
-
-    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -236,59 +200,6 @@ def test_a_copied_state_is_brought() -> None:
         assert_equal_values(one, other, grade=EXACT)
 
     run_ranks(run, 2)
-
-
-def test_whole_and_back_and_refit() -> None:
-    both = optim.chain(optim.trace(0.5), optim.scale(-0.1))
-    step, other = program_of(adamw), program_of(optim.chain(optim.adamw(0.1), both))
-
-    def run(group: Any) -> None:
-        found = []
-        for storage in (None, Away()):
-            options = {"level": 2, "group": group, "place": places_of(storage)}
-            sharded, refitted = fz.shard(step, **options), fz.shard(other, **options)
-            state = train(sharded, sharded.init(FIRST), BATCHES[:2])
-            again = sharded.shard(sharded.unshard(state))
-            found.append([sharded.unshard(train(sharded, again, BATCHES[2:4]))])
-            new = refitted.refit(again, FIRST)
-            found[-1] += [refitted.unshard(new)]
-            found[-1] += [refitted.unshard(train(refitted, new, BATCHES[2:4]))]
-        assert_equal_values(*found, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_checkpoint_is_the_same_and_is_loaded_into_the_place(
-    donate: bool, tmp_path: Path
-) -> None:
-    step = program_of(adamw)
-
-    def save(group: Any) -> Any:
-        disk = Counted(tmp_path)
-        sharded = fz.shard(step, level=3, group=group, donate=donate, place=places_of(disk))
-        state = train(sharded, sharded.init(FIRST), BATCHES[:3])
-        checkpoint.save(tmp_path / "saved", sharded, state)
-        return sharded.unshard(train(sharded, state, BATCHES[3:]))
-
-    def go_on(group: Any, storage: Any) -> Any:
-        sharded = fz.shard(step, level=2, group=group, donate=donate, place=places_of(storage))
-        like = sharded.init(FIRST)
-        state = checkpoint.load(tmp_path / "saved", sharded, like=like).state
-        if donate and storage is not None:
-            # Into the files of `like`
-            assert all(map(storage.holds, vectors(state)))
-        return sharded.unshard(train(sharded, state, BATCHES[3:]))
-
-    expected = run_ranks(save, 2)[0]
-    for make in (lambda: None, lambda: Counted(tmp_path)):
-        for whole in run_ranks(lambda group, make=make: go_on(group, make()), 2):
-            assert_equal_values(expected, whole, grade="reordered")
-
-
-def test_the_proof_takes_a_place(tmp_path: Path) -> None:
-    args = program_of(OPTIMIZERS["lamb"]), FIRST, BATCHES[:2]
-    assert_sharded_equals_unsharded(*args, place=places_of(Counted(tmp_path)), ranks=(1,))
 
 
 def test_a_state_that_the_program_needs_later_stays() -> None:
