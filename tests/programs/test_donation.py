@@ -98,20 +98,6 @@ def test_donating_changes_no_bit(name: str, level: int) -> None:
         assert_equal_values(kept, donated, grade="bitwise")
 
 
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_known_number_of_gradients_donates_from_the_first_step_on(level: int) -> None:
-    step = fz.program_step(simple, init=init, num_gradients=1)
-
-    def run(group: Any) -> Any:
-        kept, _ = trained_by(step, group, level, donate=False)
-        donated, used_up = trained_by(step, group, level, donate=True)
-        assert all(used_up)
-        return kept, donated
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
 def test_a_wrong_number_of_gradients_is_told() -> None:
     step = fz.program_step(simple, init=init, num_gradients=2)
     with pytest.raises(StructureError, match=r"number of gradients.*expected num_gr.*=2, got 1"):
@@ -461,39 +447,6 @@ def test_a_failure_before_the_params_are_written_loses_the_state(
             sharded(state, part(BATCHES[1], group), True)
         with pytest.raises(DonatedError, match="state of step 1"):
             sharded(state, part(BATCHES[1], group), False)
-
-    run_ranks(run, 2)
-
-
-def test_ranks_agree_before_the_first_write() -> None:
-    """Ranks at different steps hear of it while both states are good."""
-    step = fz.program_step(simple, init=init)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=3, group=group, donate=True)
-        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
-        ahead = state.replace(step=state.step + group.rank)
-        with pytest.raises(Exception, match="different steps"):
-            sharded(ahead, part(BATCHES[1], group))
-        sharded(state, part(BATCHES[1], group))
-
-    run_ranks(run, 2)
-
-
-def test_a_background_save_has_a_copy(tmp_path: Any) -> None:
-    step = fz.program_step(simple, init=init)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=3, group=group, donate=True)
-        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
-        expected = sharded.unshard(state)
-        saving = checkpoint.async_save(tmp_path, sharded, state)
-        later = state
-        for x in BATCHES:
-            later, _ = sharded(later, part(x, group))
-        saving.result()
-        loaded, _ = checkpoint.load(tmp_path, sharded, like=later)
-        assert_equal_values(expected.value, sharded.unshard(loaded).value, grade="bitwise")
 
     run_ranks(run, 2)
 
