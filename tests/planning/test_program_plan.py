@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim, plan
-from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
@@ -375,21 +375,6 @@ def test_errors_say_what_to_do() -> None:
         assert "batch=[...], one argument. Remedy: batch=(x, y)" in "".join(caught.value.__notes__)
     with pytest.raises(TypeError, match="missing a required argument: 'two'"):
         plan(one, BOTH, level=1, ranks=2, batch=batch)
-
-
-def test_an_optimizer_that_reads_values_is_refused() -> None:
-    def update(updates: Any, state: Any, params: Any) -> Any:
-        return tree_map(lambda u: u * float(u.sum()), updates), state
-
-    optimizer = optim.pointwise(lambda params: (), update)
-
-    def program(value: Any, x: Tensor) -> Any:
-        _, grads = fz.value_and_grad(lambda params, x: forward(params, x).mean())(value[0], x)
-        return optimizer.apply(grads, value[1], value[0]), {}
-
-    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-    with pytest.raises(TransformError, match=r"the optimizer reads values.*Remedy"):
-        plan(trees()[0], step, level=1, ranks=2, batch=torch.empty(2, WIDTH))
 
 
 def test_an_option_that_a_program_has_no_place_for_is_refused_as_by_shard() -> None:
