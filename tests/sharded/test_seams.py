@@ -444,45 +444,6 @@ def test_a_second_axis_of_the_same_data(same_data: Any, shard_size: int, tmp_pat
         assert json.loads(planned.to_json())["mesh"] == line_of(same_data, shard_size)
 
 
-@pytest.mark.parametrize(("same_data", "shard_size"), SAME)
-def test_a_programs_axis_of_the_same_data(same_data: Any, shard_size: int, tmp_path: Path) -> None:
-    """The same of a program."""
-    batches, optimizer = make_batches(), optim.adamw(0.1)
-
-    def init(params: Any) -> Any:
-        return {"params": params, "opt": optimizer.init(params)}
-
-    def one_step(value: Any, x: Tensor) -> Any:
-        loss, grads = fz.value_and_grad(lambda p, x: linear_loss(p, {}, x))(value["params"], x)
-        params, opt = optimizer.apply(grads, value["opt"], value["params"])
-        return {"params": params, "opt": opt}, {"loss": loss}
-
-    program = fz.program_step(one_step, init=init)
-    expected = program.init(make_params())
-    for x in batches:
-        expected, _ = program(expected, x)
-
-    def run(group: Any) -> Any:
-        mesh = HybridGroup(group, shard_size=shard_size, same_data=same_data)
-        step = fz.shard(program, level=3, group=mesh)
-        state = train(step, step.init(make_params()), batches, mesh.data)
-        checkpoint.save(tmp_path, step, state)
-        assert f"mesh: {line_of(same_data, shard_size)}" in str(fz.describe(step, state))
-        return step.unshard(state)
-
-    def load(group: Any) -> None:
-        step = fz.shard(program, level=3, group=group)
-        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
-        assert_equal_values(whole, step.unshard(state), grade=EXACT)
-
-    whole = run_ranks(run, 2)[0]
-    assert_equal_values(expected, whole, grade="reordered")
-    run_ranks(load, 3)
-    options: dict[str, Any] = {"ranks": 2, "shard_size": shard_size, "same_data": same_data}
-    planned = fz.plan(make_params(), program, level=3, batch=batches[0], **options)
-    assert f"mesh         {line_of(same_data, shard_size)}" in str(planned)
-
-
 def test_a_mesh_is_shown_without_the_same_data_too() -> None:
     def run(group: Any) -> str:
         step = fz.shard(adamw_step(), level=3, group=HybridGroup(group, shard_size=1))
