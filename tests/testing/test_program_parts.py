@@ -21,7 +21,7 @@ from functorch_zero.sharded.program import gradient as gradient_module
 from functorch_zero.step.program_step import ProgramStep
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts, split
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed
 
 F64 = torch.float64
 ROWS = 25  # 2 and 3 ranks get unequal parts
@@ -151,15 +151,6 @@ def even() -> list[Any]:
     return [tree_map(lambda x: x[:24], batch) for batch in batches()]
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_ranks_of_the_same_data(level: int) -> None:
-    """Four ranks in a mesh have two parts."""
-    mesh: dict[str, Any] = {"shard_size": 2, "same_data": "replicate"}
-    assert_sharded_equals_unsharded(
-        *gan(), batches(), levels=[level], ranks=[4], per_rank=True, **mesh
-    )
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 def test_buffers_of_rank_0(seed: int | None) -> None:
     assert_sharded_equals_unsharded(
@@ -169,28 +160,6 @@ def test_buffers_of_rank_0(seed: int | None) -> None:
         assert_sharded_equals_unsharded(
             *gan(), batches(), levels=[2], ranks=[2], per_rank=True, sync_buffers="local"
         )
-
-
-@pytest.mark.parametrize("level", thinned([0, 3]))
-def test_buffers_of_each_rank(level: int) -> None:
-    """Each part's copy of the program goes on with its own."""
-
-    def init(disc: Any, buffers: Any) -> Any:
-        return {"disc": disc, "buffers": buffers}
-
-    def program(value: Any, batch: Any) -> Any:
-        def loss(disc: Any, *, buffers: Any, batch: Any) -> Any:
-            found, after = judge(disc, buffers, batch["real"])
-            return (found - 1).square().mean(), fz.Aux(after)
-
-        gradient = fz.value_and_grad(loss)
-        (found, _, buffers), grads = gradient(value["disc"], buffers=value["buffers"], batch=batch)
-        disc = fz.apply_updates(value["disc"], tree_map(lambda g: -0.1 * g, grads))
-        return {"disc": disc, "buffers": buffers}, {"loss": found}
-
-    step = fz.program_step(program, init=init, buffers=["buffers"])
-    options: Any = {"levels": [level], "ranks": [3], "per_rank": True, "sync_buffers": "local"}
-    assert_sharded_equals_unsharded(step, DISC, BUFFERS, batches(), **options)
 
 
 def test_a_sum_is_averaged_like_any_loss() -> None:
@@ -374,28 +343,15 @@ def test_an_error_on_one_part_ends_all() -> None:
     assert "Raised on rank 1 of 2." in caught.value.__notes__
 
 
-@pytest.mark.parametrize("kind", ["program", "training step"])
-def test_a_proof_uses_up_no_reminder(kind: str) -> None:
+def test_a_proof_uses_up_no_reminder() -> None:
     """Unequal parts mean to count the same there, and in a later call nobody has said so."""
-    params = {"w": torch.ones(4, dtype=F64, requires_grad=True)}
-    batch = torch.randn(7, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
-
-    def mean(params: Any, *, batch: Tensor) -> Tensor:
-        return (batch @ params["w"]).square().mean()
-
-    def program(params: Any, batch: Tensor) -> Any:
-        _, grads = fz.value_and_grad(mean, accumulate=2)(params, batch=batch)
-        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {}
 
     def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
-        return mean(params, batch=batch)
+        return (batch @ params["w"]).square().mean()
 
-    if kind == "program":
-        step: Any = fz.program_step(program, init=lambda params: params)
-        given: tuple[Any, ...] = (params,)
-    else:
-        step = fz.train_step(loss, optim.sgd(0.1), accumulate=2)
-        given = (params, {})
-    assert_sharded_equals_unsharded(step, *given, [batch], levels=[1], ranks=[1], per_rank=True)
+    step = fz.train_step(loss, optim.sgd(0.1), accumulate=2)
+    params = {"w": torch.ones(4, dtype=F64, requires_grad=True)}
+    batch = torch.randn(7, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    assert_sharded_equals_unsharded(step, params, {}, [batch], levels=[1], ranks=[1], per_rank=True)
     with pytest.warns(UnequalBatchesWarning):
-        step(step.init(*given), batch)
+        step(step.init(params, {}), batch)
