@@ -74,25 +74,6 @@ def test_as_the_unsharded_step(accumulate: int, ranks: int) -> None:
         )
 
 
-def test_a_program_gathers_once_per_gradient() -> None:
-    step, params = made()
-
-    def loss_fn(params: Any, batch: Tensor) -> Any:
-        return step.loss_fn(params, {}, batch)
-
-    def program(params: Any, x: Tensor) -> Any:
-        loss, _ = fz.value_and_grad(loss_fn, accumulate=4)(params, batch=x)
-        return params, {"loss": loss}
-
-    group = CountingGroup(2)
-    made_step = fz.program_step(program, init=lambda params: params)
-    sharded = fz.shard(made_step, level=3, group=group, reshard_after_forward=False)
-    value = sharded.init(params)
-    group.reset()
-    sharded(value, torch.ones(8, 16, dtype=torch.float64))
-    assert group.num_calls("all_gather") == UNITS
-
-
 def test_the_next_step_gathers_ahead() -> None:
     """In the order of all micro-batches: the second one uses a unit that the first one doesn't."""
     with torch.random.fork_rng():

@@ -153,29 +153,6 @@ def check(kind: str, level: int, *, accumulate: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
-def test_in_a_program(level: int) -> None:
-    apply, params, _ = fz.functionalize(model("beside"))
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return mean_square(apply(params, {}, x)[0])
-
-    x = batches()[0]["x"]
-    module = model("beside")
-    mean_square(module(x)).backward()
-    expected = {path: p.grad for path, p in module.named_parameters()}
-    _, whole = fz.value_and_grad(loss)(params, x)
-    torch.testing.assert_close(dict(whole), expected)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard_tree(params, level=level, group=group)
-        _, grads = fz.value_and_grad(loss)(sharded, x.chunk(2)[group.rank])
-        return fz.unshard(grads)
-
-    for grads in run_ranks(run, 2):
-        torch.testing.assert_close(dict(grads), expected)
-
-
-@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_unit_that_runs_in_backward_only(level: int) -> None:
     """Levels 0 and 1 have reduced it by then. Levels 2 and 3 reduce it where it runs."""
 

@@ -357,59 +357,44 @@ def test_what_is_linear_is_right(name: str, level: int) -> None:
     assert_equal_updates(expected, runs[0])
 
 
-def gradients(model: Model, level: int, ranks: int, take: Callable[..., Any]) -> Any:
-    """Of a program: `take` is given a loss, params and rows."""
-    apply, params, _ = build(model)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        value = (apply(params, {}, x)[0] - 1).square().mean()
-        if model is OF_THE_LOSS:
-            value.register_hook(clip)
-        return value
-
-    if not level and ranks == 1:
-        return take(loss, params, ROWS)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard_tree(params, level=level, group=group)
-        return fz.unshard(take(loss, sharded, ROWS.tensor_split(ranks)[group.rank]))
-
-    return run_ranks(run, ranks)[0]
-
-
-def first(loss: Any, params: Any, x: Tensor) -> Any:
-    return fz.value_and_grad(loss)(params, x)[1]
-
-
-def second(loss: Any, params: Any, x: Tensor) -> Any:
+def product(loss: Any, params: Any, x: Tensor) -> Any:
     """The vector is zero, so that nothing but the inner gradient shows a fault."""
     _, grads, product = fz.hvp(loss)(params, fz.zero_updates(params), x)
     return [grads, product]
 
 
+def products(model: Model, level: int, ranks: int) -> Any:
+    """Gradients, and their products with the Hessian."""
+    apply, params, _ = build(model)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (apply(params, {}, x)[0] - 1).square().mean()
+
+    if not level and ranks == 1:
+        return product(loss, params, ROWS)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard_tree(params, level=level, group=group)
+        return fz.unshard(product(loss, sharded, ROWS.tensor_split(ranks)[group.rank]))
+
+    return run_ranks(run, ranks)[0]
+
+
 @pytest.mark.parametrize(
-    ("name", "take", "level"),
-    [
-        *crossed(WRONG, (first,), LEVELS),
-        *crossed(["normalised", "a tensor's hook", "a node's hook"], (second,), LEVELS),
-    ],
+    ("name", "level"), crossed(["normalised", "a tensor's hook", "a node's hook"], LEVELS)
 )
-def test_in_a_program(name: str, take: Callable[..., Any], level: int) -> None:
+def test_in_a_product(name: str, level: int) -> None:
     model, words = WRONG[name]
     with pytest.raises(StructureError, match=f"{words}.*not linear"):
-        gradients(model, level, 2, take)
+        products(model, level, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "take", "level"),
-    [
-        *crossed(RIGHT, (first,), LEVELS),
-        *crossed(["reversed", "masked by a hook", "doubled by a hook"], (second,), LEVELS),
-    ],
+    ("name", "level"), crossed(["reversed", "masked by a hook", "doubled by a hook"], LEVELS)
 )
-def test_right_in_a_program(name: str, take: Callable[..., Any], level: int) -> None:
-    expected = gradients(RIGHT[name], 0, 1, take)
-    assert_equal_values(expected, gradients(RIGHT[name], level, 2, take))
+def test_right_in_a_product(name: str, level: int) -> None:
+    expected = products(RIGHT[name], 0, 1)
+    assert_equal_values(expected, products(RIGHT[name], level, 2))
 
 
 def on_ranks(

@@ -146,25 +146,6 @@ def test_an_evaluation_that_writes_to_params(way: int | None) -> None:
             run_ranks(run, 1)
 
 
-@pytest.mark.parametrize("level", [None, 0, 3])
-def test_a_program_that_writes_to_params(level: int | None) -> None:
-    apply, params, _ = functionalize(model_of(clamped_data))
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return apply(params, {}, x)[0].square().mean()
-
-    x = torch.ones(2, 4, dtype=torch.float64)
-
-    def run(group: Any) -> None:
-        fz.value_and_grad(loss)(fz.shard_tree(params, level=level, group=group), x)
-
-    with pytest.raises(StructureError, match="changed in place"):
-        if level is None:
-            fz.value_and_grad(loss)(params, x)
-        else:
-            run_ranks(run, 1)
-
-
 def test_the_calls_at_which_values_are_compared() -> None:
     calls = [0, 1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 99, 100, 127, 128, 199, 200]
     assert [call for call in range(220) if is_looked_at(call)] == calls
