@@ -319,28 +319,6 @@ def test_leaves_of_one_label_rest_together() -> None:
     assert torch.equal(updates["a"], torch.full((2,), 0.5)) and updates["frozen"] is None
 
 
-def test_a_program() -> None:
-    optimizer = optim.apply_if_nonzero(TWINS["adamw"][1]())
-    apply, params, _ = fz.functionalize(model(), units=nn.Linear)
-
-    def loss_fn(params: Any, batch: Batch) -> Tensor:
-        return loss_of(lambda *args: apply(params, {}, *args)[0], batch)
-
-    def program(value: Any, batch: Batch) -> Any:
-        params, opt_state = value
-        loss, grads = fz.value_and_grad(loss_fn)(params, batch)
-        return optimizer.apply(grads, opt_state, params), {"loss": loss}
-
-    step = fz.program_step(program, init=lambda net: (net, optimizer.init(net)))
-    assert_sharded_equals_unsharded(step, params, batches(), levels=[1, 3], ranks=[2])
-    state = step.init(params)
-    for batch in batches():
-        state, _ = step(state, batch)
-    expected = with_torch(TWINS["adamw"][0])[-1]
-    for name, leaf in expected.items():
-        torch.testing.assert_close(state.value[0][name].detach(), leaf, rtol=0, atol=1e-12)
-
-
 def with_ddp(make: Any, rank: int, ranks: int) -> list[dict[str, Tensor]]:
     module = model()
     wrapped = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)

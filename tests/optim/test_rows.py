@@ -356,25 +356,6 @@ def test_a_state_that_is_one_tensor_twice() -> None:
     )
 
 
-def test_a_program() -> None:
-    """Donated, with a state of rows among its trees."""
-    apply, params, _ = both()
-    loss_fn, optimizer = loss_of(apply), usual(rows.lazy_adam)
-
-    def init(params: Any) -> Any:
-        return {"params": params, "opt": optimizer.init(params)}
-
-    def program(value: Any, batch: Any) -> Any:
-        _, grads = fz.value_and_grad(loss_fn)(value["params"], {}, batch)
-        new, state = optimizer.apply(grads, value["opt"], value["params"])
-        return {"params": new, "opt": state}, {}
-
-    step = fz.program_step(program, init=init)
-    assert_sharded_equals_unsharded(
-        step, params, batches_of(3, 12, 48), levels=(1, 3), ranks=(2, 3), donate=True
-    )
-
-
 # Authors
 
 
