@@ -521,33 +521,6 @@ def test_a_compiled_unit_is_refused() -> None:
         sharded(sharded.init(params, {}), make_batches(1)[0])
 
 
-def of_program(apply: Any) -> Any:
-    optimizer = adamw()
-
-    def init(net: Any) -> Any:
-        return {"net": net, "opt": optimizer.init(net)}
-
-    def loss_fn(net: Any, batch: Any) -> Tensor:
-        return (apply(net, {}, batch["ids"])[0] - batch["y"]).square().mean()
-
-    def program(value: Any, batch: Any) -> Any:
-        loss, grads = fz.value_and_grad(loss_fn)(value["net"], batch)
-        net, opt = optimizer.apply(grads, value["opt"], value["net"])
-        return {"net": net, "opt": opt}, {"loss": loss}
-
-    return fz.program_step(program, init=init)
-
-
-@pytest.mark.parametrize("level", tiers([{"net": 1, "net.tags.weight": 3}], [3]))
-def test_programs(level: Any) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(Ranker().to(D))
-    assert_sharded_equals_unsharded(
-        of_program(apply), params, make_batches(), levels=(level,), ranks=(2,)
-    )
-
-
 def test_a_program_reads_gradients_of_tables() -> None:
     """They are rows until it does."""
     apply, params = made()
