@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,11 +168,3 @@ def test_a_module_s_buffers_go_by_the_parameter_for_them(level: int | None) -> N
     assert (before.value[1]["mean"] == 0).all() and (after.value[1]["mean"] != 0).all()
     with pytest.raises(StructureError, match=r"path 1.mean.*value_and_grad\(loss\)\(.*buffers="):
         run(step_of(by_name=False), group)
-
-
-def test_leaves_that_nobody_has_read_are_not_cut() -> None:
-    sharded = fz.shard(writing(lambda value: None), level=1, group=SingleRank())
-    state, _ = sharded(sharded.init(FIRST), BATCHES[0])
-    sharded(state, BATCHES[1])
-    assert not state.value["net"].are_leaves_shown
-    assert optree.tree_leaves(state.value["net"])
