@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -238,35 +237,14 @@ def loss_of(apply: Any) -> Any:
     return loss
 
 
-def step_of_training() -> tuple[Any, ...]:
-    apply, params, buffers = exchanging()
-    return fz.train_step(loss_of(apply), optim.sgd(0.1)), params, buffers
-
-
-def step_of_program() -> tuple[Any, ...]:
-    apply, params, buffers = exchanging()
-
-    def program(value: Any, ids: Tensor) -> Any:
-        loss = lambda params, ids: loss_of(apply)(params, value["buffers"], ids)[0]
-        mean, grads = fz.value_and_grad(loss)(value["params"], ids)
-        moved = optree.tree_map(lambda g: -0.1 * g, grads)
-        return value | {"params": fz.apply_updates(value["params"], moved)}, {"loss": mean}
-
-    init = lambda params: {"params": params, "buffers": buffers}
-    return fz.program_step(program, init=init), params
-
-
 @pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
-@pytest.mark.parametrize("make", [step_of_training, step_of_program])
-def test_exchanges_that_run_again(
-    make: Callable[[], Any], level: int, device_thread: DeviceThread
-) -> None:
+def test_exchanges_that_run_again(level: int, device_thread: DeviceThread) -> None:
     """In one process they are done again in backward; ranks receive the same once more."""
-    step, *trees = make()
+    apply, params, buffers = exchanging()
+    step = fz.train_step(loss_of(apply), optim.sgd(0.1))
     ids = [torch.tensor([0, 1, 1, 4]), torch.tensor([3, 2, 4, 0])]
-    table = "table.weight" if make is step_of_training else "params.table.weight"
-    rule = {"": level, table: "table"}
-    assert_sharded_equals_unsharded(step, *trees, ids, levels=[rule], ranks=(2,))
+    rule = {"": level, "table.weight": "table"}
+    assert_sharded_equals_unsharded(step, params, buffers, ids, levels=[rule], ranks=(2,))
     assert device_thread.num_jobs == 0
 
 
