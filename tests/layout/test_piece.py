@@ -49,10 +49,6 @@ def number(value: Any) -> Piece:
     return piece_of(torch.tensor([value]), NUMBER, "number")
 
 
-def local_of(made: Any) -> Any:
-    return optree.tree_map(lambda x: x.local if isinstance(x, Piece) else x, made)
-
-
 def jvp(function: Any, x: Tensor, y: Tensor) -> Any:
     return torch.autograd.functional.jvp(function, x, y)[1]
 

@@ -62,7 +62,6 @@ MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
 
 PLACE = fz.places.File(tempfile.gettempdir())  # its files have no names
 PINNED = dict.fromkeys(("state", "saved"), played_host()[0])  # beside a GPU that is played
-BY_UNIT = {"": PLACE, "blocks.*": None, "blocks.1": PLACE}
 KINDS = ("state", "params", "gradients", "saved")
 
 

@@ -242,7 +242,7 @@ def test_writes_in_place(loss: Any, level: int | None) -> None:
         assert_equal_values(expected, found)
 
 
-# Means by weight, and what is refused
+# What is refused
 
 
 def weighted_loss(params: Any, *, batch: Any) -> Any:
