@@ -118,6 +118,25 @@ def test_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+def test_a_skipped_step_has_no_update(level: int) -> None:
+    loss_fn = lambda p, b, x: (p["w"] * x).sum()
+    step = train_step(loss_fn, optim.sgd(0.1), metrics=["update_norm"], nonfinite="skip")
+
+    def norms(step: Any) -> list[float]:
+        state, seen = step.init({"w": torch.ones(4, requires_grad=True)}), []
+        for x in (1.0, float("inf"), 1.0):
+            state, metrics = step(state, torch.full((4,), x))
+            seen.append(float(metrics["update_norm"]))
+        return seen
+
+    expected = pytest.approx([0.2, 0, 0.2])
+    assert norms(step) == expected
+    assert (
+        run_ranks(lambda group: norms(shard(step, level=level, group=group)), 2) == [expected] * 2
+    )
+
+
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_an_overflow_on_one_rank_is_counted_on_all(level: int) -> None:
     def run(group: Any) -> list[float]:
         step = train_step(
