@@ -50,5 +50,4 @@ def test_the_numbers_tell_levels_and_options_apart() -> None:
         "level 0, clipped by global norm",
         "level 0, all metrics",
         "level 0, two axes",
-        "level 3, not donated",
-    ], "every rank has all and clips in place, all ranks reduce together, and backward is the peak"
+    ], "every rank has all and clips in place, and all ranks reduce together"

@@ -247,7 +247,8 @@ class Transform(Named):
                 their norms, say. They are good until it returns. No fused kernel runs then, which
                 would make no updates.
             donate: sharded, whether a step that writes over params and state may write over the
-                gradients, too, which nobody can read any more then.
+                gradients, too, which nobody can read any more then. In other steps no fused kernel
+                runs then: they make the unsharded step's bits.
 
         Raises:
             DonatedError: the gradients were given away before.

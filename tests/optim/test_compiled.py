@@ -136,17 +136,18 @@ def test_a_state_may_be_what_the_update_was_given():
     assert apart.keys() == HANDED_ON.keys() and max(apart.values()) < 1e-12, apart
 
 
-def test_it_runs_only_with_a_compiler(monkeypatch):
+def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
     def never(*args):
         raise AssertionError("compiled")
 
     monkeypatch.setattr(compiled, "_backend", never)
-    monkeypatch.setattr(compiled, "can_compile", lambda device: False)
+    step = train_step(loss_fn, optim.compiled(own_chain()))
     batch, params = {"x": torch.ones(2)}, params_of(torch.float32)
-    own, built = (train_step(loss_fn, made) for made in (optim.compiled(own_chain()), own_chain()))
-    step = shard(own, level=0, group=SingleRank(), donate=True)
-    got, _ = step(step.init(params), batch)
-    expected, _ = built(built.init(params), batch)
+    keeping = shard(step, level=0, group=SingleRank(), donate=False)
+    expected, _ = keeping(keeping.init(params), batch)
+    monkeypatch.setattr(compiled, "can_compile", lambda device: False)
+    without = shard(step, level=0, group=SingleRank(), donate=True)
+    got, _ = without(without.init(params), batch)
     assert all(
         (got.params[name] != leaf).all() and torch.equal(got.params[name], expected.params[name])
         for name, leaf in params.items()

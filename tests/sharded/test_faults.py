@@ -418,10 +418,10 @@ PHASES: dict[
     "/gather": (3, r"lost peer in layers.\d/gather"),
     "/reduce": (2, r"lost peer in layers.\d\[float64\]/reduce"),
     "optimizer/update": (3, "lost peer in optimizer/update"),
-    "step/metrics": (3, "lost peer in step/metrics"),
+    "gradient/metrics": (3, "lost peer in gradient/metrics"),
 }
 # Values set out before backward, where the others wait for a gather or a reduction; then come words
-SPARED = {"step/metrics": 1}
+SPARED = {"gradient/metrics": 1}
 
 
 LOST = [*itertools.product(FAULTS, PHASES)]

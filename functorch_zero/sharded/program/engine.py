@@ -241,11 +241,14 @@ class ShardedEngine:
             scope = ranks_here()
             donation = None if scope is None else scope.donation
             over = donation is not None and donation.takes(params, state, by_any=donate)
+            # Where gradients are given away: in place, or by the unsharded step's own operators
+            may_fuse = see is None and (over or not donate)
             # A user's own leaves of them stay
             if over and donate and not grads.are_leaves_shown:
-                layout, fuse = params.sharding.layout, see is None
-                prepared = self._update_of(transform, layout, donate=True, fuse=fuse)
-            result = self._applied(prepared, grads, state, params, over=over, see=see)
+                layout = params.sharding.layout
+                prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
+            fuses = may_fuse and prepared.fuses(params.pieces())
+            result = self._applied(prepared, grads, state, params, over=over, fuses=fuses, see=see)
             if donation is not None and not over:
                 donation.note_update(params, state)
             return result
@@ -258,15 +261,15 @@ class ShardedEngine:
         params: ShardedTree,
         *,
         over: bool,
+        fuses: bool,
         see: Callable[[ShardedTree], object] | None,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """The next params and state. `over`: params are used up, and the state is where a kernel
-        runs or it has a place; else those given stay as they are. Gradients are used up where the
-        update is one of all that it is given."""
+        """The next params and state; `fuses`: by a kernel. `over`: params are used up, and the
+        state is where a kernel runs or it has a place; else those given stay as they are. Gradients
+        are used up where the update is one of all that it is given."""
         axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
         empty, flats = emptied(self.options.places.params, layout), params.flats()
         own = params.pieces()
-        fuses = see is None and prepared.fuses(own)
         uses_up = over and (fuses or is_placed(state) or prepared.donates)
         if prepared.donates:
             grads = grads.handed_on()
