@@ -93,6 +93,7 @@ class ImaginedStep:
         self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
         options, self.places = with_imagined_places(options, self.watch, device)
         engine = ShardedEngine(options)
+        engine.announce = self.watch.enter
         self._engine = _AnnouncedEngine(engine, self.watch, self.places, stand_in)
         agreement = _ImaginedAgreement(step, options, self.watch)
         # The first of its steps is one to find out the order: it donates nothing
@@ -115,6 +116,9 @@ class ImaginedStep:
             self._first_step(state, args)
             self.watch.begin()
             gc.collect()  # what `init` and the first call have left in cycles
+            # Numbers of the first call's state, which an update remembers
+            self.watch.live.discount("state")
+            self._adopt_held((trees, args), state)
             for elsewhere in self.places.values():
                 elsewhere.begin()
             self.watch.enter(BETWEEN)

@@ -143,6 +143,14 @@ class LiveBytes(QuickDispatchMode):
             self._kinds[key] = (kind, size)
             self._count(kind, size)
 
+    def discount(self, kind: str) -> None:
+        """What is alive of that kind counts no longer, until `adopt` says otherwise."""
+        self.total -= self.now[kind]
+        self.now[kind] = 0
+        for key, (own, size) in self._kinds.items():
+            if own == kind:
+                self._kinds[key] = (None, size)
+
     def is_untouched_copy(self, tensor: Tensor, of: Tensor) -> bool:
         """Whether this is `of`, or a copy of it that nothing has written to."""
         key = storage_id(tensor)

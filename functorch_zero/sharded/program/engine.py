@@ -93,6 +93,7 @@ class ShardedEngine:
         # By transform, the id of a layout, both of which a prepared update keeps alive, and what it
         # may do
         self._updates: Recent[tuple[Transform, int, bool, bool], PreparedUpdate] = Recent(_MOST)
+        self.announce: Callable[[str], None] = _nobody_listens  # told the phase that begins
         # Of those that ranks have compared
         self._descriptions: Recent[Transform, Any] = Recent(_MOST)
 
@@ -300,6 +301,7 @@ class ShardedEngine:
             raise
         if over:
             params = params.handed_on(params.published(trained=False))
+        self.announce("publish")
         with ranged("publish"):
             new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
         # Last: an update may lie in the old state, which is written over
@@ -320,6 +322,7 @@ class ShardedEngine:
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
             empty = emptied(self.options.places.params, params.sharding.layout)
+            self.announce("publish")
             with ranged("publish"):
                 made = publish(params, params.flats(), updates, axes, donate=False, empty=empty)
             return made.as_read_only(params.is_read_only)
@@ -624,6 +627,10 @@ class ShardedEngine:
                     "tree_map(torch.Tensor.requires_grad_, copy) before its gradients are taken",
                 )
             )
+
+
+def _nobody_listens(phase: str) -> None:
+    """A plan does."""
 
 
 def _is_of_no_updates(tree: ShardedTree) -> bool:
