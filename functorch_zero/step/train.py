@@ -30,7 +30,6 @@ from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFiniteGradient, NonFinitePolicy
 from .program import value_and_grad, zero_updates
 from .program_step import ProgramStep
-from .reminder import Reminder
 from .state import State, TrainValue, check_whole_state, trained
 from .trainable import Trainable
 
@@ -156,11 +155,6 @@ class TrainStep(ProgramStep):
     def policy(self) -> NonFinitePolicy:
         """The answer to numbers that are not finite."""
         return self.program.policy
-
-    @property
-    def reminder(self) -> Reminder:
-        """Of what its user is told once."""
-        return self.calls.reminder
 
     def refit(self, state: State, *args: Any, **named: Any) -> State:
         """As `ProgramStep.refit`, of a state whose optimizer is this step's."""

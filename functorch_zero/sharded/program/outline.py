@@ -54,7 +54,7 @@ def structure_made_of(
         # What `init` draws elsewhere is undone
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             value = without_pieces(step.first_value(*args))
-    except Exception:
+    except Exception:  # a user's init may raise anything where values are missing
         return None
     return ValueStructure.of(as_marked(value, step.nameless), sharding).on(engine)
 
