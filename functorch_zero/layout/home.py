@@ -97,6 +97,11 @@ class Homes:
             known.update(dict.fromkeys(map(id, home.leaves or ()), home))
         return known
 
+    @property
+    def flats(self) -> set[int]:
+        """The ids of those that were given."""
+        return {id(home.flat) for home in filter(None, self._homes)}
+
     def home_of(self, leaves: Sequence[Any]) -> Home | None:
         """That which just these leaves are cut from; of one among others, its part of it. None:
         they are from elsewhere."""

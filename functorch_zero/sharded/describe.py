@@ -298,10 +298,10 @@ def _stored(nodes: _Nodes, options: Options) -> tuple[Stored, ...]:
     in_state: list[Tensor] = []
     in_params: list[Tensor] = []
     trained: list[Tensor] = []  # of the params, those that a step writes
-    for state in nodes.states:
-        plan, layout = state.holding.plan, state.holding.sharding.layout
-        own = StatePlaces.of(places.state, plan, layout)
-        in_state += stored_tensors(own, state.as_it_lies)
+    if places.state is not None:
+        for state in nodes.states:
+            own = StatePlaces(places.state, state.holding.plan, state.holding.sharding.layout)
+            in_state += stored_tensors(own, state.as_it_lies)
     for tree in nodes.held.values() if places.params is not None else ():
         flats, layout = tree.flats(), tree.sharding.layout
         in_params += stored_flats(places.params, flats, layout)

@@ -46,11 +46,6 @@ class StatePlaces:
             b = None if is_shared else layout.places[leaf.leaf][0]
             self._of_leaves.append(places.of("") if b is None else of_buckets[b])
 
-    @classmethod
-    def of(cls, places: ByUnit | None, plan: StatePlan, layout: Layout) -> StatePlaces | None:
-        """Those of a state; None: all of it lies beside the params."""
-        return None if places is None else cls(places, plan, layout)
-
     def homes(self, leaves: Sequence[Any]) -> dict[int, Placed]:
         """The homes of leaves that have a place, each once, by the id of the tensor. Ids are good
         while `leaves` holds them."""
@@ -88,7 +83,7 @@ def brought(places: ByUnit, state: Any) -> Any:
 
 
 def placed(
-    places: StatePlaces | None,
+    places: StatePlaces,
     state: ShardedOptState,
     old: Any,
     *,
@@ -108,8 +103,6 @@ def placed(
     Raises:
         StructureError: the place has lost numbers.
     """
-    if places is None:
-        return state
     ferry = Ferry() if ferry is None else ferry
     ferry.look = look
     leaves, treedef = optree.tree_flatten(state.as_it_lies)
@@ -169,9 +162,9 @@ class Stored(NamedTuple):
     written: int
 
 
-def stored_tensors(places: StatePlaces | None, state: Any) -> list[Tensor]:
+def stored_tensors(places: StatePlaces, state: Any) -> list[Tensor]:
     """The tensors of an optimizer's state that lie in their places."""
-    homes = {} if places is None else places.homes(optree.tree_leaves(state))
+    homes = places.homes(optree.tree_leaves(state))
     return [home.tensor for home in homes.values() if home.lies_there]
 
 

@@ -40,7 +40,6 @@ from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
 from .torch_state import ByParam, StatePart, TorchState, unfit
-from .update import KernelRun
 from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
@@ -169,7 +168,7 @@ class _Views(NamedTuple):
 
     begins: list[int]  # addresses, which stay the params' own as long as the views
     pieces: dict[str, Tensor | None]  # (n,), those of other params None
-    run: KernelRun | None  # the transform, or its end, if it is a kernel
+    flats: list[Tensor] | None  # that a kernel writes to; None: not all of the end is one kernel
 
 
 @dataclass
@@ -426,9 +425,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             locals_: the params' tensors on this rank.
         """
         across, views = part.across, self._views(part, locals_)
-        if views is not None and views.run is not None:
-            flats = across.flats(grads)
-            return None, views.run(grads, state, views.pieces, grad_flats=flats)
+        if views is not None and views.flats is not None:
+            assert self._split is not None
+            given, own = across.flats(grads), views.pieces
+            flats, trees = views.flats, lambda: (grads, own)
+            return None, across.fused(*self._split, given, state, flats, trees, donate=True)
         params = self._pieces(locals_) if views is None else views.pieces
         # Only to the params themselves, and not to copies, may kernels add their updates
         transform = self.transform
@@ -443,12 +444,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             return None
         begins = [*map(Tensor.data_ptr, locals_.values())]
         if part.views is None or part.views.begins != begins:
-            pieces, run = self._pieces(locals_), None
+            pieces, flats = self._pieces(locals_), None
             if self._split is not None:
-                flats = part.across.flats(pieces)
-                if part.across.fuses(self._split[1], flats):
-                    run = KernelRun(part.across, *self._split, flats)
-            part.views = _Views(begins, pieces, run)
+                own = part.across.flats(pieces)
+                flats = own if part.across.fuses(self._split[1], own) else None
+            part.views = _Views(begins, pieces, flats)
         return part.views
 
     def _locals(self, paths: Iterable[str]) -> dict[str, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -22,7 +23,7 @@ from ..sharded_optim.ferry import Ferry
 from ..sharded_optim.pointwise import UpdateFlats, device_of
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
-from ..tree import same_structure
+from ..tree import are_tensors, same_structure
 from .options import Options
 
 
@@ -83,10 +84,11 @@ class PreparedUpdate:
             return
         check_opt_state(self._like_state, state, rank, what=what)
 
-    def _shapes_in(self, leaves: Sequence[Any]) -> list[Any]:
-        """Of a state's leaves, the shapes of those that are cut with a param; None of what is no
-        tensor."""
-        return [getattr(leaves[i], "shape", None) for i in self._cut]
+    def _shapes_in(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """Of a state's leaves, the shapes of those that are cut with a param; None: not all are
+        tensors."""
+        own = [*map(leaves.__getitem__, self._cut)]
+        return [*map(attrgetter("shape"), own)] if are_tensors(own) else None
 
     def run_kernel(
         self,
@@ -101,12 +103,15 @@ class PreparedUpdate:
         `fuses`."""
         assert self._split is not None
         # (piece,) each, views of the params' own, to which a kernel writes
-        run = KernelRun(self.across, *self._split, _trained_flats(params), donate=donate)
+        flats, own = _trained_flats(grads), _trained_flats(params)
 
-        def update(given: Any, before: Any, own: Any, across: Sharded) -> tuple[Any, Any]:
-            return given, run(given, before, own, grad_flats=_trained_flats(grads))
+        def trees() -> tuple[Any, Any]:
+            return grads.local_tree, params.local_tree
 
-        return self.run(update, grads, state, params, look=look, over=donate)[1]
+        with self._running(grads, state, params, look=look, over=donate):
+            before = state.as_it_lies
+            after = self.across.fused(*self._split, flats, before, own, trees, donate=donate)
+            return self._next_state(state, before, after, over=donate)
 
     def run(
         self,
@@ -126,30 +131,49 @@ class PreparedUpdate:
 
         `over`: whether the state is used up, and what it makes may be written over its tensors in
         their place."""
-        self.ferry.begin(look=look, over=over)
         given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
-        own, before = params.local_tree, state.as_it_lies
-        if not self.optimizer.asks_for_state:
-            before = self.ferry.beside(before, device_of(own))
-        owned = self._owned
-        owned.begin(grads.known_homes, params.known_homes, state.homes())
+        own = params.local_tree
+        with self._running(grads, state, params, look=look, over=over):
+            before = state.as_it_lies
+            if not self.optimizer.asks_for_state:
+                before = self.ferry.beside(before, device_of(own))
+            new, after = update(given, before, own, self.across)
+            same_structure(own, new, what="the optimizer's updates")
+            next_state = self._next_state(state, before, after, over=over)
+            updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
+            return updates, next_state
+
+    @contextmanager
+    def _running(
+        self,
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+        *,
+        look: bool,
+        over: bool,
+    ) -> Iterator[None]:
+        """Around an update of trees whose flats are known."""
+        self.ferry.begin(look=look, over=over)
+        self._owned.begin(grads.known_homes, params.known_homes, state.homes())
         try:
             with ranged("update"):
-                new, after = update(given, before, own, self.across)
-            same_structure(own, new, what="the optimizer's updates")
-            same_structure(before, after, what="the optimizer's next state")
-            homes = owned.state.among(optree.tree_leaves(after))
-            # Leaves that stay as they are: their flats are those of a state that stays valid
-            if not over:
-                still_valid = set(map(id, state.homes()))
-                homes = [home for home in homes if id(home) not in still_valid]
-            # Those given, where a kernel has added them already
-            flats = grads.known_homes if new is given else self._homes_of(new)
-            updates = ShardedTree.of_local(new, grads.holding, flats)
+                yield
         finally:
             # Else they would be alive until the next one
-            owned.begin()
-        return updates, ShardedOptState(after, state.holding, homes)
+            self._owned.begin()
+
+    def _next_state(
+        self, state: ShardedOptState, before: Any, after: Any, *, over: bool
+    ) -> ShardedOptState:
+        """The tensors that an update has made of a state's, with the flats that are its own."""
+        same_structure(before, after, what="the optimizer's next state")
+        homes = self._owned.state.among(optree.tree_leaves(after))
+        # Leaves that stay as they are: their flats are those of a state that stays valid
+        if not over:
+            still_valid = set(map(id, state.homes()))
+            homes = [home for home in homes if id(home) not in still_valid]
+        return ShardedOptState(after, state.holding, homes)
 
     def _takes_rows_of(self, grads: ShardedTree) -> bool:
         if not self.takes_rows or not self._needs_finite:
@@ -169,37 +193,6 @@ class PreparedUpdate:
             return False
         _, fused = self._split
         return self.across.fuses(fused, _trained_flats(params))
-
-
-@dataclass(frozen=True)
-class KernelRun:
-    """A run of an optimizer that is a kernel, or a chain that ends in one: see `split_fused`.
-
-    Attributes:
-        head: the chain's other parts, if there are any.
-        end: the kernel.
-        flats: (piece,) of the params, to which the kernel writes.
-        donate: whether it writes over its state.
-    """
-
-    across: Sharded
-    head: Transform | None
-    end: Transform
-    flats: list[Tensor]
-    donate: bool = True
-
-    def __call__(self, grads: Any, state: Any, params: Any, grad_flats: list[Tensor]) -> Any:
-        """The next state, from trees of pieces; `grad_flats`: those that the gradients lie in."""
-        # The kernel takes the gradients as they come
-        if self.head is None:
-            return self._run(grad_flats, state)
-        # A chain's state: one entry per part, the kernel's last
-        *before, last = state
-        updates, states = self.head.update(grads, tuple(before), params, self.across)
-        return (*states, self._run(self.across.flats(updates), last))
-
-    def _run(self, updates: list[Tensor], state: Any) -> Any:
-        return self.across.fused(self.end, updates, state, self.flats, donate=self.donate)
 
 
 def _trained_flats(pieces: ShardedTree) -> list[Tensor]:

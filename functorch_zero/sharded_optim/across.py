@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
 from operator import not_
@@ -294,27 +294,42 @@ class Sharded(Across):
         return self._on_flats.flats(self.dense(tree))
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
-        """Whether `fused` can run this transform."""
+        """Whether a transform's kernel takes these flats (piece,) of params."""
         kernel, plain = transform.fused, transform.plain
-        if kernel is None or plain is None:
-            return False
+        assert kernel is not None and plain is not None
         return self._on_flats.fuses(kernel, plain, params)
 
     def fused(
         self,
-        transform: Transform,
+        head: Transform | None,
+        end: Transform,
         updates: list[Tensor],
         state: Any,
         params: list[Tensor],
+        trees: Callable[[], tuple[Tree, Tree]],
         *,
         donate: bool,
     ) -> Any:
-        """Run a transform's kernel on flats (piece,) of updates and of params, as `flats` gives
-        them, where `fuses` is true. It writes to the params and, with `donate`, over the state.
-        Returns the next state."""
-        kernel, plain = transform.fused, transform.plain
+        """The next state of a transform that is a kernel, or a chain that ends in one, as
+        `split_fused` takes it apart. The kernel writes to the params and, with `donate`, over its
+        own state.
+
+        Args:
+            end: one that `fuses`.
+            updates: the flats (piece,) that the gradients lie in, as `flats` gives them.
+            params: those of the params.
+            trees: gives gradients and params leaf by leaf, which a kernel alone doesn't need.
+        """
+        kernel, plain = end.fused, end.plain
         assert kernel is not None and plain is not None
-        return self._on_flats.fused(kernel, plain, updates, state, params, donate=donate)
+        if head is None:
+            return self._on_flats.fused(kernel, plain, updates, state, params, donate=donate)
+        # A chain's state: one entry per part, the kernel's last
+        *before, last = state
+        grads, own = trees()
+        found, states = head.update(grads, tuple(before), own, self)
+        updates = self.flats(found)
+        return (*states, self._on_flats.fused(kernel, plain, updates, last, params, donate=donate))
 
     # Whole leaves: one all-to-all in, one out
 

@@ -329,18 +329,14 @@ class PointwiseOnFlats:
         if not donate:
             flats = [flat.clone() for flat in flats]
             tensors = regrouping.tensors(flats, leaves)
-        # Copies, where the leaves lay in no flat, or aren't donated. The kernel writes to these. It
-        # leaves the cache without the leaves, so they are looked at before
-        copied = [
-            (flat, place)
-            for flat, place in zip(flats, regrouping.following, strict=True)
-            if leaves[place.positions[0]] is not flat and not self._is_own(place, leaves, flat)
-        ]
         # One call for all groups, where a kernel may launch once for many tensors
         for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
             call(batch, _at(batch.state, tensors))
-        for flat, place in copied:
-            self._put_state(flat, place, leaves)
+        known = self._owned.state.flats
+        for flat, place in zip(flats, regrouping.following, strict=True):
+            # A copy, where the leaves lay in no flat, or aren't donated
+            if id(flat) not in known and flat is not leaves[place.positions[0]]:
+                self._put_state(flat, place, leaves)
         return regrouping.full.unflatten(leaves)
 
     def _flats_of(

@@ -53,8 +53,15 @@ class Own:
     def step(self, grads: Any) -> None:
         flats = self._across.flats(self._params)
         if self._across.fuses(self._transform, flats):
+            given = self._across.flats(grads)
             self._state = self._across.fused(
-                self._transform, self._across.flats(grads), self._state, flats
+                None,
+                self._transform,
+                given,
+                self._state,
+                flats,
+                lambda: (grads, self._params),
+                donate=True,
             )
             return
         updates, self._state = self._transform.update(

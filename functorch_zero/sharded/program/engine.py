@@ -180,14 +180,16 @@ class ShardedEngine:
             old: one that is used up, and written over if it is in this place.
             by: the update that has made it; None: none has.
         """
-        holding, over = state.holding, None
-        ferry = None if by is None else by.ferry
-        look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
-        places = StatePlaces.of(self.options.places.state, holding.plan, holding.sharding.layout)
-        if old is not None and old.holding.brought is self._brought:
-            over = old.as_it_lies
-        here = state.held_as(holding.lying(self._brought), state.as_it_lies)
-        made = placed(places, here, over, look=look, ferry=ferry)
+        made, by_unit = state, self.options.places.state
+        if by_unit is not None:
+            holding, over = state.holding, None
+            ferry = None if by is None else by.ferry
+            look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
+            places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
+            if old is not None and old.holding.brought is self._brought:
+                over = old.as_it_lies
+            here = state.held_as(holding.lying(self._brought), state.as_it_lies)
+            made = placed(places, here, over, look=look, ferry=ferry)
         if old is not None:
             old.use_up()
         return made
