@@ -195,10 +195,10 @@ class _ImaginedAgreement:
         with self._watch.live.paused():
             self._agreement.before_writing(ledger)
 
-    def on_results(self, ledger: Ledger, results: Any, args: Any) -> None:
+    def on_results(self, ledger: Ledger, *results: Any) -> None:
         self._watch.enter("metrics")
         with self._watch.live.paused():
-            self._agreement.on_results(ledger, results, args)
+            self._agreement.on_results(ledger, *results)
 
 
 class _AnnouncedEngine:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -71,17 +71,6 @@ def check_place(state: State, options: Options) -> Sharding:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
         )
-    # It is remembered weakly, which a number can't be
-    if not isinstance(state.step, Tensor):
-        raise StructureError(
-            explain(
-                "state.step is no counter",
-                expected="a 0-d int64 tensor",
-                got=type(state.step).__name__,
-                rank=options.group.rank,
-                remedy="state.replace(step=torch.tensor(0))",
-            )
-        )
     # Of this very place in the mesh: another rank's part would fit in shape alone
     got = StatePlace(
         level=sharding.level,
@@ -103,13 +92,12 @@ def check_place(state: State, options: Options) -> Sharding:
     return sharding
 
 
-def check_not_donated(state: State) -> None:
-    """Raise if a step has taken the storage of a state, or of a part of it."""
-    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+def check_not_donated(nodes: Sequence[Any], step: Tensor) -> None:
+    """Raise if a step has taken the storage of one of the nodes of a state of this number."""
     if any(is_on_engine(node) and node.is_used_up for node in nodes):
         # Who took it may have failed since, so no state need have come of it
         raise DonatedError(
-            f"the state of step {int(state.step)} was donated to a step or a load, which has "
+            f"the state of step {int(step)} was donated to a step or a load, which has "
             "written over its storage. Remedy: use the state that it returned; if it failed, load "
             "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, state), or "
             "shard with donate=False"

@@ -34,7 +34,7 @@ from .average import average
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
 from .checks import check_batch, check_not_donated, check_place
-from .failures import sharing_failures
+from .failures import number_of, sharing_failures
 from .options import Options
 from .params import make_unit_flats
 from .program.engine import ShardedEngine
@@ -93,10 +93,12 @@ class ShardedEvalStep:
         Collectives: at level 3 one all-gather per bucket, on use of its unit; two all-reduces of
         metrics and words; and those of `publish`, where other params than the state's are chosen.
         """
-        failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
+        groups, step = self.options.axes.groups, number_of(state)
+        failures = sharing_failures(*groups, call="evaluation", step=step)
         with failures, self.gather_order.forgotten_on_failure():
             check_place(state, self.options)
-            check_not_donated(state)
+            nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+            check_not_donated(nodes, state.step)
             # Ranks compare it with their metrics
             log: list[str] = []
             given = self._arguments(state, args, log)

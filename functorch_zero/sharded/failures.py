@@ -13,7 +13,7 @@ from ..groups.protocol import Group
 
 @contextmanager
 def sharing_failures(
-    *groups: Group, call: str = "", state: Any = None, settles: bool = False
+    *groups: Group, call: str = "", step: Any = None, settles: bool = False
 ) -> Iterator[None]:
     """Tell the other ranks when this one fails, so that no rank waits for it.
 
@@ -23,7 +23,7 @@ def sharing_failures(
         groups: of more than one rank each; that of all ranks comes first.
         call: the call inside, in words. Ranks that come back to different calls raise. "": none,
             so that the next call with words is compared.
-        state: the `State` that the call is given, whose step is compared, too.
+        step: the number of the state that the call is given, which is compared, too.
         settles: whether the call ends without a word of the other ranks, so that it must wait until
             its results are right; see `settle`.
     """
@@ -33,7 +33,8 @@ def sharing_failures(
     try:
         # A rank alone has no groups
         if call and groups:
-            check_same_call(groups[0], lambda: _in_words(call, state))
+            own = (lambda: call) if step is None else (lambda: f"{call} at step {int(step)}")
+            check_same_call(groups[0], own)
         yield
         if settles:
             for group in groups:
@@ -50,9 +51,9 @@ def sharing_failures(
         raise
 
 
-def _in_words(call: str, state: Any) -> str:
-    step = getattr(state, "step", None)  # none in what is no state, which the call refuses
-    return call if step is None else f"{call} at step {int(step)}"
+def number_of(state: Any) -> Any:
+    """A state's step; None of what is no state, which the call refuses."""
+    return getattr(state, "step", None)
 
 
 @contextmanager

@@ -232,7 +232,7 @@ def check_state(state: Any) -> None:
             f"{type(state).__name__}"
         )
     step = state.step
-    if not isinstance(step, int | Tensor) or (isinstance(step, Tensor) and step.dim() > 0):
+    if not isinstance(step, Tensor) or step.dim() > 0:
         got = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
         raise StructureError(
             explain(

@@ -31,14 +31,6 @@ from .ledger import Ledger, Settlement
 from .value import unsharded_leaves
 
 
-class Results(NamedTuple):
-    """What a program's step has made, as of `Ledger.note_results`."""
-
-    nodes: Mapping[str, Any]  # of the next value, by path
-    metrics: Metrics
-    num_draws: int  # of `fz.random`
-
-
 class Agreement(Settlement, Protocol):
     """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
 
@@ -74,10 +66,18 @@ class Agreement(Settlement, Protocol):
         """Whether a call of this number is looked at closely."""
         ...
 
-    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
+    def on_results(
+        self,
+        ledger: Ledger,
+        nodes: Mapping[str, Any],
+        metrics: Metrics,
+        num_draws: int,
+        args: Sequence[Any],
+    ) -> None:
         """Compare the words and the results of a step.
 
         Args:
+            nodes, metrics, num_draws: as `Ledger.note_results` takes them.
             args: of the step, after the state: this rank's part of the batch.
         """
         ...
@@ -154,10 +154,17 @@ class AgreementOfRanks:
         told = self._compare_with_batch(ledger, "gradient/metrics", batch, flags)
         return told.flags[1:]
 
-    def on_results(self, ledger: Ledger, results: Results, args: Sequence[Any]) -> None:
+    def on_results(
+        self,
+        ledger: Ledger,
+        nodes: Mapping[str, Any],
+        metrics: Metrics,
+        num_draws: int,
+        args: Sequence[Any],
+    ) -> None:
         if self.is_by_gradients:
             return
-        ledger.note_results(*results)
+        ledger.note_results(nodes, metrics, num_draws)
         # Sharded trees are no batch
         own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
         self._compare_with_batch(ledger, "step/agreement", own)

@@ -54,7 +54,8 @@ class Donation:
     Args:
         nodes: of the value, as the program is given it.
         earlier: calls of the program.
-        agree: tell all ranks that this one is about to write. It raises where another has failed.
+        agree: called before the first write: they tell all ranks that this one is about to write,
+            and raise where another has failed.
 
     Attributes:
         num_taken: the number of gradients so far.
@@ -65,7 +66,7 @@ class Donation:
         self,
         nodes: Sequence[Any],
         earlier: EarlierCalls,
-        agree: Callable[[], None],
+        agree: Sequence[Callable[[], object]],
     ):
         self._nodes = nodes
         self._num_gradients, self._agree = earlier.num_gradients, agree
@@ -102,7 +103,8 @@ class Donation:
         if self._num_gradients is None or self.num_taken < self._num_gradients:
             return False
         if not self._agreed:
-            self._agree()
+            for function in self._agree:
+                function()
             self._agreed = True
         if not (self._is_unneeded(params) and self._is_unneeded(state)):
             return False

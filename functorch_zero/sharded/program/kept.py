@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import optree
-
 from ...errors import StructureError, explain
 from ...layout.joined import join_layouts
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, is_held
-from ...params import is_on_engine
 from ...runtime.reduce import Kept, Reduction
-from ...tree import paths
 from ..options import Options
 from ..parts import Parts, ReductionParts
+from .value import Nodes
 
 # Each tree whose gradients are taken, with the number of its first bucket in the pass
 Trained = Sequence[tuple[ShardedTree, int]]
@@ -125,11 +122,10 @@ class PartsOfValues:
         self._options, self._nameless = options, nameless
         self._known: TrainedTrees | None = None
 
-    def of(self, value: Any) -> TrainedTrees:
+    def of(self, value: Nodes) -> TrainedTrees:
         """Those of a value whose trees know whether they are trained."""
         layouts: dict[str, Layout] = {}
-        nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-        for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        for path, node in value.by_path.items():
             if _keeps(node):
                 layouts["" if path == self._nameless else path] = node.sharding.layout
         if self._known is None or not _same(self._known.layouts, layouts):
@@ -191,7 +187,7 @@ class KeptTensors:
         """Raise unless a program's next value has the same trained trees."""
         self._trees.check_next(after)
 
-    def next_parts(self, value: Any, after: TrainedTrees) -> Parts | None:
+    def next_parts(self, value: Nodes, after: TrainedTrees) -> Parts | None:
         """Those of the next state. Trees that have changed places take theirs along.
 
         Args:
@@ -228,13 +224,12 @@ class KeptOfGradient:
             self._kept[number] = kept[b]
 
 
-def _moved(value: Any, places: Sequence[str]) -> dict[str, str]:
+def _moved(value: Nodes, places: Sequence[str]) -> dict[str, str]:
     """By new place, the old one of each tree that has changed places with others. A tree that is
     put into another place besides its own has not moved. One that `tree_map` has made of several
     counts as the first of them."""
     names: dict[str, str] = {}
-    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
-    for path, node in zip(paths(value, is_on_engine), nodes, strict=True):
+    for path, node in value.by_path.items():
         # A tree that is the value, or has no name, has no other place
         if path and path in places and node.holding.name != path:
             names[path] = node.holding.name

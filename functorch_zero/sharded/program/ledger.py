@@ -309,24 +309,19 @@ def _nodes_among(tree: Any) -> list[Any]:
     return [*filter(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))]
 
 
-def name_given(nodes: Mapping[str, Any], step: int) -> None:
-    """Note that the sharded trees and states in a value, by path, are given to a program. Those
-    that the step before has made have their names."""
+def name_nodes(nodes: Mapping[str, Any], step: int, *, are_given: bool) -> None:
+    """Name the sharded trees and states in the value of a step by their paths.
+
+    `are_given`: to the program, now. Then those that the step before has made have names.
+    """
     for path, node in nodes.items():
         if is_on_engine(node):
-            node.named_from(node.origin or _origin_in_value(path, step), place=path)
-
-
-def name_next(nodes: Mapping[str, Any], step: int) -> None:
-    """Name the sharded trees and states in the value that a step will be given, by path."""
-    for path, node in nodes.items():
-        if is_on_engine(node):
-            node.named_from(_origin_in_value(path, step))
-
-
-def _origin_in_value(path: str, step: int) -> str:
-    # With the number, since a program may keep trees of earlier steps
-    return text_from(f"step {step}'s value", path)
+            # With the number, since a program may keep trees of earlier steps
+            origin = text_from(f"step {step}'s value", path)
+            if are_given:
+                node.named_from(node.origin or origin, place=path)
+            else:
+                node.named_from(origin)
 
 
 def _by_path(leaf_paths: Sequence[str], tell: Callable[[], Sequence[str]]) -> dict[str, str]:

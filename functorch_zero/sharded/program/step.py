@@ -55,7 +55,7 @@ from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
 from ..checks import check_not_donated, check_place
 from ..deferred_values import DigestedFill
-from ..failures import sharing_failures
+from ..failures import number_of, sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
 from ..placed import check_places_work, moved_tree, places_of_buckets
@@ -68,11 +68,11 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement, AgreementOfRanks, Results
+from .agreement import Agreement, AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
-from .ledger import Ledger, name_given, name_next
+from .ledger import Ledger, name_nodes
 from .outline import structure_made_of
 from .scope import RanksScope
 from .value import (
@@ -80,14 +80,9 @@ from .value import (
     ValueStructure,
     as_marked,
     beside_params,
-    check_fits,
     check_trained_alike,
-    device_of_value,
-    note_writes,
-    tensors_of_nodes,
     trained_of,
     unsharded_leaves,
-    used_up_nodes,
     whole_value,
     without_pieces,
 )
@@ -264,12 +259,12 @@ class ShardedStep:
         value = without_pieces(self.unsharded.first_value(*own))
         check_value(value, self.group.rank)
         self.unsharded.check_buffers(value)
-        marked = as_marked(value, self.unsharded.nameless)
+        marked = Nodes.of(as_marked(value, self.unsharded.nameless))
         state = State.first(
-            self._placed(marked),
+            self._placed(marked.value),
             seed,
             sharding=self._sharding(layouts),
-            parts=self._parts.of(marked).parts.init(device_of_value(marked)),
+            parts=self._parts.of(marked).parts.init(marked.device),
         )
         return state, cut
 
@@ -321,7 +316,8 @@ class ShardedStep:
             NotImplementedError: a reduction keeps tensors between steps.
         """
         axes = self.options.axes
-        failures = sharing_failures(*axes.groups, call="refit", state=state, settles=True)
+        step = number_of(state)
+        failures = sharing_failures(*axes.groups, call="refit", step=step, settles=True)
         with failures, torch.no_grad():
             check_is_state(state)
             check_same_ranks(state, self.options)
@@ -386,31 +382,24 @@ class ShardedStep:
                 rank.
         """
         groups, rank = self.options.axes.groups, self.group.rank
-        failures = sharing_failures(*groups, call="step", state=state)
+        failures = sharing_failures(*groups, call="step", step=number_of(state))
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
-            as_given = self._checked(state)
-            given, number = as_given.marked(self.unsharded.nameless), int(state.step)
-            value = given.value
-            kept = self._kept_in(state, value)
+            as_given, nameless = self._checked(state), self.unsharded.nameless
+            given, number = as_given.marked(nameless), int(state.step)
+            kept = self._kept_in(given, state.parts)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             era = era_of(self.group)
             ledger = Ledger(number, self._agreement, look=look, era=era, own=self._agreement.own)
             ledger.note_given(as_given.by_path)
-
-            sharding = state.sharding
-            assert sharding is not None
-
-            def before_writing() -> None:
-                ledger.settle()
-                # A file may still be made of the state
-                sharding.donations.take()
-
             donation = None
             if self.options.donate:
-                donation = Donation(given.nodes, self._earlier, before_writing)
+                assert state.sharding is not None
+                # A file may still be made of the state
+                agree = [ledger.settle, state.sharding.donations.take]
+                donation = Donation(given.nodes, self._earlier, agree)
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),
                 calls=self._loss_calls,
@@ -419,47 +408,44 @@ class ShardedStep:
                 donation=donation,
                 kept=kept,
             )
-            name_given(given.by_path, number)
+            name_nodes(given.by_path, number, are_given=True)
             # A training step's program is the library's own, which writes to none of them
             compares = look and not self.unsharded.is_training_step
-            unwritten = Unwritten(tensors_of_nodes(given.nodes), look=compares)
-            with running(scope, device_of_value(value)), noting_missing_graphs():
-                result = self.unsharded.program(value, *args)
+            unwritten = Unwritten(given.tensors, look=compares)
+            with running(scope, given.device), noting_missing_graphs():
+                result = self.unsharded.program(given.value, *args)
             if donation is not None:
                 donation.note_result(result)
             self.unsharded.check_taken(scope.streams, rank)
             new, metrics = check_result(result, rank)
-            made = Nodes.of(without_pieces(new, value), self._structure_of(state))
-            note_writes(given.nodes)
-            unwritten.check(lambda node, leaf: given.paths[node], rank, used_up_nodes(given.nodes))
+            made = given.next(new, rank, free=self.unsharded.free)
+            unwritten.check(lambda node, leaf: given.paths[node], rank, given.used_up())
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            check_fits(given, made, rank, free=self.unsharded.free)
             if kept is not None:
-                kept.check_next(self._parts.of(made.marked(self.unsharded.nameless).value))
-            results = Results(made.by_path, metrics, scope.streams.num_draws)
-            self._agreement.on_results(ledger, results, args)
+                kept.check_next(self._parts.of(made.marked(nameless)))
+            num_draws = scope.streams.num_draws
+            self._agreement.on_results(ledger, made.by_path, metrics, num_draws, args)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
-            after = made._replace(nodes=self._placed(made.nodes)).marked(self.unsharded.nameless)
-            name_next(after.by_path, number + 1)
-            parts = None
-            if kept is not None:
-                parts = kept.next_parts(made.value, self._parts.of(after.value))
+            after = made._replace(nodes=self._placed(made.nodes)).marked(nameless)
+            name_nodes(after.by_path, number + 1, are_given=False)
+            parts = None if kept is None else kept.next_parts(made, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
-    def _kept_in(self, state: State, value: Any) -> KeptTensors | None:
+    def _kept_in(self, given: Nodes, parts: Any) -> KeptTensors | None:
         """The tensors that the reduction has kept; None: it keeps nothing.
 
         Args:
-            value: the state's, for the program.
+            given: those of the state's value, for the program.
+            parts: of the state.
         """
         # Parts that it doesn't keep are refused
-        if not self.options.reduction.keeps and state.parts is None:
+        if not self.options.reduction.keeps and parts is None:
             return None
-        return KeptTensors(self._parts.of(value), state.parts)
+        return KeptTensors(self._parts.of(given), parts)
 
     def _structure_of(self, state: State) -> ValueStructure | None:
         """How a state's value is cut: as that of the first state with such trees, or else as `init`
@@ -521,10 +507,11 @@ class ShardedStep:
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
         axes = self.options.axes
-        failures = sharing_failures(*axes.groups, call="unshard", state=state, settles=True)
+        step = number_of(state)
+        failures = sharing_failures(*axes.groups, call="unshard", step=step, settles=True)
         with failures, torch.no_grad():
-            marked = self._checked(state).marked(self.unsharded.nameless).value
-            value = whole_value(marked)
+            marked = self._checked(state).marked(self.unsharded.nameless)
+            value = whole_value(marked.value)
             return State(
                 step=state.step.clone(),
                 value=value,
@@ -550,7 +537,8 @@ class ShardedStep:
             self._check_trained(structure)
             value = structure.part_of(state.value)
             check_trained_alike(self.unsharded.as_trained(state), value, self.group.rank)
-            parts = self._parts.of(value).parts.part(state.parts, device_of_value(value))
+            nodes = Nodes.of(value)
+            parts = self._parts.of(nodes).parts.part(state.parts, nodes.device)
             self._note_structure(structure)
             return State(
                 step=state.step.clone(),
@@ -592,7 +580,7 @@ class ShardedStep:
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
         nodes = _nodes_of(state, self._structure_of(state))
-        return self._parts.of(nodes.marked(self.unsharded.nameless).value).parts
+        return self._parts.of(nodes.marked(self.unsharded.nameless)).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
@@ -601,7 +589,6 @@ class ShardedStep:
     def _checked(self, state: State) -> Nodes:
         """The nodes of a state that is one of this step's, on this rank."""
         check_place(state, self.options)
-        check_not_donated(state)
         structure = self._noted(state)
         if structure is None:
             structure = self._structure_of(state)
@@ -631,6 +618,7 @@ class ShardedStep:
 def _nodes_of(state: State, structure: ValueStructure | None) -> Nodes:
     """The nodes of a state's value, in which users may have put bare trees."""
     found = Nodes.of(state.value, structure)
+    check_not_donated(found.nodes, state.step)
     if structure is None or found.noted is structure.nodes:
         return found
     return Nodes.of(structure.with_states(state.value), structure)

@@ -53,6 +53,67 @@ class Nodes(NamedTuple):
         return self.treedef.unflatten(self.nodes)
 
     @property
+    def device(self) -> torch.device:
+        """That of the first held tree, of which no leaf is cut; else of a tensor."""
+        for node in self.nodes:
+            if is_held(node) and (own := node.flats()):
+                device: torch.device = own[0].device
+                return device
+        return device_of(as_local(self.value))
+
+    @property
+    def tensors(self) -> list[list[Any]]:
+        """Of each node its tensors. Flats stand for leaves that nobody has read, and count the
+        writes to them."""
+        found = []
+        for node in self.nodes:
+            is_uncut = isinstance(node, ShardedTree) and node.is_uncut
+            found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
+        return found
+
+    def used_up(self) -> set[int]:
+        """The numbers of the nodes that a step has written over. Writes to leaves of the others
+        that somebody has read are counted, also those by plain views."""
+        found = set()
+        for n, node in enumerate(self.nodes):
+            if is_on_engine(node) and node.is_used_up:
+                found.add(n)
+            elif is_on_engine(node) and node.are_leaves_shown:
+                node.story  # noqa: B018
+        return found
+
+    def next(self, value: Any, rank: int, *, free: Sequence[str]) -> Nodes:
+        """The nodes of the value that a program has returned in this one's place, with plain
+        tensors for single leaves of sharded trees.
+
+        To compare the leaves of a tree would cut them, so nodes whose holdings say that they fit
+        are left out.
+
+        Args:
+            free: names of entries whose leaves may have another shape or dtype.
+
+        Raises:
+            StructureError: the value has another structure, or ranks hold parts of such a leaf.
+        """
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        if treedef != self.treedef:
+            outline = self.treedef.unflatten(map(_structure_of, self.nodes))
+            check_next_structure(outline, value, rank)
+        made = self._replace(nodes=[*map(_plain, nodes)])
+        before, after = [*self.nodes], [*made.nodes]
+        for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):
+            if not is_on_engine(one) or type(one) is not type(two):
+                continue
+            if _fits(one, two):
+                before[n] = after[n] = None
+            elif one.holding == two.holding:
+                before[n], after[n] = one.as_it_lies, two.as_it_lies
+        if any(node is not None for node in before):
+            expected = self.treedef.unflatten(map(_structure_of, before))
+            check_next_value(expected, self.treedef.unflatten(after), rank, free=free)
+        return made
+
+    @property
     def by_path(self) -> dict[str, Any]:
         """The nodes by their paths, each of which the value has once."""
         return dict(zip(self.paths, self.nodes, strict=True))
@@ -288,37 +349,21 @@ def check_trained_alike(whole: Any, part: Any, rank: int) -> None:
             )
 
 
-def without_pieces(value: Any, old: Any = None) -> Any:
-    """A value that a program has returned, with plain tensors in the places of single leaves of
-    sharded trees: copies, since the trees' storage is theirs.
-
-    Args:
-        old: the value that the program was given; None: there was none.
-
-    Raises:
-        StructureError: ranks hold parts of such a leaf, or a tree has become single leaves.
-    """
-
-    def plain(node: Any) -> Any:
-        if not isinstance(node, Piece):
-            return node
-        if not node.is_whole:
-            if old is not None:
-                check_next_structure(old, value)
-            refuse("a leaf of them is in the program's value by itself", node, _TREES)
-        return node.local
-
-    return tree_map(plain, value, is_leaf=is_on_engine)
+def without_pieces(value: Any) -> Any:
+    """A value that a program's `init` has returned, with plain tensors in the places of single
+    leaves of sharded trees."""
+    return tree_map(_plain, value, is_leaf=is_on_engine)
 
 
-_TREES = "keep a tree of them, which tree_map makes, or a whole leaf, fz.unshard(tree)['w'] say"
-
-
-def note_writes(nodes: Sequence[Any]) -> None:
-    """Count writes to leaves of a value that somebody has read, also those by plain views."""
-    for node in nodes:
-        if is_on_engine(node) and node.are_leaves_shown:
-            node.story  # noqa: B018
+def _plain(node: Any) -> Any:
+    """A node of a value; of a single leaf of a sharded tree a copy, since the tree's storage is
+    its own."""
+    if not isinstance(node, Piece):
+        return node
+    if not node.is_whole:
+        remedy = "keep a tree of them, which tree_map makes, or a whole leaf, fz.unshard(tree)['w']"
+        refuse("a leaf of them is in the program's value by itself", node, f"{remedy} say")
+    return node.local
 
 
 def unsharded_leaves(value: Any) -> dict[str, Any]:
@@ -326,47 +371,6 @@ def unsharded_leaves(value: Any) -> dict[str, Any]:
     holds them whole."""
     nodes = Nodes.of(value).by_path
     return {path: node for path, node in nodes.items() if not is_on_engine(node)}
-
-
-def tensors_of_nodes(nodes: Sequence[Any]) -> list[list[Any]]:
-    """Of each node of a value its tensors. Flats stand for leaves that nobody has read, and count
-    the writes to them."""
-    found = []
-    for node in nodes:
-        is_uncut = isinstance(node, ShardedTree) and node.is_uncut
-        found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
-    return found
-
-
-def used_up_nodes(nodes: Sequence[Any]) -> set[int]:
-    """The numbers of the nodes of a value that a step has written over."""
-    return {n for n, node in enumerate(nodes) if is_on_engine(node) and node.is_used_up}
-
-
-def device_of_value(value: Any) -> torch.device:
-    """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if is_held(node) and (own := node.flats()):
-            device: torch.device = own[0].device
-            return device
-    return device_of(value)
-
-
-def check_fits(old: Nodes, new: Nodes, rank: int, *, free: Sequence[str]) -> None:
-    """Raise unless a program's next value fits in the place of the one that it was given, as
-    `check_next_value`. To compare the leaves of a tree would cut them, so nodes whose holdings say
-    that they fit are left out. `free`: as there."""
-    before, after = [*old.nodes], [*new.nodes]
-    if old.treedef == new.treedef:
-        for n, (one, two) in enumerate(zip(before, after, strict=True)):
-            if not is_on_engine(one) or type(one) is not type(two):
-                continue
-            if _fits(one, two):
-                before[n] = after[n] = None
-            elif one.holding == two.holding:
-                before[n], after[n] = one.as_it_lies, two.as_it_lies
-    expected = old.treedef.unflatten(map(_structure_of, before))
-    check_next_value(expected, new.treedef.unflatten(after), rank, free=free)
 
 
 def _structure_of(node: Any) -> Any:
