@@ -31,12 +31,12 @@ from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep, train_step, with_loss
 from ..tree import PATTERNS, path_matches
-from .imagined_ranks import Journal, Recorder, imagined_axes, imagined_like
-from .imagined_step import BETWEEN, ImaginedStep, StandIn
+from .imagined_ranks import imagined_axes, imagined_like
+from .imagined_step import BETWEEN, ImaginedStep
 from .live_bytes import ValueNeeded
 from .report import Bandwidth, Plan, balance_of
-from .stand_in_loss import loss_through, one_leaf_a_bucket, saved_by_names
-from .watch import rows_asked_of
+from .stand_in_loss import loss_through, saved_by_names
+from .watch import MemoryWatch, rows_asked_of
 
 
 def plan(
@@ -130,33 +130,34 @@ def plan(
         work = _work_of_program(optimizer, model_or_params, batch, others)
     else:
         work = _work_of_training(model_or_params, optimizer, batch, buffers, units, precision)
-    lie_on, journal = _device_of(work.trees), Journal()
+    # Losses may bring constants of their own, which are real tensors
+    fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
+    lie_on, watch = _device_of(work.trees), MemoryWatch(fake, rows or {})
     # Those on meta may become any device's
     device = torch.device("cpu") if lie_on.type == "meta" else lie_on
     if sharded is not None:
-        options = _imagined(sharded, journal, device)
+        options = _imagined(sharded, watch, device)
     else:
         given: dict[str, Any] = {**of_shard}
         # A reduction over gloo takes room, and over NCCL it takes none
-        axes = ranks_told.axes(journal, given.pop("state_axes", "shard"), device.type == "cpu")
+        axes = ranks_told.axes(watch, given.pop("state_axes", "shard"), device.type == "cpu")
         assert level is not None
         options = Options.checked(work.step, Levels(level), axes, **given)
     # The stand-ins may lie on another device than the leaves
     options = replace(options, overlap=options.overlap or Overlap.by_default(device))
-    # Losses may bring constants of their own, which are real tensors
-    fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
-    stand_in = None
+    step = work.step
     if batch is None:
         # It asks for no device, and on meta it is ten times as quick
-        work, layout, stand_in = _without_loss(work, options, model_or_params)
+        layout = options.layout_of(step.marked({"params": work.trees[0]})["params"])
         _check_rows(rows or {}, layout, all_named=True)
-    imagined = ImaginedStep(work.step, options, fake, rows or {}, lie_on, stand_in)
+        loss = loss_through(layout, saved_by_names(layout, model_or_params))
+        step = with_loss(step, loss)
+    imagined = ImaginedStep(step, options, watch, lie_on)
     # Shapes, strides, dtypes and devices stay; elements go
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
-    with _values_refused(journal), _told_of_lists(batch, "program"):
-        traced = imagined.run(*inputs)
+    with _values_refused(watch), _told_of_lists(batch, "program"):
+        layout = imagined.run(*inputs)
     if batch is not None:
-        layout = traced
         _check_rows(rows or {}, layout, all_named=False)
     made = _plan_of(imagined, options, layout)
     if work.optimizer is not None:
@@ -169,7 +170,6 @@ def plan(
 def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
     """The plan of a step that has run."""
     group, samples = options.group, imagined.watch.samples
-    assert isinstance(group, Recorder)
     return Plan(
         level=options.levels.number,
         levels=tuple(levels_of(layout)),
@@ -180,12 +180,12 @@ def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
         state=imagined.others,
         buffers=imagined.buffers,
         parts=imagined.parts,
-        gradients=imagined.reduced,
+        gradients=imagined.engine.reduced,
         stored=tuple(own.stored() for own in imagined.places.values()),
         # The most at one moment, over all
         gathered=max(sample.gathered for sample in samples),
         samples=tuple(samples),
-        collectives=tuple(group.journal.recorded),
+        collectives=tuple(imagined.watch.recorded),
         balance=None,
         traced=True,
         assumed=imagined.watch.live.assumed,
@@ -204,7 +204,7 @@ class _RanksTold(NamedTuple):
     shard_size: int | None
     same_data: SameData | None
 
-    def axes(self, journal: Journal, state_axes: StateAxes, swaps: bool) -> Axes:
+    def axes(self, watch: MemoryWatch, state_axes: StateAxes, swaps: bool) -> Axes:
         """Those of ranks that are not there."""
         ranks, rank = self.ranks, self.rank
         if self.level is None or ranks is None:
@@ -214,7 +214,7 @@ class _RanksTold(NamedTuple):
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
         shape = self.shard_size, state_axes
-        return imagined_axes(rank, ranks, journal, *shape, swaps=swaps, same_data=self.same_data)
+        return imagined_axes(rank, ranks, watch, *shape, swaps=swaps, same_data=self.same_data)
 
 
 def _check_told_once(told: Mapping[str, Any]) -> None:
@@ -229,9 +229,9 @@ def _check_told_once(told: Mapping[str, Any]) -> None:
             )
 
 
-def _imagined(options: Options, journal: Journal, device: torch.device) -> Options:
+def _imagined(options: Options, watch: MemoryWatch, device: torch.device) -> Options:
     """The options of a sharded step, on ranks that are not there."""
-    axes = imagined_like(options.axes, journal, swaps=device.type == "cpu")
+    axes = imagined_like(options.axes, watch, swaps=device.type == "cpu")
     return replace(options, axes=axes)
 
 
@@ -326,32 +326,6 @@ def _work_of_training(
     )
 
 
-def _without_loss(work: _Work, options: Options, model: Any) -> tuple[_Work, Layout, StandIn]:
-    """A loss that goes through all units stands in. It sees buckets: the leaves inside change
-    nothing of what is counted. So does an optimizer that treats all elements alike.
-
-    Returns the step with what it is given, the layout of the real params, and the loss.
-    """
-    params = work.step.marked({"params": work.trees[0]})["params"]
-    layout = options.layout_of(params)
-    buckets = one_leaf_a_bucket(layout)
-    # Of the real leaves: their names tell which units backward needs
-    loss = loss_through(buckets, saved_by_names(layout, model))
-    # Statistics over leaves, and functions for metrics, must see the real ones
-    assert work.optimizer is not None
-    is_all = work.optimizer.plain is not None and not work.step.facts["metrics"]
-    if is_all:
-        leaves = []
-        for leaf in buckets.leaves:
-            # (numel,) of a bucket's one leaf
-            on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            leaves.append(on_meta.requires_grad_(leaf.trainable))
-        # Which leaves are trained is known already
-        step = replace(work.step, trainable={})
-        work = work._replace(step=step, trees=(leaves, work.trees[1]))
-    return work, layout, StandIn(loss, buckets, is_all)
-
-
 def _check_arguments(step: ProgramStep, args: tuple[Any, ...], batch: Any) -> None:
     """Raise unless a program takes these arguments beside its value."""
     try:
@@ -434,19 +408,19 @@ def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) ->
 
 
 @contextmanager
-def _values_refused(journal: Journal) -> Iterator[None]:
+def _values_refused(watch: MemoryWatch) -> Iterator[None]:
     """Say who needs a value that is not there: the optimizer, or the loss."""
     try:
         yield
     except (ValueNeeded, *VALUE_NEEDED) as error:
-        # The journal's phase at the time of the error says whose code asked
-        if journal.phase == "optimizer":
+        # The phase at the time of the error says whose code asked
+        if watch.phase == "optimizer":
             raise TransformError(
                 "the optimizer reads values of tensors on the host, which a plan does not have. "
                 "Remedy: compute with torch.where instead of `if`, or plan with another optimizer "
                 "of the same needs"
             ) from error
-        if journal.phase == BETWEEN:
+        if watch.phase == BETWEEN:
             raise StructureError(
                 "the program reads values of tensors on the host, which a plan does not have. "
                 "Remedy: compute with torch.where instead of `if` and float"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -15,34 +14,9 @@ from ..groups.protocol import Work
 from ..groups.thread_scheduler import Signature
 from ..sharded.options import check_state_axes
 from .report import Collective
+from .watch import MemoryWatch
 
 _OF_NO_UNIT = {"step", "gradient", "loss", "optimizer", "unshard"}  # begins of labels
-Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
-
-
-class Journal:
-    """The one record of a step, which the groups of all its axes write to.
-
-    Attributes:
-        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish";
-            of a program also "program", between those.
-        unit: the name of the one in use; "" for none.
-        recorded: the collectives so far.
-        notice: told which tensors hold gathered params and gradients.
-        on_call: told of each collective.
-    """
-
-    def __init__(self) -> None:
-        self.phase = "forward"
-        self.unit = ""
-        self.recorded: list[Collective] = []
-        # Until an imagined step listens
-        self.notice: Notice = lambda kind, tensor: None
-        self.on_call: Callable[[Collective], None] = lambda collective: None
-
-    def enter(self, phase: str) -> None:
-        """The next phase of the step."""
-        self.phase, self.unit = phase, ""
 
 
 class Recorder(LabelledGroup):
@@ -56,10 +30,10 @@ class Recorder(LabelledGroup):
 
     inner: RecordingGroup  # which knows the bytes that each call sends
 
-    def __init__(self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool) -> None:
+    def __init__(self, rank: int, size: int, watch: MemoryWatch, *, name: str, swaps: bool) -> None:
         super().__init__(RecordingGroup(MirrorGroup(rank, size)))
-        # All groups of a step share one journal, so that collectives keep one order
-        self.journal, self.name, self.swaps = journal, name, swaps
+        # All groups of a step share one watch, so that collectives keep one order
+        self.watch, self.name, self.swaps = watch, name, swaps
 
     def at(self, label: str) -> Recorder:
         made = copy(self)
@@ -68,7 +42,7 @@ class Recorder(LabelledGroup):
 
     def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
         for kind, tensor in self._kinds_of(call.kind, *arguments):
-            self.journal.notice(kind, tensor)
+            self.watch.adopt(kind, tensor)
         work: Work = getattr(self.inner, call.kind)(*arguments)
         self._note(self.inner.calls[-1])
         # One rank copies at once. A backend reads its input until `wait`, and has its room until
@@ -95,7 +69,7 @@ class Recorder(LabelledGroup):
         return self._phase in ("forward", "backward")
 
     def _note(self, call: Call) -> None:
-        """Put a call into the journal. The label says where it belongs: "UNIT/..." or
+        """Tell the watch of a call. The label says where it belongs: "UNIT/..." or
         "UNIT[...]", or one of `_OF_NO_UNIT`."""
         # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
@@ -108,8 +82,7 @@ class Recorder(LabelledGroup):
             sent_bytes=call.sent_bytes,
             group=self.name,
         )
-        self.journal.recorded.append(collective)
-        self.journal.on_call(collective)
+        self.watch.note(collective)
 
     @property
     def _phase(self) -> str:
@@ -118,13 +91,13 @@ class Recorder(LabelledGroup):
             return "optimizer"
         # Of metrics that set out before backward, say
         last = self.label.rpartition("/")[2]
-        return last if last in ("metrics", "publish") else self.journal.phase
+        return last if last in ("metrics", "publish") else self.watch.phase
 
 
 def imagined_axes(
     rank: int,
     size: int,
-    journal: Journal,
+    watch: MemoryWatch,
     shard_size: int | None,
     state_axes: str,
     *,
@@ -135,14 +108,14 @@ def imagined_axes(
     its shard axis.
 
     Args:
-        journal: the record that all of them write to.
+        watch: that all of them tell.
         state_axes, same_data: as for `plan`.
         swaps: as for `Recorder`.
     """
 
     def group(rank: int, size: int, axis: str) -> Recorder:
         name = f"{axis} {size}" if size > 1 else "itself"  # the axis of one rank has no traffic
-        return Recorder(rank, size, journal, name=name, swaps=swaps)
+        return Recorder(rank, size, watch, name=name, swaps=swaps)
 
     # For metrics and agreement
     world = group(rank, size, "all")
@@ -170,12 +143,12 @@ def imagined_axes(
     return mesh_axes(world, shard, replicate, optimizer, same_data)
 
 
-def imagined_like(axes: Axes, journal: Journal, *, swaps: bool) -> Axes:
+def imagined_like(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
     """Axes of the same sizes, for the rank with the same pieces."""
     return imagined_axes(
         axes.replicate.rank * axes.shard.size + axes.shard.rank,
         axes.world.size,
-        journal,
+        watch,
         axes.shard.size if axes.mesh else None,
         "both" if axes.both else "shard",
         swaps=swaps,

@@ -6,7 +6,7 @@ Three things are imagined, and the rest is the code that trains:
 - tensors: fake ones of a device. `LiveBytes` makes them and counts the bytes that are alive, by
   kind.
 - the other ranks: a `Recorder` notes each collective, and leaves its tensors as they are.
-- time: a `Journal` knows the phase and the unit in use. A `MemoryWatch` makes samples.
+- time: a `MemoryWatch` knows the phase and the unit in use, and makes samples.
 
 The trees lie on an engine that announces each call: gradients, updates, and params + updates. The
 ranks agree with nobody. The step runs twice, since the first run finds out the order of units, and
@@ -16,16 +16,15 @@ how many gradients come before a step that donates may write.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
@@ -45,19 +44,10 @@ from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State
 from ..tree import has_values
 from .elsewhere import Elsewhere, with_imagined_places
-from .imagined_ranks import Recorder
 from .live_bytes import bytes_held, uncompiled
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
-
-
-class StandIn(NamedTuple):
-    """A loss in place of one that isn't there."""
-
-    loss: Callable[..., Any]
-    layout: Layout  # of the params that it sees: their buckets, each with one leaf
-    is_all: bool  # whether the optimizer, too, sees buckets alone
 
 
 class ImaginedStep:
@@ -66,13 +56,11 @@ class ImaginedStep:
     Args:
         step: the program.
         options: of `shard`, with a `Recorder` for a group.
-        fake: the mode of the tensors without values; None: the meta device.
-        rows: how many rows of a table a lookup asks for, by pattern of its path.
+        watch: that the `Recorder` tells.
         device: of the params; meta: nobody has said.
-        stand_in: for the loss of a training step; None: the program's own losses run.
 
     Attributes:
-        watch: the memory from moment to moment.
+        engine: of the trees.
         held: bytes of the first value's trees that are held as params are.
         buffers: bytes of its buffers.
         others: bytes of the rest of that value.
@@ -84,22 +72,16 @@ class ImaginedStep:
         self,
         step: ProgramStep,
         options: Options,
-        fake: FakeTensorMode | None,
-        rows: Mapping[str, int],
+        watch: MemoryWatch,
         device: torch.device,
-        stand_in: StandIn | None = None,
     ):
-        assert isinstance(options.group, Recorder)
-        self.watch, self._fake = MemoryWatch(options.group.journal, fake, rows), fake
+        self.watch = watch
         options, self.places = with_imagined_places(options, self.watch, device)
-        engine = ShardedEngine(options)
-        engine.announce = self.watch.enter
-        self._engine = _AnnouncedEngine(engine, self.watch, self.places, stand_in)
+        self.engine = _AnnouncedEngine(options, self.watch, self.places)
         agreement = _ImaginedAgreement(step, options, self.watch)
         # The first of its steps is one to find out the order: it donates nothing
         step = replace(step, num_gradients=None)
-        layout = stand_in.layout if stand_in is not None and stand_in.is_all else None
-        self._step = ShardedStep(step, options, self._engine, agreement, layout)
+        self._step = ShardedStep(step, options, self.engine, agreement)
         self.held = self.buffers = self.others = self.parts = 0
 
     def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
@@ -135,11 +117,6 @@ class ImaginedStep:
         for tree, known in zip(held, published, strict=True):
             tree.note_published(known)
 
-    @property
-    def reduced(self) -> int:
-        """Bytes of the largest gradients that the program was given."""
-        return self._engine.reduced
-
     def _without_values(self, state: State) -> State:
         """A first state whose tensors of one or more dims have no values: those that `init` has
         brought along, such as buffers, would be compared with what a step makes of them."""
@@ -147,9 +124,9 @@ class ImaginedStep:
         def bare(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
                 return leaf
-            if self._fake is None:
+            if self.watch.fake is None:
                 return torch.empty_like(leaf, device="meta")
-            return self._fake.from_tensor(leaf)  # views of one storage stay that
+            return self.watch.fake.from_tensor(leaf)  # views of one storage stay that
 
         with self.watch.live.paused():
             return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
@@ -169,17 +146,15 @@ class ImaginedStep:
         self.watch.live.adopt([*held, *buffers], "params")
 
 
-class _ImaginedAgreement:
+class _ImaginedAgreement(AgreementOfRanks):
     """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
     a step sends is sent."""
 
     def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
-        self._agreement = AgreementOfRanks(step, options, BackgroundTasks())
-        self.is_by_gradients, self.own = self._agreement.is_by_gradients, self._agreement.own
-        self.by_gradient = self._agreement.by_gradient
+        super().__init__(step, options, BackgroundTasks())
         self._watch = watch
 
-    def on_arguments(self, given: Any, layouts: Any, seed: Any, facts: Any) -> None:
+    def on_arguments(self, *given: Any) -> None:
         return None
 
     def on_first_value(self, value: Any, fills: Any) -> None:
@@ -193,49 +168,34 @@ class _ImaginedAgreement:
 
     def before_writing(self, ledger: Ledger) -> None:
         with self._watch.live.paused():
-            self._agreement.before_writing(ledger)
+            super().before_writing(ledger)
 
     def on_results(self, ledger: Ledger, *results: Any) -> None:
         self._watch.enter("metrics")
         with self._watch.live.paused():
-            self._agreement.on_results(ledger, *results)
+            super().on_results(ledger, *results)
 
 
-class _AnnouncedEngine:
-    """An engine that tells a watch the phase of each call, and asks nobody for values."""
+class _AnnouncedEngine(ShardedEngine):
+    """An engine that tells a watch the phase of each call, and asks nobody for values.
 
-    def __init__(
-        self,
-        engine: ShardedEngine,
-        watch: MemoryWatch,
-        places: Mapping[str, Elsewhere],
-        stand_in: StandIn | None,
-    ):
-        self._engine, self._watch, self._places = engine, watch, places
-        self._stand_in = stand_in
-        self.rank, self.orders = engine.rank, engine.orders
-        self.keeps_tensors = engine.keeps_tensors
+    Attributes:
+        reduced: bytes of the largest gradients that the program was given.
+    """
+
+    def __init__(self, options: Options, watch: MemoryWatch, places: Mapping[str, Elsewhere]):
+        super().__init__(options)
+        self._watch, self._places = watch, places
+        self.announce = watch.enter
         self.reduced = 0
-        # The rest of an `Engine`, as it is
-        self.dot, self.norms, self.squares = engine.dot, engine.norms, engine.squares
-        self.unshard = engine.unshard
-        self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
-        self.placed = engine.placed
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims
-        return self._engine.first_state(transform, params)
+        return self.first_state(transform, params)
 
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
-        if self._stand_in is None:
-            return self._gradients(call, tree)
-        call.loss = self._stand_in.loss
-        results, grads = self._gradients(call, _laid_out(tree, self._stand_in.layout))
-        return results, _laid_out(grads, tree.sharding.layout)
-
-    def _gradients(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss = self._watch.announced(call.loss)
-        run = self._engine.open_gradient(call, tree)
+        run = self.open_gradient(call, tree)
         local = differentiate(run)
         fine = is_fine(run, local)  # which the watch answers with yes
         self._watch.enter("metrics")
@@ -259,7 +219,7 @@ class _AnnouncedEngine:
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
         before = self._written
-        found, after = self._engine.update(transform, updates, state, params)
+        found, after = super().update(transform, updates, state, params)
         self._adopt_state(after, before)
         self._watch.enter(BETWEEN)
         return found, after
@@ -274,7 +234,7 @@ class _AnnouncedEngine:
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
         before = self._written
-        new, after = self._engine.apply(transform, grads, state, params, **how)
+        new, after = super().apply(transform, grads, state, params, **how)
         self._adopt_params(new, before)
         self._adopt_state(after, before)
         self._watch.enter(BETWEEN)
@@ -283,7 +243,7 @@ class _AnnouncedEngine:
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
         before = self._written
-        new = self._engine.apply_updates(params, updates)
+        new = super().apply_updates(params, updates)
         self._adopt_params(new, before)
         self._watch.enter(BETWEEN)
         return new
@@ -297,7 +257,7 @@ class _AnnouncedEngine:
         """Note params that were made, or written over, since this was `_written`."""
         self._watch.live.adopt(flats_here(params), "params")
         if "params" in before:
-            places, layout = self._engine.options.places.params, params.sharding.layout
+            places, layout = self.options.places.params, params.sharding.layout
             written = stored_flats(places, params.flats(), layout, trained=True)
             written += stored_flats(places, params.published(), layout, trained=True)
             self._places["params"].written = before["params"] + bytes_held(written)
@@ -330,17 +290,6 @@ def held_trees(value: Any) -> list[ShardedTree]:
 def flats_here(params: ShardedTree) -> list[Tensor]:
     """The flats of a tree that is held as params are, and the published ones beside them."""
     return [*params.flats(), *(flat for flat in params.published() if flat is not None)]
-
-
-def _laid_out(tree: ShardedTree, layout: Layout) -> ShardedTree:
-    """The same flats as a tree of another layout, which has the same buckets."""
-    if tree.sharding.layout is layout:
-        return tree
-    sharding = replace(tree.sharding, layout=layout)
-    made = ShardedTree.of_flats(tree.flats(), replace(tree.holding, sharding=sharding))
-    if tree.holding.form == "held":
-        made.note_published(tree.published())
-    return made
 
 
 def _tensors(tree: Any) -> list[Tensor]:

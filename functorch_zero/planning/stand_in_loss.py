@@ -1,14 +1,12 @@
 """A stand-in for a loss that is not there: it goes through the layout's units.
 
-The leaves inside a unit change neither its gathers and reductions nor their times. The stand-in
-supposes the things that only a loss can say: each unit is entered once, in the layout's order, and
-all take part in backward.
+It supposes what only a loss can say: each unit is entered once, in the layout's order, and all take
+part in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -16,87 +14,57 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from ..layout.layout import Bucket, Layout, LeafSpec, Unit
+from ..layout.layout import Layout, Unit
 from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
-
-
-def one_leaf_a_bucket(layout: Layout) -> Layout:
-    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several
-    leaves do."""
-    buckets, leaves = [], []
-    for b, bucket in enumerate(layout.buckets):
-        if bucket.cut.by_rows:  # it has one leaf, whose rows the loss looks up
-            spec = replace(layout.leaves[bucket.leaves[0]], path=bucket.name)
-            buckets.append(replace(bucket, leaves=(b,)))
-            leaves.append(spec)
-            continue
-        # A leaf that fills its bucket needs no copy of its gradient, and several leaves need one
-        is_full = bucket.numels == (bucket.numel,)  # one leaf, without padding
-        numel = bucket.numel if is_full else bucket.numel - 1
-        # One leaf from the flat's start, an element shorter where several are packed
-        joined = replace(bucket, leaves=(b,), shapes=((numel,),), offsets=(0,))
-        buckets.append(joined)
-        leaf = LeafSpec(
-            joined.name,
-            joined.shapes[0],
-            joined.dtype,
-            joined.trainable,
-            joined.cut,
-            joined.dtypes,
-        )
-        leaves.append(leaf)
-    # A list of leaves, one per bucket
-    treedef = optree.tree_structure([0] * len(buckets))
-    return replace(layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=treedef)
+from ..tree import PyTree
 
 
 def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> Callable[..., Tensor]:
-    """A loss on a layout of `one_leaf_a_bucket`.
+    """A loss on a tree of this layout.
 
     `num_saved` says how many leaves made on use a unit's backward needs; two stand for more.
     """
 
-    def loss(params: list[LazyParam], **others: Any) -> Tensor:
+    def loss(params: PyTree[LazyParam], *others: Any) -> Tensor:
+        leaves: list[Any] = optree.tree_leaves(params)
         # The activations' place: a number, so that they take no room
         x = torch.zeros((), device="cpu")
-        for unit in layout.units:
-            if layout.buckets[unit.buckets[0]].cut.by_rows:
-                table = params[unit.buckets[0]]
-                no_ids = torch.empty(0, dtype=torch.int64, device=table.device)
-                x = _Use.apply(x, 0, 0, embedding(no_ids, table))  # type: ignore[no-untyped-call]
+        for unit, content in zip(layout.units, layout.contents, strict=True):
+            first = leaves[content.leaves[0]]
+            if content.is_table:
+                no_ids = torch.empty(0, dtype=torch.int64, device=first.device)
+                x = _Use.apply(x, 0, 0, embedding(no_ids, first))  # type: ignore[no-untyped-call]
                 continue
             # Each lazy parameter knows the entrance of its unit
-            entrance = params[unit.buckets[0]].entrance
-            # The bucket whose leaf is saved: one that is made on use, if there is one
-            k = next(iter(_made_on_use(layout, unit)), 0)
-            saved = min(num_saved(unit), 2)
+            entrance = first.entrance
+            # The leaf that is saved: one that is made on use, if there is one
+            n = next(_made_on_use(layout, unit), content.leaves[0])
+            k, saved = content.leaves.index(n), min(num_saved(unit), 2)
             # Leaves that no module uses are fetched at the first touch
             if not unit.modules:
                 x = _Use.apply(x, k, saved, *entrance.touch())  # type: ignore[no-untyped-call]
             for path in unit.modules:  # all are entered, and the last one computes
-                leaves = entrance.enter(path)
+                whole = entrance.enter(path)
                 if path == unit.modules[-1]:
                     # Inside, leaves are saved by place, so that backward asks for them
                     with entrance.watch():
-                        x = _Use.apply(x, k, saved, *leaves)  # type: ignore[no-untyped-call]
-                del leaves  # as a module's places let go of them
+                        x = _Use.apply(x, k, saved, *whole)  # type: ignore[no-untyped-call]
+                del whole  # as a module's places let go of them
                 entrance.leave(path)
         return x
 
     return loss
 
 
-def _made_on_use(layout: Layout, unit: Unit) -> list[int]:
-    """The positions in the unit of its buckets whose flats are gathered or cast on use. The
-    others stay, and backward needn't fetch them again."""
-    return [k for k, b in enumerate(unit.buckets) if _is_made_on_use(layout.buckets[b])]
-
-
-def _is_made_on_use(bucket: Bucket) -> bool:
-    level = level_of(bucket)
-    is_cast = bucket.dtypes is not None and not bucket.is_published_as_used
-    return not level.by_rows and (level.cuts_params or is_cast)
+def _made_on_use(layout: Layout, unit: Unit) -> Iterator[int]:
+    """The numbers of the unit's leaves whose flats are gathered or cast on use. The others stay,
+    and backward needn't fetch them again."""
+    for b in unit.buckets:
+        bucket = layout.buckets[b]
+        is_cast = bucket.dtypes is not None and not bucket.is_published_as_used
+        if level_of(bucket).cuts_params or is_cast:
+            yield from bucket.leaves
 
 
 class _Use(torch.autograd.Function):
@@ -138,10 +106,6 @@ def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
         return path not in lookups and not name.startswith("bias")
 
     def num_saved(unit: Unit) -> int:
-        total = 0
-        for k in _made_on_use(layout, unit):
-            for n in layout.buckets[unit.buckets[k]].leaves:
-                total += is_saved(layout.leaves[n].path)
-        return total
+        return sum(is_saved(layout.leaves[n].path) for n in _made_on_use(layout, unit))
 
     return num_saved

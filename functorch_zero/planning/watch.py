@@ -4,7 +4,7 @@ each change of phase, and each growth of memory, makes a sample."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,39 +18,42 @@ from ..groups.protocol import Group
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..runtime.table import Asked
-from ..runtime.unshard import Gathering, UnitFlats
+from ..runtime.unshard import UnitFlats
 from ..sharded.passes import Passed
 from ..step.loss import Aux
 from ..tree import path_matches
-from .imagined_ranks import Journal
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
 
 
 class MemoryWatch:
-    """Samples of the bytes alive.
+    """Samples of the bytes alive, and the record of a step, which the groups of all its axes write
+    to.
 
     Args:
-        journal: of the imagined ranks.
         fake: the mode of the tensors without values; None: the meta device.
         rows: how many rows of a table a lookup asks for, by pattern of its path.
 
     Attributes:
+        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish";
+            of a program also "program", between those.
+        unit: the name of the one in use; "" for none.
+        recorded: the collectives so far.
         live: the bytes alive.
         samples: memory from moment to moment.
     """
 
-    def __init__(self, journal: Journal, fake: FakeTensorMode | None, rows: Mapping[str, int]):
-        self._journal, self._rows = journal, rows
-        # The groups tell which tensors they gather and reduce into
-        journal.notice, journal.on_call = self.adopt, self._name_unit
+    def __init__(self, fake: FakeTensorMode | None, rows: Mapping[str, int]):
+        self.fake, self._rows = fake, rows
+        self.phase, self.unit = "forward", ""
+        self.recorded: list[Collective] = []
         self.live = LiveBytes(fake, self._sample)
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
 
     def begin(self) -> None:
         """Forget the samples and the collectives so far."""
-        self._journal.recorded.clear()
+        self.recorded.clear()
         self.samples.clear()
         self.live.assumed = 0
 
@@ -68,7 +71,7 @@ class MemoryWatch:
                     asked = rows_asked_of(unit.name, self._rows)
                     unit.flats.reading = ImaginedIds(unit.flats.shape[0], asked)
                 else:
-                    unit.flats = Noted(unit.flats, unit.name, self._journal)
+                    unit.flats = Noted(unit.flats, unit.name, self)
             self.enter("forward")
             result = loss_fn(*args, **named)
             # The loss has returned: all that follows, up to the metrics, is backward
@@ -79,7 +82,7 @@ class MemoryWatch:
 
     def enter(self, phase: str) -> None:
         """The next phase of the step."""
-        self._journal.enter(phase)
+        self.phase, self.unit = phase, ""
         self._sample()
 
     def adopt(self, kind: str, tensor: Tensor) -> None:
@@ -87,9 +90,10 @@ class MemoryWatch:
         self.live.adopt([tensor], kind)
         self._sample()
 
-    def _name_unit(self, collective: Collective) -> None:
-        """Where params are not gathered, the unit in use is known only when its gradients are
-        reduced: the sample that has no name yet gets it then."""
+    def note(self, collective: Collective) -> None:
+        """Record a collective. Where params are not gathered, the unit in use is known only when
+        its gradients are reduced: the sample that has no name yet gets it then."""
+        self.recorded.append(collective)
         if not collective.unit or collective.phase != "backward" or not self.samples:
             return
         last = self.samples[-1]
@@ -98,7 +102,7 @@ class MemoryWatch:
 
     def _sample(self) -> None:
         """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
-        phase, unit = self._journal.phase, self._journal.unit
+        phase, unit = self.phase, self.unit
         # Units are named in passes alone; other phases are of all units
         in_a_unit = unit and phase in ("forward", "backward")
         moment = f"{phase} of {unit}" if in_a_unit else phase
@@ -189,32 +193,24 @@ class ImaginedIds:
 
 
 class Noted:
-    """A unit's flats that say when the unit is in use."""
+    """A unit's flats that say when the unit is in use. All else is asked of the flats."""
 
-    def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
-        self._flats, self._name, self._journal = flats, name, journal
-        # Fields that never change during a pass are handed through
-        self.transient, self.moves, self.passing = flats.transient, flats.moves, flats.passing
-        self.start, self.leaves = flats.start, flats.leaves
+    def __init__(self, flats: UnitFlats, name: str, watch: MemoryWatch) -> None:
+        self._flats, self._name, self._watch = flats, name, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flats, name)
 
     @property
     def here(self) -> list[Tensor] | None:
         if self._flats.here is not None:
-            self._journal.unit = self._name  # whoever looks at gathered flats is using them
+            self._watch.unit = self._name  # whoever looks at gathered flats is using them
         return self._flats.here
 
     @here.setter
     def here(self, flats: list[Tensor] | None) -> None:
         self._flats.here = flats
 
-    @property
-    def under_way(self) -> Sequence[Gathering] | None:
-        return self._flats.under_way
-
-    @property
-    def versions(self) -> Sequence[int]:
-        return self._flats.versions
-
     def unshard(self) -> list[Tensor]:
-        self._journal.unit = self._name
+        self._watch.unit = self._name
         return self._flats.unshard()

@@ -28,7 +28,8 @@ from functorch_zero.groups.counting import Call, counted
 from functorch_zero.optim import Needs
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.planning import Collective, Plan, zero_bytes
-from functorch_zero.planning.imagined_ranks import Journal, imagined_axes
+from functorch_zero.planning.imagined_ranks import imagined_axes
+from functorch_zero.planning.watch import MemoryWatch
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
@@ -472,7 +473,7 @@ def test_a_mesh_of_two_axes(level: int, over: Any, planned: tuple[int, ...]) -> 
     for rank, (bytes_of_params, first, axes) in enumerate(run_ranks(on_rank, 4)):
         assert (
             axes.optimizer.rank
-            == imagined_axes(rank, 4, Journal(), 2, over, swaps=True).optimizer.rank
+            == imagined_axes(rank, 4, MemoryWatch(None, {}), 2, over, swaps=True).optimizer.rank
         )
         if rank not in planned:  # a plan takes a second
             continue
