@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError, explain
-from ..groups.mesh import Axes, SameData
+from ..groups.mesh import SameData
 from ..layout.layout import Layout
 from ..layout.levels import LevelRule, Levels, levels_of
 from ..model.casting import PrecisionRules
@@ -25,7 +25,7 @@ from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
-from ..sharded.options import Options, ShardOptions, StateAxes
+from ..sharded.options import Options, ShardOptions, check_state_axes
 from ..sharded.program.step import ShardedStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
@@ -120,11 +120,13 @@ def plan(
                 got=f"a {type(model_or_params).__name__} first",
             )
         )
-    ranks_told = _RanksTold(level, ranks, rank, shard_size, same_data)
     sharded: Options | None = None
     if isinstance(optimizer, ShardedStep):
-        _check_told_once({**ranks_told._asdict(), **of_shard})
+        told = {"level": level, "ranks": ranks, "shard_size": shard_size, "same_data": same_data}
+        _check_told_once({**told, "rank": rank or None, **of_shard})
         sharded, optimizer = optimizer.options, optimizer.unsharded
+    elif level is None or ranks is None:
+        raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
     if isinstance(optimizer, ProgramStep) and not isinstance(optimizer, TrainStep):
         others = {"units": units, "precision": precision, "buffers": buffers}
         work = _work_of_program(optimizer, model_or_params, batch, others)
@@ -135,13 +137,16 @@ def plan(
     lie_on, watch = _device_of(work.trees), MemoryWatch(fake, rows or {})
     # Those on meta may become any device's
     device = torch.device("cpu") if lie_on.type == "meta" else lie_on
+    # A reduction over gloo takes room, and over NCCL it takes none
+    swaps = device.type == "cpu"
     if sharded is not None:
-        options = _imagined(sharded, watch, device)
+        options = replace(sharded, axes=imagined_like(sharded.axes, watch, swaps=swaps))
     else:
+        assert level is not None and ranks is not None
         given: dict[str, Any] = {**of_shard}
-        # A reduction over gloo takes room, and over NCCL it takes none
-        axes = ranks_told.axes(watch, given.pop("state_axes", "shard"), device.type == "cpu")
-        assert level is not None
+        both = check_state_axes(given.pop("state_axes", "shard")) == "both"
+        shape = shard_size, both, same_data
+        axes = imagined_axes(rank, ranks, watch, *shape, swaps=swaps)
         options = Options.checked(work.step, Levels(level), axes, **given)
     # The stand-ins may lie on another device than the leaves
     options = replace(options, overlap=options.overlap or Overlap.by_default(device))
@@ -151,6 +156,7 @@ def plan(
         layout = options.layout_of(step.marked({"params": work.trees[0]})["params"])
         _check_rows(rows or {}, layout, all_named=True)
         loss = loss_through(layout, saved_by_names(layout, model_or_params))
+        assert isinstance(step, TrainStep)  # a program needs a batch
         step = with_loss(step, loss)
     imagined = ImaginedStep(step, options, watch, lie_on)
     # Shapes, strides, dtypes and devices stay; elements go
@@ -159,17 +165,11 @@ def plan(
         layout = imagined.run(*inputs)
     if batch is not None:
         _check_rows(rows or {}, layout, all_named=False)
-    made = _plan_of(imagined, options, layout)
+    group, samples = options.group, watch.samples
+    notes = codecs_of(layout, group.size)
+    notes += notes_of(elements_by_unit(layout), group.size, tables_of(layout))
     if work.optimizer is not None:
-        units_found = found_units(layout.units)
-        balance = balance_of(work.optimizer, layout)
-        made = replace(made, notes=units_found + made.notes, balance=balance)
-    return replace(made, traced=batch is not None, bandwidth=bandwidth)
-
-
-def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
-    """The plan of a step that has run."""
-    group, samples = options.group, imagined.watch.samples
+        notes = found_units(layout.units) + notes
     return Plan(
         level=options.levels.number,
         levels=tuple(levels_of(layout)),
@@ -185,54 +185,25 @@ def _plan_of(imagined: ImaginedStep, options: Options, layout: Layout) -> Plan:
         # The most at one moment, over all
         gathered=max(sample.gathered for sample in samples),
         samples=tuple(samples),
-        collectives=tuple(imagined.watch.recorded),
-        balance=None,
-        traced=True,
-        assumed=imagined.watch.live.assumed,
+        collectives=tuple(watch.recorded),
+        balance=None if work.optimizer is None else balance_of(work.optimizer, layout),
+        traced=batch is not None,
+        assumed=watch.live.assumed,
         mesh=options.axes.mesh,
-        notes=codecs_of(layout, group.size)
-        + notes_of(elements_by_unit(layout), group.size, tables_of(layout)),
+        notes=notes,
+        bandwidth=bandwidth,
     )
-
-
-class _RanksTold(NamedTuple):
-    """The ranks of a step that `shard` hasn't made, and its level."""
-
-    level: LevelRule | None
-    ranks: int | None
-    rank: int
-    shard_size: int | None
-    same_data: SameData | None
-
-    def axes(self, watch: MemoryWatch, state_axes: StateAxes, swaps: bool) -> Axes:
-        """Those of ranks that are not there."""
-        ranks, rank = self.ranks, self.rank
-        if self.level is None or ranks is None:
-            raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
-        if ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {ranks}")
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-        shape = self.shard_size, state_axes
-        return imagined_axes(rank, ranks, watch, *shape, swaps=swaps, same_data=self.same_data)
 
 
 def _check_told_once(told: Mapping[str, Any]) -> None:
     """Raise if an argument is given beside a step of `shard`, which has it: one of the two would
     not be planned."""
     for name, value in told.items():
-        # Rank 0 is planned where nothing is said
-        if value is not None and (name, value) != ("rank", 0):
+        if value is not None:
             raise TypeError(
                 f"plan takes {name} from the sharded step, and was given {name}={value!r}. "
                 "Remedy: leave it out, or plan the step that shard was given"
             )
-
-
-def _imagined(options: Options, watch: MemoryWatch, device: torch.device) -> Options:
-    """The options of a sharded step, on ranks that are not there."""
-    axes = imagined_like(options.axes, watch, swaps=device.type == "cpu")
-    return replace(options, axes=axes)
 
 
 def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:

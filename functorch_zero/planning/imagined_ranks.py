@@ -12,7 +12,6 @@ from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Work
 from ..groups.thread_scheduler import Signature
-from ..sharded.options import check_state_axes
 from .report import Collective
 from .watch import MemoryWatch
 
@@ -99,17 +98,18 @@ def imagined_axes(
     size: int,
     watch: MemoryWatch,
     shard_size: int | None,
-    state_axes: str,
+    both: bool,
+    same_data: SameData | None,
     *,
     swaps: bool,
-    same_data: SameData | None = None,
 ) -> Axes:
     """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
     its shard axis.
 
     Args:
         watch: that all of them tell.
-        state_axes, same_data: as for `plan`.
+        both: whether the optimizer's state is cut along both axes.
+        same_data: as for `plan`.
         swaps: as for `Recorder`.
     """
 
@@ -117,9 +117,12 @@ def imagined_axes(
         name = f"{axis} {size}" if size > 1 else "itself"  # the axis of one rank has no traffic
         return Recorder(rank, size, watch, name=name, swaps=swaps)
 
+    if size < 1:
+        raise ValueError(f"ranks must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {size}")
     # For metrics and agreement
     world = group(rank, size, "all")
-    both = check_state_axes(state_axes) == "both"
     check_same_data(same_data)
     if shard_size is None:
         if same_data is not None:
@@ -150,9 +153,9 @@ def imagined_like(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
         axes.world.size,
         watch,
         axes.shard.size if axes.mesh else None,
-        "both" if axes.both else "shard",
+        axes.both,
+        next(iter(axes.of_same_data), None),
         swaps=swaps,
-        same_data=next(iter(axes.of_same_data), None),
     )
 
 

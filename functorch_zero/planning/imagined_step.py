@@ -30,6 +30,7 @@ from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
 from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
+from ..sharded.notes import bytes_held
 from ..sharded.options import Options
 from ..sharded.placed import stored_flats
 from ..sharded.program.agreement import AgreementOfRanks
@@ -44,7 +45,7 @@ from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State
 from ..tree import has_values
 from .elsewhere import Elsewhere, with_imagined_places
-from .live_bytes import bytes_held, uncompiled
+from .live_bytes import uncompiled
 from .watch import MemoryWatch, with_numbers
 
 BETWEEN = "program"  # the phase outside of all calls
@@ -267,7 +268,7 @@ class _AnnouncedEngine(ShardedEngine):
         self._watch.live.adopt(_tensors(state), "state")
         if "state" in before:
             written = filter(self._places["state"].holds, _tensors(state))
-            self._places["state"].written = before["state"] + bytes_held([*written])
+            self._places["state"].written = before["state"] + bytes_held(written)
 
 
 def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:

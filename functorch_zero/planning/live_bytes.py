@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from .._torch_private import (
     storage_id,
 )
 from ..layout.piece import Piece
-from ..params import as_local
 from ..sharded_optim.state_plan import is_placeholder
 from ..tree import has_values
 from .report import KINDS
@@ -215,15 +213,6 @@ class LiveBytes(QuickDispatchMode):
         if kind is not None:
             self.now[kind] += change
             self.total += change
-
-
-def bytes_held(tree: Any) -> int:
-    """Bytes of the storages that a tree's tensors lie in."""
-    sizes = {}  # by storage: several leaves may be views of one
-    for leaf in optree.tree_leaves(as_local(tree)):
-        if isinstance(leaf, Tensor):
-            sizes[storage_id(leaf)] = leaf.untyped_storage().nbytes()
-    return sum(sizes.values())
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_in_words
 from ..optim.base import Needs, Transform
 from ..precision import short
-from ..sharded.drawing import Bar, table_html
+from ..sharded.drawing import Bar, align, table_html
 from ..sharded.placed import Stored
 from ..sharded_optim.state_plan import make_planner
 
@@ -132,19 +132,6 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines: the first column to the left, the others to the right."""
-    # The widest cell of each column decides
-    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(first_width)]
-        for cell, width in zip(others, widths, strict=True):
-            cells.append(cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def format_collectives(collectives: Sequence[Collective]) -> str:
     """One line for all calls of a phase, kind and dtype."""
     rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
@@ -159,7 +146,7 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
         rows.append([*key, str(len(calls)), nbytes, sent])
     total = bytes_text(sum(call.sent_bytes for call in collectives))
     rows.append(["total", "", "", str(len(collectives)), "", total])
-    return "\n".join("  " + line for line in align(rows).splitlines())
+    return "\n".join("  " + line for line in align(rows, right=range(1, 6)))
 
 
 def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
@@ -381,7 +368,7 @@ class Comparison:
         for label, made in self.plans.items():
             peak = made.peak
             rows.append([label, *map(bytes_text, [*peak.by_kind().values(), peak.total])])
-        return align(rows)
+        return "\n".join(align(rows, right=range(1, len(rows[0]))))
 
     def _repr_html_(self) -> str:
         bars = []

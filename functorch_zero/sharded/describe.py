@@ -4,20 +4,19 @@ whole that is here."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from .._torch_private import storage_id
 from ..compress import Form
 from ..errors import StructureError
-from ..layout.build import make_layout
-from ..layout.layout import Bucket, Cut
+from ..groups.mesh import axes_of
+from ..groups.single import SingleRank
+from ..layout.levels import Levels
 from ..layout.sharded_tree import Holding, ShardedTree
-from ..layout.sharding import Sharding
 from ..params import is_on_engine
 from ..precision import short
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
@@ -26,9 +25,9 @@ from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from ..tree import named_leaves, paths
-from .drawing import Bar, table_html
-from .notes import found_units, notes_of, wire_of
-from .options import Options
+from .drawing import Bar, align, table_html
+from .notes import bytes_held, found_units, notes_of, wire_of
+from .options import Options, Places
 from .placed import StatePlaces, Stored, stored_flats, stored_tensors
 from .program.step import ShardedStep
 
@@ -40,14 +39,15 @@ class Row(NamedTuple):
     leaves: tuple[str, ...]  # their paths
     elements: int  # of whole leaves
     storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
-    compute: torch.dtype | None  # the dtype that whole leaves are used in; None: no loss uses them
-    wire: tuple[tuple[str, Form], ...]  # messages of a step, and their dtypes or codecs
+    nbytes: int  # of params here, padding included
     # The leaves, between steps: "whole", "1/4" for a piece of four, or "1/4, whole as bfloat16"
     where: str
-    nbytes: int  # of params here, padding included
-    state: tuple[torch.dtype, ...]  # dtypes of the optimizer's state of these leaves
-    state_where: str  # "whole", "1/4", "at owners", or ""
-    state_nbytes: int  # of the optimizer's state here
+    # The dtype that whole leaves are used in; None: no loss uses them
+    compute: torch.dtype | None = None
+    wire: tuple[tuple[str, Form], ...] = ()  # messages of a step, and their dtypes or codecs
+    state: tuple[torch.dtype, ...] = ()  # dtypes of the optimizer's state of these leaves
+    state_where: str = ""  # "whole", "1/4", "at owners", or ""
+    state_nbytes: int = 0  # of the optimizer's state here
 
 
 class Description(NamedTuple):
@@ -98,9 +98,7 @@ class Description(NamedTuple):
         return str(self)
 
     def __str__(self) -> str:
-        table = [_HEAD, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [_line(cells, widths) for cells in table]
+        lines = align([_HEAD, *map(_cells, self.rows)], right=_NUMBERS)
         with_seams = f"; {self.seams}" if self.seams else ""
         lines.append(f"{self._total}; {self.optimizer}{with_seams}")
         if self.mesh:
@@ -147,7 +145,7 @@ _HEAD = (
     "where",
     "bytes",
 )
-_NUMBERS = ("leaves", "bytes")  # columns that are aligned to the right
+_NUMBERS = (1, 6, 9)  # columns that are aligned to the right
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -156,26 +154,19 @@ def _cells(row: Row) -> tuple[str, ...]:
     Tensors that belong to no leaf have no number of leaves and no compute dtype: "". Nor have trees
     in pieces a compute dtype. "-" says that nothing travels, or that there is no optimizer's state.
     """
-    compute = "" if row.compute is None else short(row.compute)
     wire = ", ".join(f"{message} {short(form)}" for message, form in row.wire)
-    params = (
+    return (
         row.unit,
         str(len(row.leaves) or ""),
         _dtypes(row.storage),
-        compute,
+        "" if row.compute is None else short(row.compute),
         wire or "-",
         row.where,
         f"{row.nbytes:,}",
+        _dtypes(row.state) or "-",
+        row.state_where or "-",
+        f"{row.state_nbytes:,}",
     )
-    state = (_dtypes(row.state) or "-", row.state_where or "-", f"{row.state_nbytes:,}")
-    return params + state
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    columns = []
-    for name, cell, width in zip(_HEAD, cells, widths, strict=True):
-        columns.append(cell.rjust(width) if name in _NUMBERS else cell.ljust(width))
-    return "  ".join(columns).rstrip()
 
 
 def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
@@ -240,7 +231,7 @@ def describe(step: AnyStep, state: State) -> Description:
         optimizer=repr(unsharded.optimizer if isinstance(unsharded, TrainStep) else unsharded),
         seams=", ".join(seams),
         mesh=options.axes.mesh,
-        stored=_stored(nodes, options),
+        stored=tuple(_stored(nodes, options.places)),
         found=nodes.found_units,
     )
 
@@ -292,40 +283,34 @@ class _Nodes(NamedTuple):
         return min(fitting, key=farness, default=None)
 
 
-def _stored(nodes: _Nodes, options: Options) -> tuple[Stored, ...]:
+def _stored(nodes: _Nodes, places: Places) -> Iterator[Stored]:
     """The bytes that lie in places."""
-    places = options.places
-    in_state: list[Tensor] = []
-    in_params: list[Tensor] = []
-    trained: list[Tensor] = []  # of the params, those that a step writes
     if places.state is not None:
+        in_state: list[Tensor] = []
         for state in nodes.states:
-            own = StatePlaces(places.state, state.holding.plan, state.holding.sharding.layout)
+            plan, layout = state.holding.plan, state.holding.sharding.layout
+            own = StatePlaces(places.state, plan, layout)
             in_state += stored_tensors(own, state.as_it_lies)
-    for tree in nodes.held.values() if places.params is not None else ():
-        flats, layout = tree.flats(), tree.sharding.layout
-        in_params += stored_flats(places.params, flats, layout)
-        if not tree.holding.read_only:
-            trained += stored_flats(places.params, flats, layout, trained=True)
-    held, params = _nbytes(in_state), _nbytes(in_params)
-    found = {
-        "state": Stored("state", held, held, held),
-        "params": Stored("params", params, params, _nbytes(trained)),
-    }
-    return tuple(found[kind] for kind in places.given if kind in found)
+        held = bytes_held(in_state)
+        yield Stored("state", held, held, held)
+    if places.params is not None:
+        in_params: list[Tensor] = []
+        trained: list[Tensor] = []  # of the params, those that a step writes
+        for tree in nodes.held.values():
+            flats, layout = tree.flats(), tree.sharding.layout
+            in_params += stored_flats(places.params, flats, layout)
+            if not tree.holding.read_only:
+                trained += stored_flats(places.params, flats, layout, trained=True)
+        held = bytes_held(in_params)
+        yield Stored("params", held, held, bytes_held(trained))
 
 
 def _as_on_one_rank(step: TrainStep, state: State) -> State:
     """A whole state as if sharded at level 0 over one rank, of the same tensors."""
-    whole = Cut(level=0, num_pieces=1, num_held=1)
-    layout = make_layout(
-        marked(state),
-        1,
-        trainable=lambda path, leaf: leaf.requires_grad,
-        cut=lambda path, leaf, dtypes: whole,
-    )
+    options = Options.checked(step, Levels(0), axes_of(SingleRank()))
+    layout = options.layout_of(marked(state))
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
-    sharding = Sharding(layout, 0, 0, (1, 1, 0))
+    sharding = options.sharding(layout)
     return state.replace(
         params=ShardedTree.of_local(state.params, Holding(sharding, "held")),
         opt_state=ShardedOptState(state.opt_state, StateHolding(sharding, plan)),
@@ -356,7 +341,7 @@ def _rows(nodes: _Nodes, *, sends: bool) -> list[Row]:
                 is_shared = tree is None or planned.kind == "replicated"
                 own = shared if is_shared else slots[id(tree), planned.leaf]
                 own.append(_Slot(planned, x))
-    rows = []
+    rows: list[Row] = []
     for name, tree in nodes.trees.items():
         rows += _rows_of_tree(name, tree, slots, sends=sends)
     if shared:
@@ -373,30 +358,40 @@ def _rows_of_tree(
     slots: Mapping[tuple[int, int], list[_Slot]],
     *,
     sends: bool,
-) -> list[Row]:
+) -> Iterator[Row]:
     """A row per bucket of a sharded tree that has leaves here."""
     layout, is_in_pieces = tree.sharding.layout, tree.holding.form == "pieces"
     leaves, published = layout.treedef.flatten_up_to(tree.local_tree), tree.published()
-    rows = []
     for unit in layout.units:
         for b in unit.buckets:
-            bucket = layout.buckets[b]
-            names = tuple(f"{name}.{layout.leaves[n].path}".lstrip(".") for n in bucket.leaves)
+            bucket, whole = layout.buckets[b], published[b]
             # In pieces, frozen leaves are None, and so are all of a tree that is read only
-            held = [leaves[n] for n in bucket.leaves if leaves[n] is not None]
-            if not held:
+            here = [leaves[n] for n in bucket.leaves if leaves[n] is not None]
+            if not here:
                 continue
             # No step takes gradients of a tree that is read only, nor updates it
             is_updated = bucket.trainable and not tree.holding.read_only
-            wire = wire_of(bucket, is_updated) if sends and not is_in_pieces else ()
-            own_name = f"{name}.{unit.name or 'root'}".lstrip(".")
             own = [slot for n in bucket.leaves for slot in slots.get((id(tree), n), ())]
-            row = _row(own_name, bucket, names, held, published[b], own, wire)
-            if is_in_pieces:
-                # As of gradients, which no loss uses
-                row = row._replace(where=_share(bucket.cut.num_pieces), compute=None)
-            rows.append(row)
-    return rows
+            state = [slot.tensor for slot in own]
+            storage = _distinct_dtypes(here)
+            where = _share(bucket.cut.num_pieces if is_in_pieces else bucket.cut.num_held)
+            if whole is not None:
+                here.append(whole)
+                where += f", whole as {short(bucket.gather)}"
+            yield Row(
+                unit=f"{name}.{unit.name or 'root'}".lstrip("."),
+                leaves=tuple(f"{name}.{layout.leaves[n].path}".lstrip(".") for n in bucket.leaves),
+                elements=sum(bucket.numels),  # without padding, which the bytes include
+                storage=storage,
+                nbytes=bytes_held(here),
+                where=where,
+                # Pieces are gradients, say, which no loss uses
+                compute=None if is_in_pieces else bucket.compute,
+                wire=wire_of(bucket, is_updated) if sends and not is_in_pieces else (),
+                state=_distinct_dtypes(state),
+                state_where=_shares([slot.planned for slot in own], bucket.cut.num_pieces),
+                state_nbytes=bytes_held(state),
+            )
 
 
 def _shares(leaves: Iterable[StateLeaf], num_pieces: int) -> str:
@@ -439,57 +434,10 @@ def _rows_of_parts(step: ShardedStep, state: State) -> list[Row]:
     return rows
 
 
-def _row(
-    unit: str,
-    bucket: Bucket,
-    paths: tuple[str, ...],
-    held: Sequence[Tensor],
-    published: Tensor | None,
-    slots: Sequence[_Slot],
-    wire: tuple[tuple[str, Form], ...],
-) -> Row:
-    """The row of a bucket.
-
-    Args:
-        held: the bucket's leaves as this rank holds them between steps.
-        published: the published flat beside them, if there is one.
-        slots: of all of the bucket's leaves.
-    """
-    # Without padding, which the bytes include
-    numel = sum(bucket.numels)
-    state = [slot.tensor for slot in slots]
-    here = [*held] if published is None else [*held, published]
-    form = short(bucket.gather)
-    return Row(
-        unit=unit,
-        leaves=paths,
-        elements=numel,
-        storage=_distinct_dtypes(held),
-        compute=bucket.compute,
-        wire=wire,
-        where=_share(bucket.cut.num_held) + ("" if published is None else f", whole as {form}"),
-        nbytes=_nbytes(here),
-        state=_distinct_dtypes(state),
-        state_where=_shares([slot.planned for slot in slots], bucket.cut.num_pieces),
-        state_nbytes=_nbytes(state),
-    )
-
-
 def _plain(name: str, tensors: Sequence[Tensor], where: str = "whole") -> Row:
     """The row of tensors that belong to no leaf."""
-    return Row(
-        unit=name,
-        leaves=(),
-        elements=sum(x.numel() for x in tensors),
-        storage=_distinct_dtypes(tensors),
-        compute=None,
-        wire=(),
-        where=where,
-        nbytes=_nbytes(tensors),
-        state=(),
-        state_where="",
-        state_nbytes=0,
-    )
+    elements = sum(x.numel() for x in tensors)
+    return Row(name, (), elements, _distinct_dtypes(tensors), bytes_held(tensors), where)
 
 
 def _share(num_pieces: int) -> str:
@@ -499,10 +447,3 @@ def _share(num_pieces: int) -> str:
 def _distinct_dtypes(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
     """In the order in which they come first."""
     return tuple(dict.fromkeys(x.dtype for x in tensors))
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages that the tensors lie in, each once: leaves share their flat's."""
-    # A view counts as all of its storage, which it keeps alive
-    storages = {storage_id(x): x.untyped_storage() for x in tensors}
-    return sum(storage.nbytes() for storage in storages.values())

@@ -1,8 +1,8 @@
-"""Tables with bars of bytes by kind: what a notebook shows in place of an object's text."""
+"""Tables: as text, and with bars of bytes by kind, which a notebook shows in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -15,6 +15,19 @@ COLORS = {  # by the kind of memory; each can be read on white and on black
     "other tensors": "#c2554d",
 }
 _SWATCH = "display: inline-block; height: 0.9em; background:"
+
+
+def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Rows of cells as lines. The columns of these numbers go to the right, the others to the
+    left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for n, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if n in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 class Bar(NamedTuple):

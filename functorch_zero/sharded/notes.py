@@ -6,13 +6,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
+from torch import Tensor
 
+from .._torch_private import storage_id
 from ..compress import Form
 from ..layout.layout import Bucket, Layout, Unit
 from ..precision import short
 
 _DENSE = "gradients are reduced dense: sparse ones, of an embedding, are made dense before"
 _TABLES = "of tables, the rows that a loss looks up travel, and their gradients"
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that the tensors lie in, each once: leaves share their flat's."""
+    # A view counts as all of its storage, which it keeps alive
+    storages = {storage_id(x): x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def elements_by_unit(layout: Layout) -> dict[str, int]:
