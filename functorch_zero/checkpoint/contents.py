@@ -19,13 +19,12 @@ from ..errors import StructureError, explain
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from ..layout.layout import Layout
+from ..layout.extent import Extent
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
-from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.program_step import ProgramStep
 from ..step.state import State, trained
 from ..step.train import TrainStep
@@ -138,19 +137,18 @@ def check_state(step: Step, state: Any) -> None:
         )
     if isinstance(step, ShardedStep):
         step.check_state(state)
-        names = step.unsharded.buffers
-        own = [path for path in paths(as_local(state.value)) if is_within(path, names)]
-        _check_same_buffers(step, own)
+        _check_same_buffers(step, state)
     elif state.sharding is not None:
         raise StructureError(
             "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
         )
 
 
-def _check_same_buffers(step: ShardedStep, buffers: Any) -> None:
-    """Raise if each rank may keep buffers of its own. `buffers`: those that there are."""
-    differ = step.options.sync_buffers == "local" and step.group.size > 1
-    if differ and optree.tree_leaves(buffers):
+def _check_same_buffers(step: ShardedStep, state: State) -> None:
+    """Raise if each rank may keep buffers of its own."""
+    if step.options.sync_buffers != "local" or step.group.size == 1:
+        return
+    if any(is_within(path, step.unsharded.buffers) for path in paths(as_local(state.value))):
         raise StructureError(
             'buffers differ by rank under sync_buffers="local", and a checkpoint has one of each. '
             'Remedy: give save a step made with shard(..., sync_buffers="rank0"), which takes rank '
@@ -200,37 +198,33 @@ def _paths(state: State) -> list[str]:
 
 
 class _Spot(NamedTuple):
-    """A rank's elements of a leaf, [start, stop). With `everywhere`, every rank has all of it."""
+    """A rank's part of a leaf."""
 
-    shape: tuple[int, ...] | None  # of the whole leaf; None: as it is here
-    start: int = 0  # in elements of the flattened whole leaf
-    stop: int = 0
-    everywhere: bool = False
-    saved: bool = True  # as of `Held`
-    summed: bool = False  # as of `Held`
+    extent: Extent | None = None  # None: the whole leaf, in the shape that it has here
+    everywhere: bool = True  # these as of `Held`
+    saved: bool = True
+    summed: bool = False
 
 
-_EVERYWHERE = _Spot(None, everywhere=True)
+_EVERYWHERE = _Spot()
 
 
 def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     if leaf.device.type == "meta":
         raise StructureError(explain("a leaf on the meta device has no values", path=path))
-    shape = tuple(leaf.shape) if spot.shape is None else spot.shape
-    start, stop = spot.start, spot.stop
-    if spot.everywhere:
-        start, stop = 0, prod(shape)
+    extent = spot.extent or Extent.of(leaf)
     # Caught here, since it would otherwise save wrong elements under right names
-    if leaf.numel() != stop - start:
+    if leaf.numel() != extent.num_here:
         raise StructureError(
             explain(
                 "a leaf is not cut as its layout says",
                 path=path,
-                expected=f"{stop - start} elements",
+                expected=f"{extent.num_here} elements",
                 got=leaf.numel(),
             )
         )
-    return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved, spot.summed)
+    start, stop = extent.in_leaf.start, extent.in_leaf.stop
+    return Held(path, leaf, extent.shape, start, stop, *spot[1:])
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:
@@ -256,98 +250,20 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
 
 def _node_spots(node: Any, axes: Axes) -> Any:
     """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
-    if isinstance(node, ShardedTree) and node.holding.form == "pieces":
-        return _in_tree(node, _piece_spots(node, axes))
-    if isinstance(node, ShardedTree):
-        return _in_tree(node, _param_spots(node.sharding.layout, axes))
+    in_pieces = True  # else as params are held between steps
     if isinstance(node, ShardedOptState):
-        layout, plan = node.holding.sharding.layout, node.holding.plan
-        return _in_tree(node, _state_spots(node.as_it_lies, plan, layout, axes))
-    return _EVERYWHERE
-
-
-def _param_spots(layout: Layout, axes: Axes) -> list[_Spot]:
-    """The spots of params: pieces where ranks hold pieces. Of those that every rank has, each
-    saves a share, whatever `saved` says."""
-    saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
-    spots = []
-    for number in range(len(layout.leaves)):
-        spot = _param_spot(layout, number, axes.piece_number)
-        spots.append(spot._replace(saved=saved))
-    return spots
-
-
-def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
-    """The spot of param `number`, as this rank holds it between steps."""
-    b, k = layout.places[number]  # bucket, and place in it
-    bucket = layout.buckets[b]
-    if not bucket.cut.holds_pieces:
-        return _EVERYWHERE
-    # As held, though the optimizer's pieces may be smaller: see Note [two cuts] in `layout`
-    extent = bucket.held.extent(k, bucket.held_by(piece_number))
-    return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
-
-
-def _piece_spots(tree: ShardedTree, axes: Axes) -> list[_Spot]:
-    """The spots of a tree in pieces, as gradients and a momentum like them are."""
-    layout, saved = tree.sharding.layout, _saves_pieces(axes)
-    leaves = layout.treedef.flatten_up_to(tree.local_tree)
-    spots = []
-    for number, leaf in enumerate(leaves):
+        placed = [place and place[:2] for place in node.holding.places()]
+    elif isinstance(node, ShardedTree):
+        holding, in_pieces = node.holding, node.holding.form == "pieces"
+        leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
+        rows = zip(leaves, holding.extents(), holding.are_whole(), strict=True)
         # Frozen leaves have neither gradients nor updates, and a tree that is read only has none
-        if leaf is None:
-            continue
-        spot = _piece_spot(layout, number, axes.piece_number)
-        spots.append(spot._replace(saved=saved))
-    return spots
-
-
-def _saves_pieces(axes: Axes) -> bool:
-    """Whether this rank saves its pieces of gradients and optimizer state."""
-    # Pieces that are cut over both axes have no copies; else one of those along the replicate axis
-    return axes.both or axes.replicate.rank == 0
-
-
-def _piece_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
-    """The spot of a piece of leaf `number`, as of its gradient and optimizer state."""
-    leaf = layout.leaves[number]
-    # One piece: every rank has all of the leaf
-    if leaf.cut.num_pieces == 1:
-        return _Spot(leaf.shape, everywhere=True)
-    return _cut(layout, number, piece_number)
-
-
-def _state_spots(state: Any, plan: StatePlan, layout: Layout, axes: Axes) -> list[_Spot]:
-    """The spots of an optimizer's state, as the plan has it."""
-    # A plan lists leaves in flatten order, so the numbers must match before they are paired
-    if len(plan.leaves) != optree.tree_structure(state).num_leaves:
-        raise StructureError(
-            "the optimizer's state does not have the structure that its init makes"
-        )
-    saved = _saves_pieces(axes)
-    spots = []
-    for planned in plan.leaves:
-        spot = _state_spot(planned, layout, axes.piece_number)
-        spots.append(spot._replace(saved=saved))
-    return spots
-
-
-def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
-    """The spot of one leaf of the optimizer's state."""
-    if planned.kind == "replicated":
+        placed = [(extent, is_whole) for leaf, extent, is_whole in rows if leaf is not None]
+    else:
         return _EVERYWHERE
-    if planned.kind == "follows":
-        return _piece_spot(layout, planned.leaf, piece_number)
-    # Owned, or by rows, in a shape of its own, such as a statistic's
-    shape = planned.shape
-    # One piece: the bucket isn't cut, whoever owns the leaf
-    if layout.leaves[planned.leaf].cut.num_pieces == 1:
-        return _Spot(shape, everywhere=True)
-    if planned.kind == "rows":
-        extent = planned.extent(layout, piece_number)
-        return _Spot(shape, extent.start, extent.stop)
-    # The owner has all of it, the others nothing
-    return _Spot(shape, 0, prod(shape) if planned.owner == piece_number else 0)
+    # One of the copies along the replicate axis. Pieces that are cut over both axes have none.
+    saved = axes.replicate.rank == 0 or (axes.both and in_pieces)
+    return _in_tree(node, [_Spot(*place, saved) if place else _EVERYWHERE for place in placed])
 
 
 def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
@@ -358,27 +274,18 @@ def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
     parts.check(state.parts)
     spots = []
     for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):
+        bucket = layout.buckets[kind.bucket]
         if kind.carried == "sum":
             # A row per rank of the data axes; x is this rank's, (1, ...)
             row, n = axes.data.rank, x.numel()
-            shape = (axes.data.size, *x.shape[1:])
+            rows = Extent((axes.data.size, *x.shape[1:]), row * n, (row + 1) * n)
             # One of the ranks that are given the same data, and so keep the same row
-            saved = axes.copy.number == 0
-            spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
-            continue
-        bucket = layout.buckets[kind.bucket]  # a part kept per leaf of a bucket
-        if kind.carried == "pieces" and bucket.cut.num_pieces > 1:
-            spots.append(_cut(layout, bucket.leaves[kind.k], axes.piece_number))
+            spots.append(_Spot(rows, False, saved=axes.copy.number == 0, summed=True))
+        elif kind.carried == "pieces" and bucket.cut.num_pieces > 1:  # kept per leaf
+            spots.append(_Spot(bucket.extent(kind.k, axes.piece_number), False))
         else:
             spots.append(_EVERYWHERE)
     return spots
-
-
-def _cut(layout: Layout, number: int, piece_number: int) -> _Spot:
-    """This rank's piece of leaf `number`, as of its gradient and optimizer state."""
-    b, k = layout.places[number]
-    extent = layout.buckets[b].extent(k, piece_number)
-    return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
 def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
