@@ -77,12 +77,12 @@ class Trigger:
         trigger = self
 
         class Rigged(LabelledGroup):
-            def _call(self, kind: str, *arguments: Any) -> Any:
+            def _forward(self, kind: str, *arguments: Any) -> Any:
                 if trigger.armed and trigger._phase in self.label:
                     trigger._spared -= 1
                     if trigger._spared < 0:
                         trigger.armed = False
                         trigger._happens()
-                return super()._call(kind, *arguments)
+                return super()._forward(kind, *arguments)
 
         return Rigged(group)

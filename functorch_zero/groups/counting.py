@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .checks import (
 )
 from .forwarding import Forwarding
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
+from .signature import brought
 
 
 class Call(NamedTuple):
@@ -59,47 +60,6 @@ class RecordingGroup(Forwarding):
         """Forget the calls recorded so far."""
         self.calls.clear()
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        # Called first: a call that raises is not recorded
-        work = self.inner.all_gather(out, piece)
-        self._record("all_gather", out, self._round_the_ring(out))
-        return work
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        work = self.inner.reduce_scatter(out, whole)
-        self._record("reduce_scatter", whole, self._round_the_ring(whole))
-        return work
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        work = self.inner.all_reduce(tensor, op)
-        # A reduce-scatter, then an all-gather
-        self._record("all_reduce", tensor, 2 * self._round_the_ring(tensor))
-        return work
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        work = self.inner.all_to_all(out, out_sizes, source, in_sizes)
-        num_sent = sum(in_sizes) - in_sizes[self.rank]  # elements for other ranks
-        self._record("all_to_all", source, num_sent * source.element_size())
-        return work
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        work = self.inner.broadcast(tensor, source)
-        self._record("broadcast", tensor, tensor.nbytes if self._others else 0)
-        return work
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        # Only the payloads count, not their sizes or padding
-        payloads = self.inner.exchange(payload)
-        length = len(payload)
-        self.calls.append(Call("exchange", torch.uint8, length, length * self._others))
-        return payloads
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-        self.calls.append(Call("barrier", torch.uint8, 0, 0))
-
     def subgroup(self, ranks: Sequence[int]) -> RecordingGroup:
         """The inner group's, whose calls are recorded here too."""
         made = RecordingGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
@@ -107,16 +67,29 @@ class RecordingGroup(Forwarding):
         made.calls = self.calls
         return made
 
-    @property
-    def _others(self) -> int:
-        return self.size - 1
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        # Called first: a call that raises is not recorded
+        result = super()._call(kind, *arguments)
+        self.calls.append(self._recorded(kind, *arguments))
+        return result
 
-    def _round_the_ring(self, tensor: Tensor) -> float:
-        """Bytes that each rank sends when all parts of a tensor but one pass through it."""
-        return tensor.nbytes * self._others / self.size
-
-    def _record(self, kind: str, tensor: Tensor, sent_bytes: float) -> None:
-        self.calls.append(Call(kind, tensor.dtype, tensor.numel(), sent_bytes))
+    def _recorded(self, kind: str, *arguments: Any) -> Call:
+        others = self.size - 1
+        tensor = arguments[0] if kind == "all_gather" else brought(arguments)
+        if tensor is None:
+            # Only the payload counts, not its size or padding; a barrier has none
+            length = sum(map(len, arguments))
+            return Call(kind, torch.uint8, length, length * others)
+        # That each rank sends when all parts of the tensor but one pass through it
+        sent = tensor.nbytes * others / self.size
+        if kind == "all_reduce":
+            sent *= 2  # a reduce-scatter, then an all-gather
+        elif kind == "broadcast":
+            sent = tensor.nbytes if others else 0
+        elif kind == "all_to_all":
+            runs = arguments[-1]
+            sent = (sum(runs) - runs[self.rank]) * tensor.element_size()
+        return Call(kind, tensor.dtype, tensor.numel(), sent)
 
     def _of_kind(self, kind: str | None) -> list[Call]:
         return [call for call in self.calls if kind in (None, call.kind)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ AllSay = Callable[[str, float], bool]
 
 
 class Forwarding:
-    """All of a group's collectives, done by another group."""
+    """All of a group's collectives, done by another group, and each of them by `_call`."""
 
     def __init__(self, inner: Group):
         self.inner = inner
@@ -39,27 +40,31 @@ class Forwarding:
         return ring_of(self.inner)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self.inner.all_gather(out, piece)
+        return self._call("all_gather", out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self.inner.reduce_scatter(out, whole)
+        return self._call("reduce_scatter", out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self.inner.all_reduce(tensor, op)
+        return self._call("all_reduce", tensor, op)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        return self.inner.all_to_all(out, out_sizes, source, in_sizes)
+        return self._call("all_to_all", out, out_sizes, source, in_sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self.inner.broadcast(tensor, source)
+        return self._call("broadcast", tensor, source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        return self.inner.exchange(payload)
+        return self._call("exchange", payload)
 
     def barrier(self) -> None:
-        self.inner.barrier()
+        self._call("barrier")
+
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        """The inner group's method of this name."""
+        return getattr(self.inner, kind)(*arguments)
 
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
 from .checks import ranks_text
 from .forwarding import AllSay, Forwarding, ranks_of, ring_of
 from .last_collectives import Entry
-from .protocol import Group, ReduceOp, Work
-from .thread_scheduler import Signature
+from .protocol import Group, Work
+from .signature import Signature, brought
 
 
 class LabelledGroup(Forwarding):
@@ -33,65 +32,33 @@ class LabelledGroup(Forwarding):
         # `type(self)`: a checked group stays checked under another label
         return type(self)(self.inner, label)
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        call = Signature("all_gather", piece.dtype, piece.numel())
-        return self._start(call, piece, out, piece)
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        call = Signature("reduce_scatter", whole.dtype, whole.numel())
-        return self._start(call, whole, out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
-        return self._start(call, tensor, tensor, op)
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        call = Signature("all_to_all", source.dtype)  # ranks need not agree on sizes
-        return self._start(call, source, out, out_sizes, source, in_sizes)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
-        return self._start(call, tensor, tensor, source)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        entry = self._remember("exchange", torch.uint8, len(payload))
-        payloads: list[bytes] = self._call_and_wait(entry, payload)
-        return payloads
-
-    def barrier(self) -> None:
-        entry = self._remember("barrier")
-        self._call_and_wait(entry)
-
-    def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
-        """Call a collective to which this rank brings the tensor `brought`."""
+    def _call(self, kind: str, *arguments: Any) -> Any:
         # Remembered before the call: a collective that never starts on other ranks hangs inside it
-        entry = self._remember(call.kind, brought.dtype, brought.numel())
-        work = self._call(call, *arguments)
-        return _LabelledWork(work, entry, self)
-
-    def _call_and_wait(self, entry: Entry, *arguments: Any) -> Any:
-        # Synchronous collectives wait in the call itself
+        entry = self._remember(kind, arguments)
+        if kind not in ("exchange", "barrier"):
+            return _LabelledWork(self._forward(kind, *arguments), entry, self)
+        # These wait in the call itself
         entry.state = "waiting"
-        result = self._call(Signature(entry.kind), *arguments)
+        result = self._forward(kind, *arguments)
         # Not reached when it raises: the entry then stays marked as not ended
         entry.state = "ended"
         return result
 
-    def _remember(
-        self, kind: str, dtype: torch.dtype | None = None, num_elements: int | None = None
-    ) -> Entry:
+    def _remember(self, kind: str, arguments: tuple[Any, ...]) -> Entry:
         """Put the collective into this rank's ring, unless a labelled group around this one has."""
+        call, tensor = Signature(kind), brought(arguments)
+        if tensor is not None:
+            call = Signature(kind, tensor.dtype, tensor.numel())
+        elif arguments:  # a payload
+            call = Signature(kind, torch.uint8, len(arguments[0]))
         if not self.label:  # the entry is for nobody
-            return Entry(0, "", kind, dtype, num_elements, ())
-        ring, ranks = ring_of(self.inner), ranks_of(self.inner)
-        return ring.start(self.label, kind, dtype, num_elements, ranks)
+            return Entry(0, "", call, ())
+        return ring_of(self.inner).start(self.label, call, ranks_of(self.inner))
 
-    def _call(self, call: Signature, *arguments: Any) -> Any:
+    def _forward(self, kind: str, *arguments: Any) -> Any:
         """Call `inner`'s collective of this kind; its errors say where in the step it belongs."""
         try:
-            return getattr(self.inner, call.kind)(*arguments)
+            return super()._call(kind, *arguments)
         except GroupError as error:
             _tell_where(error, self)
             raise
@@ -130,10 +97,10 @@ class CheckedGroup(LabelledGroup):
         """None: every collective is compared already, and an error names both."""
         return None
 
-    def _call(self, call: Signature, *arguments: Any) -> Any:
-        own = f"{self.label or 'a call'}: {call}"
+    def _forward(self, kind: str, *arguments: Any) -> Any:
+        own = f"{self.label or 'a call'}: {Signature.of(kind, *arguments)}"
         # Over bytes, whose sizes may differ: the ranks may disagree about all else
-        payloads = super()._call(Signature("exchange"), own.encode())
+        payloads = super()._forward("exchange", own.encode())
         calls = [payload.decode() for payload in payloads]
         # All raise or none does: every rank has the same list
         if len(set(calls)) > 1:
@@ -142,7 +109,7 @@ class CheckedGroup(LabelledGroup):
                 "every rank's loss use the same units in the same order, and its loop make the "
                 "same calls"
             )
-        return super()._call(call, *arguments)
+        return super()._forward(kind, *arguments)
 
 
 def _callers_text(calls: Sequence[str]) -> str:

@@ -23,11 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from .checks import ranks_text
-from .thread_scheduler import Signature
+from .signature import Signature
 
 _NUM_KEPT = 64  # collectives of a rank
 _NUM_TOLD = 7  # of them in an error, under one line of words
@@ -41,9 +40,7 @@ class Entry:
 
     number: int  # how many this rank had started then, this one included
     label: str  # a unit or bucket and a phase, "blocks.1/gather"
-    kind: str  # the method's name
-    dtype: torch.dtype | None  # None: a barrier
-    num_elements: int | None  # that this rank brings; bytes of an exchange
+    call: Signature  # with the elements that this rank brings; bytes of an exchange
     ranks: Sequence[int]  # who takes part, numbered among all ranks
     state: Literal["started", "waiting", "ended"] = "started"  # "waiting": this rank waits for it
 
@@ -53,8 +50,7 @@ class Entry:
         state = "" if has_ended else f" ({self.state})"
         few = len(self.ranks) <= _MAX_RANKS
         ranks = ranks_text(self.ranks) if few else f"{len(self.ranks)} ranks"
-        call = Signature(self.kind, self.dtype, self.num_elements)
-        return f"{mark} {self.number} {self.label}: {call} on {ranks}{state}"
+        return f"{mark} {self.number} {self.label}: {self.call} on {ranks}{state}"
 
 
 class Ring:
@@ -71,16 +67,9 @@ class Ring:
         # Weak, and dropped by itself when the rank's groups go
         _rings.add(weakref.ref(self, _rings.discard))
 
-    def start(
-        self,
-        label: str,
-        kind: str,
-        dtype: torch.dtype | None,
-        num_elements: int | None,
-        ranks: Sequence[int],
-    ) -> Entry:
+    def start(self, label: str, call: Signature, ranks: Sequence[int]) -> Entry:
         """Remember a collective that is about to start."""
-        entry = Entry(next(self._numbers), label, kind, dtype, num_elements, ranks)
+        entry = Entry(next(self._numbers), label, call, ranks)
         self.entries.append(entry)
         return entry
 

@@ -18,26 +18,10 @@ import torch
 
 from .._torch_private import in_forward_ad
 from ..errors import GroupError, PeerError
-from ..precision import short
 from .checks import ranks_text
+from .signature import Signature
 
 Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each rank's result
-
-
-class Signature(NamedTuple):
-    """The facts of one collective that all ranks must agree on."""
-
-    kind: str  # the group's method
-    dtype: torch.dtype | None = None
-    num_elements: int | None = None  # that each rank brings; None where that may differ
-    option: str = ""  # a reduction's operation, a broadcast's source
-
-    def __str__(self) -> str:
-        name = f"{self.kind}({self.option})" if self.option else self.kind
-        if self.dtype is None:
-            return name
-        count = "" if self.num_elements is None else f"{self.num_elements} "
-        return f"{name} of {count}{short(self.dtype)}"
 
 
 class Meeting:

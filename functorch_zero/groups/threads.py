@@ -32,7 +32,8 @@ from .checks import (
 )
 from .last_collectives import Ring
 from .protocol import ReduceOp, Work, check_reducible
-from .thread_scheduler import Circle, Combine, Meeting, Signature, World
+from .signature import Signature
+from .thread_scheduler import Circle, Combine, Meeting, World
 from .thread_settings import ThreadSettings
 
 T = TypeVar("T")

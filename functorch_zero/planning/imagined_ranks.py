@@ -11,7 +11,7 @@ from ..groups.counting import Call, MirrorGroup, RecordingGroup
 from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Work
-from ..groups.thread_scheduler import Signature
+from ..groups.signature import brought
 from .report import Collective
 from .watch import MemoryWatch
 
@@ -39,18 +39,21 @@ class Recorder(LabelledGroup):
         made.label = label
         return made
 
-    def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
-        for kind, tensor in self._kinds_of(call.kind, *arguments):
-            self.watch.adopt(kind, tensor)
-        work: Work = getattr(self.inner, call.kind)(*arguments)
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        tensor = brought(arguments)
+        if tensor is None:  # words, which no plan counts
+            return super()._call(kind, *arguments)
+        for memory, x in self._kinds_of(kind, *arguments):
+            self.watch.adopt(memory, x)
+        work: Work = getattr(self.inner, kind)(*arguments)
         self._note(self.inner.calls[-1])
         # One rank copies at once. A backend reads its input until `wait`, and has its room until
         # then
-        if call.kind != "reduce_scatter" or self.size == 1:
+        if kind != "reduce_scatter" or self.size == 1:
             return work
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
         takes_room = self.swaps and self.size > 2
-        return _Holding(brought, brought.new_empty(brought.numel()) if takes_room else None)
+        return _Holding(tensor, tensor.new_empty(tensor.numel()) if takes_room else None)
 
     def _kinds_of(self, call: str, out: Tensor, *others: Any) -> list[tuple[str, Tensor]]:
         """The kinds of memory of a collective's tensors, as far as they are any."""

@@ -62,7 +62,7 @@ def test_a_step_is_in_the_ring_in_order() -> None:
         return list(ring_of(seen).entries), seen.calls
 
     for entries, calls in run_ranks(run, 2):
-        assert [(entry.kind, entry.dtype or torch.uint8) for entry in entries] == [
+        assert [(entry.call.kind, entry.call.dtype or torch.uint8) for entry in entries] == [
             (call.kind, call.dtype) for call in calls
         ]
         assert [entry.number for entry in entries] == list(range(1, len(calls) + 1))
@@ -74,7 +74,7 @@ def test_a_step_is_in_the_ring_in_order() -> None:
         assert found.count("metrics") == 2 and found[-1] == "metrics", "values, then words"
         first = next(entry for entry in step if entry.label.endswith("/reduce"))
         assert first.label.startswith("layers.") and "[float64]/reduce" in first.label
-        assert first.dtype is torch.float64 and first.num_elements
+        assert first.call.dtype is torch.float64 and first.call.num_elements
 
 
 def test_the_ring_is_bounded() -> None:
@@ -112,7 +112,8 @@ def test_both_axes_of_a_mesh_are_in_one_ring() -> None:
 def told(entries: list[Entry]) -> list[str]:
     """Without the numbers, and the comparison of uses, which a checked group has no need of."""
     lines = [
-        f"{entry.label}: {entry.kind} of {entry.num_elements} on {entry.ranks}" for entry in entries
+        f"{entry.label}: {entry.call.kind} of {entry.call.num_elements} on {entry.ranks}"
+        for entry in entries
     ]
     return [line for line in lines if not line.startswith("loss/uses")]
 

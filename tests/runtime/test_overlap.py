@@ -27,6 +27,7 @@ from functorch_zero.groups import (
     run_ranks,
 )
 from functorch_zero.groups.mesh import axes_of
+from functorch_zero.groups.signature import brought
 from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
@@ -92,19 +93,21 @@ class Noting(LabelledGroup):
     def at(self, label: str) -> Noting:
         return Noting(self.inner, self.events, label)
 
-    def _start(self, kind: str, brought: Tensor, *arguments: Any) -> Work:
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        if kind in ("exchange", "barrier"):
+            return super()._call(kind, *arguments)
         what = self.label.replace("[float64]", "").replace("layers.", "")
         self.events.append("start " + what)
-        work = super()._start(kind, brought, *arguments)
-        return Noted(work, brought, self.events, "wait " + what)
+        work = super()._call(kind, *arguments)
+        return Noted(work, brought(arguments), self.events, "wait " + what)
 
 
 class Noted:
     """A collective under way that holds its input, and notes when somebody waits for it."""
 
-    def __init__(self, work: Work, brought: Tensor, events: list[str], text: str) -> None:
+    def __init__(self, work: Work, tensor: Tensor | None, events: list[str], text: str) -> None:
         self._work, self._events, self._text = work, events, text
-        self._brought: Tensor | None = brought
+        self._brought = tensor
 
     def wait(self) -> None:
         self._events.append(self._text)
