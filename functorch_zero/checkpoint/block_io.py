@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,27 +54,11 @@ class Wanted(NamedTuple):
     def end(self) -> int:
         return self.offset + self.numel * self.width
 
-
-class _Run(NamedTuple):
-    """The part of a `Wanted` that lies in one block."""
-
-    wanted: Wanted
-    start: int  # in bytes from the beginning of the file
-    stop: int
-
-    @property
-    def direct(self) -> bool:
-        """Whether bytes can be read straight into the target."""
-        target = self.wanted.target
-        return target.device.type == "cpu" and target.dtype == DTYPES[self.wanted.dtype]
-
-    @property
-    def target(self) -> Tensor:
-        """The elements that these bytes go to."""
-        wanted = self.wanted
-        start = wanted.first + (self.start - wanted.offset) // wanted.width
-        stop = wanted.first + (self.stop - wanted.offset) // wanted.width
-        return wanted.target[start:stop]
+    def within(self, start: int, stop: int) -> Wanted:
+        """The part that lies in the bytes [start, stop) of the file."""
+        low, high = max(self.offset, start), min(self.end, stop)
+        numel, first = (high - low) // self.width, (low - self.offset) // self.width
+        return self._replace(offset=low, numel=numel, first=self.first + first)
 
 
 def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
@@ -87,29 +72,26 @@ def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
     Raises:
         CorruptError: the file is missing, of another size, or a block has another checksum.
     """
-    # The size is compared before anything is read: a cut-off file is named as such
-    with opened(file.path) as (descriptor, size):
-        check_size(file.path, size, file.size)
-        rooms = threading.local()  # one block per thread, for bytes that can't go to their target
+    with _opened(file) as descriptor:
+        rooms = threading.local()  # one block per thread
 
-        def read(block_and_runs: tuple[int, list[_Run]]) -> None:
+        def read(block_and_runs: tuple[int, list[Wanted]]) -> None:
             start, runs = block_and_runs  # the block's first byte in the file
             if not hasattr(rooms, "room"):
                 # (block,) uint8, made on a thread's first block
                 rooms.room = torch.empty(file.block, dtype=torch.uint8, device="cpu")
-            views = _views(rooms.room, start, min(start + file.block, size), runs)
-            # One call for the whole block: runs into their targets, all else into the room
-            read_into(descriptor, start, file.path, *views)
-            # Direct targets are written by now: on an error the caller drops the state
-            _check_block(file, start, views)
-            # Only now, so that no dtype conversion sees damaged bytes
-            _convert(rooms.room, start, runs)
+            _read_block(descriptor, file, start, bytes_of(rooms.room))
+            # Only now, so that no target has damaged bytes
+            for run in runs:
+                data = rooms.room[run.offset - start : run.end - start].view(DTYPES[run.dtype])
+                # Converts the dtype, and copies to the target's device
+                run.target[run.first : run.first + run.numel].copy_(data)
 
         _for_each(read, list(_by_block(wanted, file.block)))
 
 
 def _for_each(
-    work: Callable[[tuple[int, list[_Run]]], None], blocks: list[tuple[int, list[_Run]]]
+    work: Callable[[tuple[int, list[Wanted]]], None], blocks: list[tuple[int, list[Wanted]]]
 ) -> None:
     """Do the work for every block: many blocks in two threads, so that one reads while the other
     checks."""
@@ -119,37 +101,8 @@ def _for_each(
             work(block)
         return
     with ThreadPoolExecutor(_THREADS, "functorch_zero load") as pool:
-        futures = [pool.submit(work, block) for block in blocks]
-        try:
-            for future in futures:
-                future.result()  # raises the first error, in the order of the file
-        finally:
-            pool.shutdown(cancel_futures=True)  # blocks not begun are not read
-
-
-def _convert(room: Tensor, start: int, runs: Sequence[_Run]) -> None:
-    """Bring the bytes that were read into `room` to their targets, in the targets' dtypes."""
-    for run in runs:
-        if not run.direct:
-            data = room[run.start - start : run.stop - start]  # (bytes of the run,) uint8
-            # Converts the dtype, and copies to the target's device
-            run.target.copy_(data.view(DTYPES[run.wanted.dtype]))
-
-
-def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[memoryview]:
-    """The places for the bytes [start, stop) of a file: those of direct runs go to their targets,
-    the others into `room`, each at its distance from `start`."""
-    spare = bytes_of(room)  # where bytes go that nobody wants, or that need a conversion
-    views = []  # in file order, without gaps: preadv fills them one after the other
-    at = start
-    for run in runs:
-        if run.direct:
-            views.append(spare[at - start : run.start - start])  # the bytes before the run
-            views.append(bytes_of(run.target))
-            at = run.stop
-    views.append(spare[at - start : stop - start])
-    # An empty view takes a place among the few that one call may have
-    return [view for view in views if view]
+        # Raises the first error, in the order of the file; then blocks not begun are not read
+        list(pool.map(work, blocks))
 
 
 def read_through(file: RankFile) -> None:
@@ -158,13 +111,19 @@ def read_through(file: RankFile) -> None:
     Raises:
         CorruptError: as `read_wanted`.
     """
+    with _opened(file) as descriptor:
+        room = memoryview(bytearray(file.block))  # used for each block anew
+        for start in range(0, file.size, file.block):
+            _read_block(descriptor, file, start, room)
+
+
+@contextmanager
+def _opened(file: RankFile) -> Iterator[int]:
+    """Its descriptor. The size is compared before anything is read: a cut-off file is named as
+    such."""
     with opened(file.path) as (descriptor, size):
         check_size(file.path, size, file.size)
-        room = memoryview(bytearray(file.block))  # used for each block anew
-        for start in range(0, size, file.block):
-            view = room[: size - start]  # of the last block, what there is
-            read_into(descriptor, start, file.path, view)
-            _check_block(file, start, [view])
+        yield descriptor
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
@@ -173,17 +132,19 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
-def _check_block(file: RankFile, start: int, views: Sequence[memoryview]) -> None:
-    """Raise `CorruptError` unless the block that starts at this byte has the right checksum."""
-    if CHECKSUMS[file.checksum](views) != int(file.sums[start // file.block]):
-        stop = start + sum(map(len, views))
-        problem = f"bytes {start} to {stop} are damaged: their checksum differs"
+def _read_block(descriptor: int, file: RankFile, start: int, room: memoryview) -> None:
+    """Read the block that starts at this byte. Raise `CorruptError` unless it has the right
+    checksum."""
+    view = room[: file.size - start]  # of the last block, what there is
+    read_into(descriptor, start, file.path, view)
+    if CHECKSUMS[file.checksum](view) != int(file.sums[start // file.block]):
+        problem = f"bytes {start} to {start + len(view)} are damaged: their checksum differs"
         raise CorruptError(f"{file.path}: {problem}")
 
 
-def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[_Run]]]:
+def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[Wanted]]]:
     """The blocks that are needed, by their first byte, and the runs in each."""
-    current, runs = -1, list[_Run]()  # the block under way, and what is wanted of it
+    current, runs = -1, list[Wanted]()  # the block under way, and what is wanted of it
     for w in sorted(wanted, key=lambda w: w.offset):
         # All blocks that the run touches, the last one perhaps in part
         for number in range(w.offset // block, -(-w.end // block)):
@@ -192,9 +153,7 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
                 yield current * block, runs
                 runs = []
             current = number
-            start = number * block
-            # Cut off at the block's borders
-            runs.append(_Run(w, max(w.offset, start), min(w.end, start + block)))
+            runs.append(w.within(number * block, (number + 1) * block))
     if runs:
         yield current * block, runs
 
@@ -247,26 +206,24 @@ def chunks_of(flat: Tensor) -> Iterator[Tensor]:
 
 
 class BlockWriter:
-    """Writes a new file block by block, with a checksum of each. Bytes given are not copied."""
+    """Writes a new file block by block, with a checksum of each."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         self.sums: list[int] = []  # of each block written
         self.size = 0  # bytes written
         self._path = path
         self._progress = progress
-        self._views: list[memoryview] = []  # of the block under way
-        self._filled = 0  # bytes in them
+        self._block = bytearray()  # under way
         self._file = create(path)
         self._reported = time.monotonic()
 
     def write(self, data: memoryview) -> None:
-        """Add bytes, which must stay as they are until the end."""
+        """Add bytes."""
         while data:
-            view = data[: BLOCK - self._filled]  # up to the end of the block, at most
-            data = data[len(view) :]
-            self._views.append(view)
-            self._filled += len(view)
-            if self._filled == BLOCK:
+            room = BLOCK - len(self._block)
+            self._block += data[:room]
+            data = data[room:]
+            if len(self._block) == BLOCK:
                 self._flush()
 
     def finish(self) -> None:
@@ -287,10 +244,8 @@ class BlockWriter:
             log.info("%s: %.0f of %.0f MB", self._path.name, done.written / 1e6, done.total / 1e6)
 
     def _flush(self) -> None:
-        if self._filled:
-            # One call for all views of a block, so that small leaves cost no call each
-            write_all(self._file, *self._views)
-            self.sums.append(CHECKSUMS[CHECKSUM](self._views))
-            self.size += self._filled
-            self._views = []
-            self._filled = 0
+        if self._block:
+            write_all(self._file, memoryview(self._block))
+            self.sums.append(CHECKSUMS[CHECKSUM](memoryview(self._block)))
+            self.size += len(self._block)
+            self._block = bytearray()

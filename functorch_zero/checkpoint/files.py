@@ -25,7 +25,6 @@ from pathlib import Path
 from .errors import CheckpointError, CorruptError
 
 _STEP = re.compile(r"step-(\d{12,19})")  # an int64 has 19 digits at most
-_MAX_VIEWS = 512  # that one call reads into or writes from; Linux takes 1024
 
 
 def step_folder(root: Path, count: int) -> Path:
@@ -230,23 +229,10 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
-def write_all(descriptor: int, *views: memoryview) -> None:
-    """Write all of it: one call takes a limited number of views, and may write less than it is
-    given."""
-    rest = list(views)
-    while rest:
-        count = os.writev(descriptor, rest[:_MAX_VIEWS])  # bytes written, perhaps fewer than given
-        rest = _after(rest, count)
-
-
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The rest of some views after their first `count` bytes."""
-    for i, view in enumerate(views):
-        # The call ended inside this view, or right before it
-        if count < len(view):
-            return [view[count:], *views[i + 1 :]]
-        count -= len(view)
-    return []
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of it: one call may write less than it is given."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 @contextlib.contextmanager
@@ -289,17 +275,16 @@ def read_file(path: Path, limit: int) -> bytes:
         return bytes(data)
 
 
-def read_into(descriptor: int, offset: int, path: Path, *views: memoryview) -> None:
-    """Fill views, one after the other, from a place in a file.
+def read_into(descriptor: int, offset: int, path: Path, view: memoryview) -> None:
+    """Fill a view from a place in a file.
 
     Raises:
         CorruptError: the file ends before.
     """
-    rest = [view for view in views if view]
-    while rest:
+    while view:
         # preadv has no position of its own, so threads may share the descriptor
-        count = os.preadv(descriptor, rest[:_MAX_VIEWS], offset)
+        count = os.preadv(descriptor, [view], offset)
         if not count:
             raise CorruptError(f"{path}: ends at byte {offset}, before it should")
-        rest = _after(rest, count)
+        view = view[count:]
         offset += count

@@ -3,7 +3,6 @@ see."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import struct
@@ -45,22 +44,11 @@ def written_out(data: bytes) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sums64_is_what_it_says(size: int) -> None:
-    assert sums64([memoryview(noise(size))]) == written_out(noise(size))
+    assert sums64(memoryview(noise(size))) == written_out(noise(size))
     with torch.device("meta"):  # somebody's default device is not where files are read
-        assert sums64([memoryview(noise(size))]) == written_out(noise(size))
+        assert sums64(memoryview(noise(size))) == written_out(noise(size))
     # Sums wrap around; nor is this writable
-    assert sums64([memoryview(b"\xff" * size)]) == written_out(b"\xff" * size)
-
-
-@pytest.mark.parametrize("name", CHECKSUMS)
-def test_where_the_bytes_lie_does_not_matter(name: str) -> None:
-    chance = random.Random(1)
-    for size in SIZES:
-        data = memoryview(noise(size))
-        whole = CHECKSUMS[name]([data])
-        for cuts in (1, 2, 5):
-            edges = [0, *sorted(chance.randrange(size + 1) for _ in range(cuts)), size]
-            assert CHECKSUMS[name]([data[a:b] for a, b in itertools.pairwise(edges)]) == whole
+    assert sums64(memoryview(b"\xff" * size)) == written_out(b"\xff" * size)
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)
@@ -69,10 +57,10 @@ def test_what_must_be_seen(name: str) -> None:
     places."""
     size = TABLE + TABLE // 2 + 100
     intact, chance = noise(size), random.Random(2)
-    whole = CHECKSUMS[name]([memoryview(intact)])
+    whole = CHECKSUMS[name](memoryview(intact))
 
     def seen(data: bytearray) -> bool:
-        return data == intact or CHECKSUMS[name]([memoryview(data)]) != whole
+        return data == intact or CHECKSUMS[name](memoryview(data)) != whole
 
     for _ in range(100):
         data = bytearray(intact)
@@ -94,8 +82,8 @@ def test_what_must_be_seen(name: str) -> None:
             a, b = (chance.randrange(len(identity) // length) * length for _ in range(2))
             data = bytearray(identity)
             data[a : a + length], data[b : b + length] = data[b : b + length], data[a : a + length]
-            assert data == identity or CHECKSUMS[name]([memoryview(data)]) != CHECKSUMS[name](
-                [memoryview(identity)]
+            assert data == identity or CHECKSUMS[name](memoryview(data)) != CHECKSUMS[name](
+                memoryview(identity)
             )
     for column in (
         7,

@@ -26,7 +26,7 @@ from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.tiers import thinned, tiers
 
-CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
+CALLS = ("mkdir", "open", "write", "fsync", "rename")  # that change the disk
 CLEANING = ("unlink", "rmdir")
 RANKS = 2
 NUM_CALLS = 20  # of a save into a root that is not there yet
@@ -82,7 +82,7 @@ def test_what_a_save_calls(saved: Any) -> None:
     """So that the tests below cover every one: two files with rows, the manifest, the folder, the
     root."""
     assert saved[3].count("open") == 2 * RANKS + 1 and saved[3].count("fsync") == 2 * RANKS + 3
-    assert saved[3].count("writev") == 2 * RANKS + 1 and saved[3].count("rename") == 1
+    assert saved[3].count("write") == 2 * RANKS + 1 and saved[3].count("rename") == 1
     assert len(saved[3]) == NUM_CALLS
 
 

@@ -446,7 +446,7 @@ def reseal(file: Path) -> None:
     manifest, _ = chosen(file.parent.parent, 2)
     data = memoryview(file.read_bytes())
     blocks = [data[i : i + manifest.block] for i in range(0, len(data), manifest.block)]
-    put_rows(file.parent, rank, pieces, [CHECKSUMS[manifest.checksum]([block]) for block in blocks])
+    put_rows(file.parent, rank, pieces, [CHECKSUMS[manifest.checksum](block) for block in blocks])
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 10**7, 10**8, 2**63, 2**64 - 1])
