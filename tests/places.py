@@ -14,17 +14,12 @@ from torch import Tensor, nn
 
 from functorch_zero._torch_private import storage_id
 from functorch_zero.places import Arriving, File, Here, Host, Leaving
+from tests.modules import Unit
 
 
-class Layer(nn.Module):
+def layer(width: int) -> Unit:
     """A unit of one matrix."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+    return Unit(lambda net, x: torch.tanh(net.linear(x)), linear=nn.Linear(width, width))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.local import local_leaves
 from tests.models import ZOO, even, split
+from tests.modules import Net
 from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 
@@ -126,21 +127,20 @@ def test_every_element_is_written_once_and_no_padding(tmp_path: Path) -> None:
         assert max(sizes) < 1.2 * sum(sizes) / 3
 
 
-class Noisy(nn.Module):
+def noisy() -> Net:
     """With dropout and a buffer that changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.dropout(self.norm(self.first(x)), 0.3, self.training))
+    return Net(
+        lambda net, x: net.second(F.dropout(net.norm(net.first(x)), 0.3, net.training)),
+        first=nn.Linear(5, 9),
+        norm=nn.BatchNorm1d(9),
+        second=nn.Linear(9, 2),
+    )
 
 
 def noisy_step(optimizer: Any) -> tuple[TrainStep, Any, Any, list[Tensor]]:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        apply, params, buffers = functionalize(Noisy().double())
+        apply, params, buffers = functionalize(noisy().double())
         batches = [torch.randn(12, 5).double() for _ in range(6)]
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:

@@ -27,6 +27,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.checkpoints import sealed
+from tests.modules import Adapted
 from tests.tiers import tiers
 
 load_module = import_module("functorch_zero.checkpoint.load")  # `load` is the function, too
@@ -34,25 +35,14 @@ ALONE = (None, 1)
 MIXED = {"": 3, "*.down": 1, "*.up": 1}
 
 
-class Adapted(nn.Module):
-    """A frozen layer, and an adapter beside it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, size))
-        self.up = nn.Parameter(torch.zeros(size, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + x @ self.down.T @ self.up.T
-
-
 def build(seed: int = 0) -> tuple[Any, Any, Any]:
     """(step, params, buffers): two layers with a BatchNorm, whose buffers change, between them; the
     second layer under a further name."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = nn.Sequential(Adapted(17), nn.BatchNorm1d(17).requires_grad_(False), Adapted(17))
+        model = nn.Sequential(Adapted(17, 2), nn.BatchNorm1d(17), Adapted(17, 2))
+    for frozen in (model[0].linear, model[1], model[2].linear):
+        frozen.requires_grad_(False)
     model.add_module("head", model[2])
     apply, params, buffers = fz.functionalize(model, units=["0", "1", "2"])
 

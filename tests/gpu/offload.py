@@ -12,7 +12,8 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups.single import SingleRank
 from tests.gpu.report import CUDA, DEVICE, Report
-from tests.places import Layer
+from tests.modules import Unit
+from tests.places import layer
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: optim.adamw(1e-3),
@@ -37,8 +38,8 @@ class Peak(NamedTuple):
 
 def places(report: Report) -> None:
     width, num_units = (16, 4) if report.tiny else (2048, 12)
-    model = nn.Sequential(*(Layer(width) for _ in range(num_units)))
-    apply, params, buffers = fz.functionalize(model.to(DEVICE), units=Layer)
+    model = nn.Sequential(*(layer(width) for _ in range(num_units)))
+    apply, params, buffers = fz.functionalize(model.to(DEVICE), units=Unit)
     unit = 4 * width * (width + 1)  # bytes of one unit's params
     all_params = num_units * unit
 

@@ -11,6 +11,7 @@ from functorch_zero.layout import build
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import unshard
 from functorch_zero.testing import assert_sharded_equals_unsharded, run_ranks
+from tests.modules import Net, Residual
 from tests.tiers import crossed, tiers
 
 
@@ -19,30 +20,17 @@ def nothing_is_small(monkeypatch):
     monkeypatch.setattr(build, "LARGE", 1)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(24),
-            nn.Linear(24, 48),
-            nn.Linear(48, 24, bias=False),
-        )
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
-class Net(nn.Module):
+def net() -> Net:
     """A tied embedding, and a block that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.block, self.last = nn.Embedding(48, 24), Block(), Block()
-        self.head = nn.Linear(24, 48, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.last(self.block(self.block(self.embed(x)))))
+    model = Net(
+        lambda net, x: net.head(net.last(net.block(net.block(net.embed(x))))),
+        embed=nn.Embedding(48, 24),
+        block=Residual(24, 48, norm=True),
+        last=Residual(24, 48, norm=True),
+        head=nn.Linear(24, 48, bias=False),
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
 @pytest.mark.parametrize(
@@ -51,7 +39,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("accumulate", "weighted"), crossed([1, 2], [False, True]))
 def test_equal_to_the_unsharded_step(options, accumulate, weighted):
     torch.manual_seed(0)
-    apply, params, buffers = functionalize(Net().double(), units=Block)
+    apply, params, buffers = functionalize(net().double(), units=Residual)
 
     def loss_fn(params, buffers, batch):
         logits, _ = apply(params, buffers, batch["x"])

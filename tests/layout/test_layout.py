@@ -24,6 +24,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.precision import Precision
 from functorch_zero.tree import paths
+from tests.modules import Net
 from tests.tiers import drawn
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
@@ -165,13 +166,10 @@ def test_parts_are_what_each_rank_keeps_and_the_padding_between(tree: Any, num_r
 
 
 def test_units_of_a_module_and_of_its_children() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.b.bias.requires_grad_(False)
+    net = Net(a=nn.Linear(64, 64), b=nn.Linear(64, 64))
+    net.b.bias.requires_grad_(False)
 
-    _, params, _ = functionalize(Net())
+    _, params, _ = functionalize(net)
     layout = make_layout(params, 2, trainable=lambda path, leaf: leaf.requires_grad)
     assert [unit.name for unit in layout.units] == ["a", "b"]
     assert [bucket.name for bucket in layout.buckets] == [

@@ -21,6 +21,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.model.repeated import LEAST, repeated_modules
 from functorch_zero.model.units import Units, matches
 from tests.model.trees import TREES, Block, Tree, block, mlp
+from tests.modules import Net, Residual
 from tests.tiers import crossed, tiers
 
 
@@ -174,43 +175,23 @@ def test_a_unit_is_a_module_that_runs() -> None:
 # Programs that use a repeated module in odd ways
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attend(x)
-
-    def attend(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
+def net(way: Way, make: Callable[[], nn.Module]) -> Net:
     """A body around repeated modules; `way` is how it uses them."""
+    model = Net(
+        lambda net, tokens: net.head(way(net, net.embed(tokens))),
+        embed=nn.Embedding(64, 64),
+        layers=nn.ModuleList(make() for _ in range(3)),
+        head=nn.Linear(64, 64),
+    )
+    model.head.weight = model.embed.weight
+    return Net(lambda around, tokens: around.net(tokens), net=model)
 
-    def __init__(self, way: Way, make: Callable[[], nn.Module] = Layer):
-        super().__init__()
-        self.embed = nn.Embedding(64, 64)
-        self.layers = nn.ModuleList(make() for _ in range(3))
-        self.head = nn.Linear(64, 64)
-        self.head.weight = self.embed.weight
-        self.way = way
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.way(self, self.embed(tokens)))
+def layer() -> Residual:
+    return Residual(64, 96)
 
 
 Way = Callable[[Net, Tensor], Tensor]
-
-
-class Model(nn.Module):
-    def __init__(self, net: Net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.net(tokens)
 
 
 def calls(net: Net, x: Tensor) -> Tensor:
@@ -221,7 +202,7 @@ def calls(net: Net, x: Tensor) -> Tensor:
 
 def by_another_method(net: Net, x: Tensor) -> Tensor:
     for layer in net.layers:
-        x = x + layer.attend(x)
+        x = x + layer.added(x)
     return x
 
 
@@ -282,7 +263,7 @@ def one_encoder() -> nn.Module:
 
 WAYS: dict[str, tuple[Way, Callable[[], nn.Module]]] = {
     **{
-        way.__name__: (way, Layer)
+        way.__name__: (way, layer)
         for way in (
             calls, by_another_method, by_its_children, reads_outside, twice_and_back,
             without_gradients_first, checkpointed, by_functional_call, as_an_ensemble,
@@ -298,7 +279,7 @@ def step_of(name: str, **options: Any) -> tuple[Any, Any, Any, list[Any]]:
     way, make = WAYS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Model(Net(way, make)).double()
+        model = net(way, make).double()
     apply, params, buffers = functionalize(model, **options)
 
     def loss_fn(params: Any, buffers: Any, tokens: Tensor) -> Any:
@@ -337,7 +318,7 @@ def test_ranks_that_drop_layers_need_larger_units() -> None:
                 x = x if i == group.rank else layer(x)
             return x
 
-        apply, params, buffers = functionalize(Model(Net(drops)), units=units)
+        apply, params, buffers = functionalize(net(drops, layer), units=units)
 
         def loss_fn(params: Any, buffers: Any, tokens: Tensor) -> Any:
             return apply(params, buffers, tokens)[0].mean(), fz.Aux(buffers=buffers)

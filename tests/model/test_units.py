@@ -12,6 +12,7 @@ from torch import nn
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.tree import path_matches
 from tests.models import GPT, MLP, Block
+from tests.modules import Net
 from tests.tiers import drawn
 
 
@@ -27,19 +28,18 @@ def linear(width: int = 4) -> nn.Linear:
     return nn.Linear(width, width, device="meta")
 
 
-class Layers(nn.Module):
+def layers() -> Net:
     """Children of every kind: plain, in containers, nested containers, and a leaf of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.listed = nn.ModuleList([linear(), nn.Sequential(linear(), linear())])
-        self.named = nn.ModuleDict({"x": linear(), "y": nn.ModuleList([linear()])})
-        self.scale = nn.Parameter(torch.empty(64, device="meta"))
+    return Net(
+        first=linear(),
+        listed=nn.ModuleList([linear(), nn.Sequential(linear(), linear())]),
+        named=nn.ModuleDict({"x": linear(), "y": nn.ModuleList([linear()])}),
+        scale=nn.Parameter(torch.empty(64, device="meta")),
+    )
 
 
 def test_by_default_each_child_is_a_unit_and_containers_are_opened() -> None:
-    assert list(units_of(Layers())) == [
+    assert list(units_of(layers())) == [
         "", "first", "listed.0", "listed.1.0", "listed.1.1", "named.x", "named.y.0",
     ]  # fmt: skip
 
@@ -74,41 +74,31 @@ def test_the_innermost_unit_has_the_leaf() -> None:
 
 
 def test_a_tied_weight_goes_to_the_innermost_unit_around_all_its_places() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.head = nn.Sequential(linear(), linear()), linear()
-            self.block[1].weight = self.block[0].weight
-
-    found = units_of(Tied(), [nn.Sequential, nn.Linear])
+    model = Net(block=nn.Sequential(linear(), linear()), head=linear())
+    model.block[1].weight = model.block[0].weight
+    found = units_of(model, [nn.Sequential, nn.Linear])
     assert found["block"] == ("block.0.weight",)
     assert found["block.1"] == ("block.1.bias",)
-    both = Tied()
-    both.head.weight = both.block[0].weight
-    assert units_of(both, [nn.Sequential, nn.Linear])[""] == ("block.0.weight",)
+    model.head.weight = model.block[0].weight
+    assert units_of(model, [nn.Sequential, nn.Linear])[""] == ("block.0.weight",)
 
 
 def test_a_shared_module_is_one_unit_under_its_first_name() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = linear()
-            self.b = self.a
-
-    assert units_of(Twice()) == {"a": ("a.weight", "a.bias")}
-    assert units_of(Twice(), nn.Linear) == {"a": ("a.weight", "a.bias")}
+    shared = linear()
+    twice = Net(a=shared, b=shared)
+    assert units_of(twice) == {"a": ("a.weight", "a.bias")}
+    assert units_of(twice, nn.Linear) == {"a": ("a.weight", "a.bias")}
 
 
 def test_what_nobody_chose_is_apart_and_small_ones_join() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(50, 32, device="meta")
-            self.small = nn.LayerNorm(32, device="meta")
-            self.blocks = nn.ModuleList([linear(32), linear(32)])
-            self.norm, self.head = nn.LayerNorm(32, device="meta"), nn.Linear(32, 50, device="meta")
-
-    assert list(units_of(Net(), "blocks.*")) == ["embed+small", "blocks.0", "blocks.1", "norm+head"]
+    model = Net(
+        embed=nn.Embedding(50, 32, device="meta"),
+        small=nn.LayerNorm(32, device="meta"),
+        blocks=nn.ModuleList([linear(32), linear(32)]),
+        norm=nn.LayerNorm(32, device="meta"),
+        head=nn.Linear(32, 50, device="meta"),
+    )
+    assert list(units_of(model, "blocks.*")) == ["embed+small", "blocks.0", "blocks.1", "norm+head"]
     big = units_of(GPT(vocab=100, width=32, length=100, tied=False), Block)
     assert "embed" in big and "place" in big, "of one size they stay apart"
 

@@ -10,19 +10,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from tests.modules import Net
 
 
-class Tree(nn.Module):
+class Tree(Net):
     """Children by name."""
 
-    def __init__(self, **children: nn.Module | nn.Parameter):
-        super().__init__()
-        for name, child in children.items():
-            setattr(self, name, child)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    def __init__(self, **children: nn.Module | nn.Parameter) -> None:
+        super().__init__(**children)
 
 
 class Bottleneck(Tree): ...

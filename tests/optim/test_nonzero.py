@@ -21,6 +21,7 @@ from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.testing import assert_equal_updates, assert_sharded_equals_unsharded
 from functorch_zero.tree import named_leaves
+from tests.modules import Net
 from tests.tiers import THOROUGH, crossed
 
 F64 = torch.float64
@@ -30,22 +31,14 @@ ROWS = 12
 Batch = dict[str, Any]
 
 
-class Heads(nn.Module):
-    """A body under heads that take turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 5)
-        self.heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.body(x)))
-
-
-def model() -> Heads:
+def model() -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Heads().double()
+        return Net(
+            lambda net, x, head: net.heads[head](torch.tanh(net.body(x))),
+            body=nn.Linear(4, 5),
+            heads=nn.ModuleList(nn.Linear(5, 3) for _ in range(3)),
+        ).double()
 
 
 def batches() -> list[Batch]:

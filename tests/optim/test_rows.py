@@ -23,6 +23,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
     check_transform,
 )
+from tests.modules import Net
 from tests.reference import (
     HOSTILE,
     assert_same,
@@ -164,26 +165,22 @@ def test_pieces_give_the_same(name: str, ranks: tuple[int, ...]) -> None:
     assert_sharded(EVERY[name](falling), PARAMS, some_rows(), ranks=ranks)
 
 
-class Both(nn.Module):
+def two_embeddings(sparse: bool) -> Net:
     """Two embeddings, of which one is cut between rows at all levels, and a net."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
+    return Net(
+        lambda self, ids: self.net(torch.cat([self.even(ids), self.odd(ids % 13)], 1)),
         # Rows of 256 bytes, at whose multiples pieces begin
-        self.even = nn.Embedding(48, 32, sparse=sparse)
-        self.odd = nn.Embedding(13, 7, sparse=sparse)
-        self.net = nn.Linear(39, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.net(torch.cat([self.even(ids), self.odd(ids % 13)], 1))
-        return out
+        even=nn.Embedding(48, 32, sparse=sparse),
+        odd=nn.Embedding(13, 7, sparse=sparse),
+        net=nn.Linear(39, 4),
+    )
 
 
 def both(*, sparse: bool = False) -> tuple[Any, Any, Any]:
     """`sparse`: at levels 1 to 3 both embeddings are tables."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return fz.functionalize(Both(sparse).to(D), units=nn.Embedding)
+        return fz.functionalize(two_embeddings(sparse).to(D), units=nn.Embedding)
 
 
 def of_tables(path: str, leaf: Tensor) -> str:

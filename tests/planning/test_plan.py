@@ -34,6 +34,7 @@ from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
 from tests.local import local_leaves, published
+from tests.modules import Net
 from tests.tiers import FULL, THOROUGH, crossed, thinned, tiers
 
 ROWS = 2  # of a rank's batch
@@ -216,25 +217,21 @@ def test_every_optimizer_keeps_and_sends_what_is_planned(name: str) -> None:
     assert group.calls[words + 1 :] == after
 
 
-class Decoder(nn.Module):
+def decoder(width: int = 12, depth: int = 2, vocab: int = 24) -> Net:
     """`forward(tokens, targets)` is the loss."""
 
-    def __init__(self, width: int, depth: int, vocab: int):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(models.Block(width, 2) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+    def forward(net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = net.head(net.norm(net.blocks(net.embed(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-def decoder(width: int = 12, depth: int = 2, vocab: int = 24) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(width, depth, vocab)
+    return Net(
+        forward,
+        embed=nn.Embedding(vocab, width),
+        blocks=nn.Sequential(*(models.Block(width, 2) for _ in range(depth))),
+        norm=nn.LayerNorm(width),
+        head=nn.Linear(width, vocab, bias=False),
+    )
 
 
 def tokens(rows: int = 4, length: int = 8, vocab: int = 24) -> tuple[Tensor, Tensor]:
@@ -583,7 +580,7 @@ def test_nothing_given_is_changed_and_meta_does() -> None:
     whole = plan(model, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=tokens())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     with torch.device("meta"):
-        empty = Decoder(12, 1, 24)
+        empty = decoder(depth=1)
     batch = tuple(x.to("meta") for x in tokens())
     assert plan(empty, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=batch) == whole
 

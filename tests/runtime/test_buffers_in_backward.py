@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
+from tests.modules import Net
 from tests.tiers import crossed, thinned
 
 LEVELS = (None, 0, 1, 2, 3)  # None: a step for one process
@@ -35,40 +37,36 @@ class Amax(torch.autograd.Function):
         return grad, None, None
 
 
-class Net(nn.Module):
+def net(kind: str) -> Net:
     """`kind`: who writes to `amax`."""
 
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("amax", torch.zeros(()))
-        self.amax: Tensor
-        if kind in ("module hook", "a hook and a checkpoint"):
-            self.last.register_full_backward_hook(self.see)
-        if kind == "logging hook":
-            self.last.register_full_backward_hook(lambda module, given, grads: None)
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.first(x)
+        if kind == "checkpoint":
+            hidden = checkpoint(net.norm, hidden, use_reentrant=False)
+        if kind == "also in forward":
+            net.amax.mul_(0.5)
+        if kind in ("also in forward", "function", "saved"):
+            hidden = Amax.apply(hidden, net.amax, kind == "saved")
+        return net.last(hidden)
 
-    def see(self, module: nn.Module, given: Any, grads: Any) -> None:
-        if self.kind == "module hook":
-            self.amax.add_(grads[0].abs().max())
+    def see(net: Any, module: nn.Module, given: Any, grads: Any) -> None:
+        if kind == "module hook":
+            net.amax.add_(grads[0].abs().max())
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        if self.kind == "checkpoint":
-            hidden = checkpoint(self.norm, hidden, use_reentrant=False)
-        if self.kind == "also in forward":
-            self.amax.mul_(0.5)
-        if self.kind in ("also in forward", "function", "saved"):
-            hidden = Amax.apply(hidden, self.amax, self.kind == "saved")
-        return self.last(hidden)
+    first, last, norm = nn.Linear(4, 4), nn.Linear(4, 1), nn.BatchNorm1d(4)
+    model = Net(forward, first=first, last=last, norm=norm, amax=torch.zeros(()))
+    if kind in ("module hook", "a hook and a checkpoint"):
+        last.register_full_backward_hook(MethodType(see, model))
+    if kind == "logging hook":
+        last.register_full_backward_hook(lambda module, given, grads: None)
+    return model
 
 
 def step_of(kind: str) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(Net(kind).double())
+        apply, params, buffers = fz.functionalize(net(kind).double())
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         if kind == "by the loss":

@@ -20,6 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import Net, in_turn
 from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -88,22 +89,15 @@ class SavedOnly(torch.autograd.Function):
         return 2 * grad, grad.sum().expand(ctx.shape)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-        self.head = nn.Linear(5, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def build(precision: Any = None) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return functionalize(Net().double(), precision=precision)
+        model = Net(
+            lambda net, x: in_turn(net.body, x),
+            body=nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]),
+            head=nn.Linear(5, 3, bias=False),
+        )
+    return functionalize(model.double(), precision=precision)
 
 
 def batches(num: int = 2) -> list[dict[str, Tensor]]:

@@ -25,25 +25,17 @@ from functorch_zero.testing import (
     assert_equal_values,
     assert_sharded_equals_unsharded,
 )
+from tests.modules import Net, Residual
 from tests.tiers import tiers
 
 NUM_STEPS = 3
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.tanh(self.first(x)))
 
 
 def model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         # Of different sizes, so that the collectives of one are not another's
-        blocks = [Block(width) for width in (8, 16, 24)]
+        blocks = [Residual(8, width) for width in (8, 16, 24)]
         return nn.Sequential(*blocks, nn.Tanh(), nn.Linear(8, 1)).double()
 
 
@@ -105,7 +97,7 @@ def with_slope(apply: Callable[..., Any], params: Any, x: Tensor) -> Tensor:
 
 def calls_of_training(level: int) -> list[Any]:
     """The collectives of all steps, in order."""
-    apply, params, buffers = fz.functionalize(model(), units=Block)
+    apply, params, buffers = fz.functionalize(model(), units=Residual)
 
     def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
         return with_slope(apply, params, x)
@@ -120,7 +112,7 @@ def calls_of_training(level: int) -> list[Any]:
 
 
 def calls_of_a_program(level: int) -> list[Any]:
-    apply, params, _ = fz.functionalize(model(), units=Block)
+    apply, params, _ = fz.functionalize(model(), units=Residual)
     group = CountingGroup(2)
     sharded = fz.shard_tree(params, level=level, group=group)
     group.reset()
@@ -130,7 +122,7 @@ def calls_of_a_program(level: int) -> list[Any]:
 
 
 def calls_of_an_evaluation(level: int) -> list[Any]:
-    apply, params, buffers = fz.functionalize(model(), units=Block)
+    apply, params, buffers = fz.functionalize(model(), units=Residual)
 
     def evaluate(params: Any, buffers: Any, x: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
@@ -211,21 +203,26 @@ def again(fn: Callable[..., Any], *args: Any, reentrant: bool = False) -> Any:
     return checkpoint(fn, *args, use_reentrant=reentrant)
 
 
-class Exchanging(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.encode = nn.Embedding(5, 4), nn.Linear(4, 4)
-        self.unit = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+def exchanging_net() -> Net:
+    """Rows of a table, exchanged in an encoder and in a recomputed unit."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = fz.batch.in_chunks(lambda x: self.encode(x).tanh(), 2)(again(self.table, ids))
-        return again(mixed, self.unit(rows))
+    def forward(net: Any, ids: Tensor) -> Tensor:
+        rows = fz.batch.in_chunks(lambda x: net.encode(x).tanh(), 2)(again(net.table, ids))
+        mixed_rows: Tensor = again(mixed, net.unit(rows))
+        return mixed_rows
+
+    return Net(
+        forward,
+        table=nn.Embedding(5, 4),
+        encode=nn.Linear(4, 4),
+        unit=nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()),
+    )
 
 
 def exchanging() -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = fz.batch.sync_batch_norm(Exchanging()).double()
+        model = fz.batch.sync_batch_norm(exchanging_net()).double()
     return fz.functionalize(model, units=["encode", "unit"], remat=["unit"])
 
 

@@ -17,6 +17,7 @@ from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import counted, labelled, run_ranks
 from functorch_zero.runtime.unit import Pass
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.modules import Net, towers
 from tests.tiers import crossed
 
 D = torch.float64
@@ -29,17 +30,11 @@ LEVELS: dict[str, Any] = {
 }
 
 
-class Towers(nn.Module):
+def two_towers() -> Net:
     """Two towers, each a unit, and a leaf beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-        self.b = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.a(x), self.b(y), self.scale
+    a, b = towers(4)
+    scale = nn.Parameter(torch.tensor(1.5))
+    return Net(lambda net, x, y: (net.a(x), net.b(y), net.scale), a=a, b=b, scale=scale)
 
 
 class Sum:
@@ -81,7 +76,7 @@ def step_of(loss: Loss, group: Any, remat: bool = False, **options: Any) -> tupl
     """(the step, params, buffers) of a loss `(apply, params, buffers, batch, sum over ranks)`."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Towers().to(D)
+        model = two_towers().to(D)
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:

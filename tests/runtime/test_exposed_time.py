@@ -16,6 +16,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.benchmarks import simulated
 from tests.benchmarks.simulated import SimulatedGroup, Wire
+from tests.modules import Net
 
 WIDTH, LAYERS, UNITS = 64, 3, 6
 FORWARD, BACKWARD = 3.0, 6.0  # seconds of one unit, of which each layer takes its part
@@ -59,23 +60,22 @@ class Computing(torch.autograd.Function):
         return grad
 
 
-class Layers(nn.Module):
+def layers() -> Net:
     """A unit. In backward each layer asks for its weight, then takes its time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.maps:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for linear in net.maps:
             x = torch.tanh(linear(Computing.apply(x)))
         return x
+
+    maps = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    return Net(forward, maps=nn.ModuleList(maps))
 
 
 def exposed_seconds(clock: Clock, group: Group, level: int = 3, **options: Any) -> float:
     """The seconds of a warm step in which nothing is computed."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layers() for _ in range(UNITS))).double()
+    model = nn.Sequential(*(layers() for _ in range(UNITS))).double()
     apply, params, buffers = functionalize(model)
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, **options)

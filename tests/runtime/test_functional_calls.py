@@ -22,22 +22,11 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import even
+from tests.modules import Net
 from tests.tiers import crossed
 
 LEVELS = (0, 1, 2, 3)
 RATE = 0.1
-
-
-class Net(nn.Module):
-    """(n, 4) -> (n, 1); `call` runs the child `body`, a unit, on weights of its own choice."""
-
-    def __init__(self, call: Callable[[Net, Tensor], Tensor]):
-        super().__init__()
-        self.body, self.gate, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.call(self, self.gate(x)).tanh())
 
 
 def generated(net: Net, x: Tensor) -> Tensor:
@@ -75,10 +64,17 @@ def without_and_with_gradients(net: Net, x: Tensor) -> Tensor:
 CALLS = [generated, of_another_unit, frozen, perturbed, scaled, without_and_with_gradients]
 
 
-def model(call: Any) -> Net:
+def model(call: Callable[[Net, Tensor], Tensor]) -> Net:
+    """(n, 4) -> (n, 1); `call` runs the child `body`, a unit, on weights of its own choice."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Net(call).double()
+        net = Net(
+            lambda net, x: net.head(call(net, net.gate(x)).tanh()),
+            body=nn.Linear(4, 4),
+            gate=nn.Linear(4, 4),
+            head=nn.Linear(4, 1),
+        )
+        return net.double()
 
 
 def step_of(call: Any, **options: Any) -> tuple[Any, Any, Any]:

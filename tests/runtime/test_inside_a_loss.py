@@ -20,6 +20,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import Net
 from tests.tiers import crossed, thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "inside-a-loss.md"
@@ -29,20 +30,16 @@ Apply = Callable[..., Any]
 Given = Callable[[Apply, Any, Any, Tensor], Tensor]  # (apply, params, buffers, x) -> the loss
 
 
-class Net(nn.Module):
-    """Two units; `change` is done to the first one's weight, `put_hook` on it, in its forward."""
-
-    def __init__(self, change: Callable[[nn.Linear], Any] | None = None):
-        super().__init__()
-        self.first, self.second = First(4, 5), nn.Linear(5, 3)
-        self.first.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+def two_units(change: Callable[[nn.Linear], Any] | None = None) -> Net:
+    """`change` is done to the first one's weight, `put_hook` on it, in its forward."""
+    first = First(4, 5)
+    first.change = change
+    forward = lambda net, x: net.second(torch.tanh(net.first(x)))
+    return Net(forward, first=first, second=nn.Linear(5, 3))
 
 
 class First(nn.Linear):
-    change: Callable[[nn.Linear], Any] | None
+    change: Callable[[nn.Linear], Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.change is not None:
@@ -50,15 +47,10 @@ class First(nn.Linear):
         return super().forward(x)
 
 
-class Calling(Net):
-    """The same, whose second unit is called by a function."""
-
-    def __init__(self, call: Callable[[nn.Linear, Tensor], Tensor]):
-        super().__init__()
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.second, torch.tanh(self.first(x)))
+def calling(call: Callable[[nn.Linear, Tensor], Tensor]) -> Net:
+    """The second unit is called by a function."""
+    forward = lambda net, x: call(net.second, torch.tanh(net.first(x)))
+    return Net(forward, first=First(4, 5), second=nn.Linear(5, 3))
 
 
 class Product(torch.autograd.Function):
@@ -132,14 +124,14 @@ def unsharded_leaf(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor
 
 
 def called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
-    return mean_square(functional_call(Net().double(), dict(params), (x,)))
+    return mean_square(functional_call(two_units().double(), dict(params), (x,)))
 
 
 def child_called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     def halved(module: nn.Linear, x: Tensor) -> Tensor:
         return functional_call(module, {"weight": 0.5 * module.weight}, (x,))
 
-    inner = fz.functionalize(Calling(halved).double())[0]
+    inner = fz.functionalize(calling(halved).double())[0]
     return mean_square(out(inner, params, x)) + mean_square(out(apply, params, x))
 
 
@@ -414,7 +406,7 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
 def step_of(given: Given, change: Any = None) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(Net(change).double())
+        apply, params, buffers = fz.functionalize(two_units(change).double())
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return given(apply, params, buffers, batch["x"])
@@ -480,7 +472,7 @@ def test_a_detached_loss_is_refused_at_every_call(level: int, ranks_detached: An
     rank alone."""
 
     def run(group: Any) -> None:
-        apply, params, buffers = fz.functionalize(Net().double())
+        apply, params, buffers = fz.functionalize(two_units().double())
         calls = 0
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:

@@ -14,6 +14,7 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.modules import Net
 from tests.tiers import crossed
 
 UNITS = 4
@@ -79,7 +80,7 @@ def test_the_next_step_gathers_ahead() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"}).double()
-    apply, params, _ = fz.functionalize(Parts(parts), units=nn.Linear)
+    apply, params, _ = fz.functionalize(parts_of(parts), units=nn.Linear)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
         return apply(params, buffers, x)[0].square().mean()
@@ -101,16 +102,14 @@ def test_the_next_step_gathers_ahead() -> None:
     assert kinds == ["all_gather"] * 3 + ["reduce_scatter"] * 5
 
 
-class Parts(nn.Module):
+def parts_of(forward_parts: nn.ModuleDict) -> Net:
     """Two of three units for rows above 0, else all."""
 
-    def __init__(self, parts: Any):
-        super().__init__()
-        self.parts = parts
+    def forward(net: Any, x: Tensor) -> Any:
+        y = net.parts["b"](net.parts["a"](x))
+        return y if bool((x > 0).all()) else net.parts["c"](y)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.parts["b"](self.parts["a"](x))
-        return y if bool((x > 0).all()) else self.parts["c"](y)
+    return Net(forward, parts=forward_parts)
 
 
 def test_a_write_in_a_later_micro_batch_is_refused() -> None:

@@ -19,6 +19,7 @@ from functorch_zero.layout.piece import Piece
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from tests.modules import Net, in_turn
 from tests.tiers import THOROUGH
 
 # A piece of a block has more words than those that a watch copies, where it looks at values
@@ -65,30 +66,22 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-class Deep(nn.Module):
+def deep(depth: int = DEPTH) -> Net:
     """Equal blocks, then a small head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
+    return Net(
+        lambda net, x: net.head(in_turn(net.blocks, x)),
+        blocks=nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)),
+        head=nn.Linear(WIDTH, 1),
+    )
 
 
-class Half(Deep):
+def half() -> Net:
     """Half as many blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.blocks[DEPTH // 2 :]
+    return deep(DEPTH // 2)
 
 
 def peak(
-    ranks: int, make: Callable[[], nn.Module] = Deep, trainable: Any = None, **options: Any
+    ranks: int, make: Callable[[], nn.Module] = deep, trainable: Any = None, **options: Any
 ) -> float:
     """The most bytes, in units of a block, that a step makes beside the state it is given."""
     with torch.random.fork_rng():
@@ -136,7 +129,7 @@ def test_without_regathering_the_params_stay() -> None:
 
 
 def test_depth_does_not_matter() -> None:
-    assert peak(RANKS) - peak(RANKS, Half) <= DEPTH / 2 / RANKS + 0.5
+    assert peak(RANKS) - peak(RANKS, half) <= DEPTH / 2 / RANKS + 0.5
 
 
 def test_frozen_units_are_let_go_in_backward() -> None:
@@ -156,7 +149,7 @@ def test_gradients_are_freed_unit_by_unit(level: int) -> None:
     of the peak."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, _ = functionalize(Deep().double())
+        apply, params, _ = functionalize(deep().double())
     step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
     peaks = {}
@@ -221,16 +214,16 @@ def several(num: int, *, moving: bool) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
-    one = program_peak(several(1, moving=False), Deep)
-    kept = program_peak(several(num, moving=False), Deep)
+    one = program_peak(several(1, moving=False), deep)
+    kept = program_peak(several(num, moving=False), deep)
     assert one <= PIECES + 3.5
     assert kept - one == pytest.approx((num - 1) * PIECES, abs=0.1)
 
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_a_displaced_tree_costs_its_pieces(num: int) -> None:
-    one = program_peak(several(1, moving=False), Deep)
-    moved = program_peak(several(num, moving=True), Deep)
+    one = program_peak(several(1, moving=False), deep)
+    moved = program_peak(several(num, moving=True), deep)
     assert moved - one == pytest.approx(2 * (num - 1) * PIECES, abs=0.15)
 
 
@@ -243,12 +236,12 @@ def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
         new = [apply_updates(params, found[i]) for i, params in enumerate(value)]
         return tuple(new)
 
-    alone = program_peak(several(1, moving=False), Deep)
-    both = program_peak(program, Deep, Half)
+    alone = program_peak(several(1, moving=False), deep)
+    both = program_peak(program, deep, half)
     assert both <= alone + PIECES + 0.1
 
 
-@pytest.mark.parametrize(("first", "pieces"), [(Deep, PIECES), (Half, PIECES / 2)])
+@pytest.mark.parametrize(("first", "pieces"), [(deep, PIECES), (half, PIECES / 2)])
 def test_a_tree_updated_before_the_last_gradient_costs_its_pieces(
     first: Callable[[], nn.Module], pieces: float
 ) -> None:
@@ -266,17 +259,14 @@ def test_a_tree_updated_before_the_last_gradient_costs_its_pieces(
             del grads
         return tuple(new)
 
-    alone = program_peak(several(1, moving=False), Deep)
-    both = program_peak(program, first, Deep, init=lambda a, b: init(a, b))
+    alone = program_peak(several(1, moving=False), deep)
+    both = program_peak(program, first, deep, init=lambda a, b: init(a, b))
     assert both - alone == pytest.approx(3 * pieces, abs=0.1)
 
 
-class FrozenDeep(Deep):
+def frozen_deep() -> nn.Module:
     """A teacher, which is only read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+    return deep().requires_grad_(False)
 
 
 def test_a_teacher_in_the_loss_is_never_whole() -> None:
@@ -297,6 +287,6 @@ def test_a_teacher_in_the_loss_is_never_whole() -> None:
 
     # The student alone takes PIECES + 3.5. The leaves that `tree_map` makes of a teacher lie apart,
     # and are copied into one flat for the gathers
-    assert program_peak(distillation(lambda tree: tree), Deep, FrozenDeep) <= 2 * PIECES + 3.5
+    assert program_peak(distillation(lambda tree: tree), deep, frozen_deep) <= 2 * PIECES + 3.5
     # The measure sees a teacher that is gathered at once
-    assert program_peak(distillation(unshard), Deep, FrozenDeep) >= DEPTH
+    assert program_peak(distillation(unshard), deep, frozen_deep) >= DEPTH

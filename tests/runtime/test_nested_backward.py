@@ -17,6 +17,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.precision import Precision
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import Net
 from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -52,31 +53,24 @@ class RunInBackwardOnly(RunAgain):
         return x.clone()
 
 
-class Net(nn.Module):
+def model(kind: str, function: type[RunAgain] = RunAgain) -> nn.Module:
     """`kind`: the use of the layer that runs again. `function` is applied to it."""
+    run_again = function.apply
 
-    def __init__(self, kind: str, function: type[RunAgain] = RunAgain):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.again = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.last = nn.Linear(4, 1)
-        self.kind, self.apply_again = kind, function.apply
+    def forward(net: Any, x: Tensor) -> Any:
+        x = run_again(net.first(x), net.again)
+        if kind == "twice":
+            x = run_again(x.square(), net.again)
+        if kind == "beside":  # its leaves have a gradient of the usual way, too
+            x = x + net.again(x)
+        if kind == "nested":
+            x = run_again(x, lambda v: run_again(v, net.again) + v)
+        return net.last(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.apply_again(self.first(x), self.again)
-        if self.kind == "twice":
-            x = self.apply_again(x.square(), self.again)
-        if self.kind == "beside":  # its leaves have a gradient of the usual way, too
-            x = x + self.again(x)
-        if self.kind == "nested":
-            x = self.apply_again(x, lambda v: self.apply_again(v, self.again) + v)
-        return self.last(x)
-
-
-def model(kind: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Net(kind).double()
+        again = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        return Net(forward, first=nn.Linear(4, 4), again=again, last=nn.Linear(4, 1)).double()
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -157,7 +151,7 @@ def test_a_unit_that_runs_in_backward_only(level: int) -> None:
     """Levels 0 and 1 have reduced it by then. Levels 2 and 3 reduce it where it runs."""
 
     def step_and_tree() -> tuple[Any, Any, Any]:
-        apply, params, buffers = fz.functionalize(Net("once", RunInBackwardOnly).double())
+        apply, params, buffers = fz.functionalize(model("once", RunInBackwardOnly))
 
         def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
             return mean_square(apply(params, buffers, x)[0])

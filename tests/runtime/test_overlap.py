@@ -40,11 +40,12 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
 from tests.models import GPT, Block, Shared, even, tokens
+from tests.modules import Net, Unit, in_turn
 from tests.runtime.test_memory import RANKS, LiveBytes
 from tests.runtime.test_skipped_units import (
-    Skipping,
     half_chosen,
     skipping,
+    skipping_net,
     some_rows_reach,
     with_negative_half,
 )
@@ -55,28 +56,24 @@ OVERLAPS: list[Any] = ["memory", "time"]
 FAR = Overlap(gather_at=1, settle_at=None, num_under_way=2, distance=3)
 
 
-class Halves(nn.Module):
+def halves(width: int) -> Unit:
     """Two linear maps: backward asks for two saved leaves, half of the unit each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Linear(width, width, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.b(torch.tanh(self.a(x))))
+    return Unit(
+        lambda net, x: in_turn((net.a, net.b), x),
+        a=nn.Linear(width, width, bias=False),
+        b=nn.Linear(width, width, bias=False),
+    )
 
 
-class Narrowing(nn.Module):
+def narrowing() -> Net:
     """Units 0 to 3 of different sizes, so that a collective's size tells its unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Halves, WIDTHS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, width in zip(self.layers, WIDTHS, strict=True):
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer, width in zip(net.layers, WIDTHS, strict=True):
             x = layer(x[:, :width])
         return x
+
+    return Net(forward, layers=nn.ModuleList(map(halves, WIDTHS)))
 
 
 WIDTHS = (32, 24, 16, 8)
@@ -115,9 +112,9 @@ class Noted:
         self._brought = None
 
 
-def warm_step(group: Any, make: Any = Narrowing, **options: Any) -> Callable[[], Any]:
+def warm_step(group: Any, make: Any = narrowing, **options: Any) -> Callable[[], Any]:
     """A step of level 3 whose order of units is known, to be called; two have been run."""
-    apply, params, buffers = build(make, units=Halves)
+    apply, params, buffers = build(make, units=Unit)
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group, **options)
     state, x = step.init(params, buffers), torch.ones(2, WIDTHS[0], dtype=torch.float64)
@@ -153,22 +150,14 @@ def test_the_order_of_starts_and_waits_in_backward() -> None:
     )
 
 
-class Equal(nn.Module):
+def equal_units() -> nn.Module:
     """Units of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Halves(WIDTHS[0]) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    return nn.Sequential(*(halves(WIDTHS[0]) for _ in range(6)))
 
 
 def peak_of(overlap: str) -> float:
     """The most that lives in a warm step beside its state, in units' sizes."""
-    step = warm_step(Noting(CountingGroup(RANKS), []), Equal, overlap=overlap)
+    step = warm_step(Noting(CountingGroup(RANKS), []), equal_units, overlap=overlap)
     with torch.autograd.set_multithreading_enabled(False), LiveBytes(smallest=1024) as live:
         step()
     return live.peak / (2 * WIDTHS[0] ** 2 * 8)
@@ -282,9 +271,9 @@ def test_a_step_is_proved_and_planned_with_it(overlap: Any) -> None:
 
 
 def test_a_plan_knows_the_difference() -> None:
-    model = nn.Sequential(*(Halves(WIDTHS[0]) for _ in range(6)))
+    model = equal_units()
     plans = [
-        plan(model, optim.sgd(0.1), level=3, ranks=RANKS, units=Halves, overlap=overlap)
+        plan(model, optim.sgd(0.1), level=3, ranks=RANKS, units=Unit, overlap=overlap)
         for overlap in OVERLAPS
     ]
     assert plans[0].collectives == plans[1].collectives
@@ -295,8 +284,8 @@ def test_a_plan_knows_the_difference() -> None:
 @pytest.mark.parametrize(("device", "chosen"), [("cpu", "memory"), ("cuda", "time")])
 def test_the_device_chooses_where_nobody_does(device: str, chosen: str) -> None:
     """A plan of leaves without values, on a device that this machine may lack."""
-    model = nn.Sequential(*(Halves(WIDTHS[0]) for _ in range(6)))
-    _, params, _ = functionalize(model, units=Halves)
+    model = equal_units()
+    _, params, _ = functionalize(model, units=Unit)
     with FakeTensorMode():
         there: Any = optree.tree_map(
             lambda p: torch.empty(p.shape, device=device, requires_grad=True), params
@@ -365,4 +354,4 @@ def test_a_rank_whose_loss_passes_units_by(early: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("regions", thinned(["a b?* c*", "a* b?", "a* b? c?"]))
 def test_units_passed_by_next_to_recomputed_ones(early: dict[str, Any], regions: str) -> None:
-    check(skipping, lambda: Skipping(regions), half_chosen, 3, 2, **early)
+    check(skipping, lambda: skipping_net(regions), half_chosen, 3, 2, **early)

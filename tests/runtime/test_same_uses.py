@@ -20,9 +20,10 @@ from functorch_zero.groups import HybridGroup, ProcessGroup, counted, launch, ru
 from functorch_zero.runtime import same_uses
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from tests import modules
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even, rows, split
-from tests.runtime.test_skipped_units import Skipping, half_chosen, skipping
+from tests.runtime.test_skipped_units import half_chosen, skipping, skipping_net
 from tests.runtime.test_unit import batches_of, build
 from tests.tiers import THOROUGH, crossed, tiers
 
@@ -36,23 +37,9 @@ RANKS = 3
 USUAL = (0, 1, 2)
 
 
-class Routed(nn.Module):
-    """Layers of one size, of which a loss chooses. Each is a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor, route: Route) -> Tensor:
-        for i in route:
-            x = torch.tanh(self.layers[i](x))
-        return self.head(x)
-
-
 def routed(routes: Callable[[int], Route], **options: Any) -> tuple[Any, Any, Any, Any]:
     """(the step, an evaluation, params, buffers): the n-th call of either takes the n-th route."""
-    apply, params, buffers = build(Routed, nn.Linear)
+    apply, params, buffers = build(lambda: modules.routed(4, 7, 3), nn.Linear)
     num_calls = 0
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -329,7 +316,7 @@ def test_processes_whose_own_backwards_reach_other_units_are_told() -> None:
     """A backward inside of the loss gathers only where it comes."""
 
     def run(group: Any) -> str:
-        apply, params, buffers = build(lambda: Skipping("a b? c"))
+        apply, params, buffers = build(lambda: skipping_net("a b? c"))
         step = train_step(skipping(apply, inner=True), optim.sgd(0.05))
         (batch,) = batches_of(half_chosen, num=1)
         sharded = shard(step, level=3, group=group)

@@ -17,6 +17,7 @@ from functorch_zero import optim
 from functorch_zero.errors import FunctorchZeroError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
+from tests.modules import Unit
 from tests.tiers import thinned
 
 WIDTH = 64
@@ -24,25 +25,24 @@ BATCHES = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(n)) for
 Hooks = Callable[[], AbstractContextManager[Any]]
 
 
-class Tanh(nn.Module):
+def scaled_layer() -> Unit:
     """A unit with a unit inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.9))
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale).tanh()
+    return Unit(
+        lambda net, x: net.inner(x * net.scale).tanh(),
+        scale=nn.Parameter(torch.full((WIDTH,), 0.9)),
+        inner=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(Tanh(), Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        return nn.Sequential(
+            scaled_layer(), scaled_layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        )
 
 
-apply, PARAMS, _ = fz.functionalize(model(), units=(Tanh, nn.Linear))
+apply, PARAMS, _ = fz.functionalize(model(), units=(Unit, nn.Linear))
 LARGEST = WIDTH * WIDTH * 4  # bytes of a weight
 
 
@@ -120,7 +120,7 @@ def test_hooks_around_a_checkpoint_and_in_one() -> None:
         with save_on_cpu():
             return applied(params, buffers, x)[0].square().mean()
 
-    applied, _, _ = fz.functionalize(model(), units=(Tanh, nn.Linear), remat=Tanh)
+    applied, _, _ = fz.functionalize(model(), units=(Unit, nn.Linear), remat=Unit)
     step = fz.train_step(remat, optim.sgd(0.1, momentum=0.9))
     expected = trained(step_with(no_hooks), 3)
     assert_equal_values(expected, trained(step, 3), grade="bitwise")

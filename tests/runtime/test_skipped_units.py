@@ -17,6 +17,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.compare import train_sharded
 from tests.models import Shared, even, rows, uneven
+from tests.modules import Net, in_turn
 from tests.runtime.test_unit import Loss, batches_of, build, check
 from tests.tiers import crossed, tiers
 
@@ -48,27 +49,23 @@ def test_a_rank_whose_loss_does_not_reach_a_unit(level: int) -> None:
     check(some_rows_reach, Shared, with_negative_half, level, 3, sizes=uneven(12, 3))
 
 
-class Skipping(nn.Module):
+def skipping_net(row: str) -> Net:
     """A row of regions such as "ab?*": units a and b, left out by rows that are not chosen, run
     again in backward."""
+    regions = row.split()
 
-    def __init__(self, regions: str):
-        super().__init__()
-        self.regions, self.head = regions.split(), nn.Linear(7, 3)
-        self.units = nn.ModuleDict(
-            {name: nn.Linear(7, 7) for name in sorted({*regions} - {*" ?*"})}
-        )
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        for region in self.regions:
-            run = nn.Sequential(
-                *(nn.Sequential(self.units[name], nn.Tanh()) for name in region.rstrip("?*"))
-            )
+    def forward(net: Any, x: Tensor, chosen: Tensor) -> Any:
+        for region in regions:
+            units = [net.units[name] for name in region.rstrip("?*")]
+            run = lambda x, units=units: in_turn(units, x)
             y = checkpoint(run, x, use_reentrant=False) if "*" in region else run(x)
             if "?" in region:
                 y = torch.where(chosen[:, None], y, x) if chosen.any() else x
             x = y
-        return self.head(x)
+        return net.head(x)
+
+    head, names = nn.Linear(7, 3), sorted({*row} - {*" ?*"})
+    return Net(forward, head=head, units=nn.ModuleDict({name: nn.Linear(7, 7) for name in names}))
 
 
 def skipping(apply: Any, inner: bool = False) -> Loss:
@@ -101,8 +98,8 @@ SKIPPED = ["a* b?", "a b?* c*", "a* b? c?", "a?* a* a?*", "a* bb?*", "a* bc?*", 
 def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(
     regions: str, level: int
 ) -> None:
-    check(skipping, lambda: Skipping(regions), half_chosen, level, 2)
-    check(skipping, lambda: Skipping(regions), half_chosen, level, 3, sizes=uneven(12, 3))
+    check(skipping, lambda: skipping_net(regions), half_chosen, level, 2)
+    check(skipping, lambda: skipping_net(regions), half_chosen, level, 3, sizes=uneven(12, 3))
 
 
 @pytest.mark.parametrize("inner", tiers([True], [False]))
@@ -111,7 +108,9 @@ def test_units_left_out_with_params_that_stay(inner: bool) -> None:
     loss."""
     for regions in SKIPPED:
         loss = lambda apply: skipping(apply, inner)
-        check(loss, lambda r=regions: Skipping(r), half_chosen, 3, 2, reshard_after_forward=False)
+        check(
+            loss, lambda r=regions: skipping_net(r), half_chosen, 3, 2, reshard_after_forward=False
+        )
 
 
 @pytest.mark.parametrize(("regions", "inner"), [("a* bc?*", False), ("a b? c", True)])
@@ -119,23 +118,23 @@ def test_units_left_out_that_others_gather_in_an_order_nobody_can_know(
     regions: str, inner: bool
 ) -> None:
     with pytest.raises(GroupError, match=r"the same|different collectives"):
-        check(lambda apply: skipping(apply, inner), lambda: Skipping(regions), half_chosen, 3, 2)
+        check(
+            lambda apply: skipping(apply, inner), lambda: skipping_net(regions), half_chosen, 3, 2
+        )
 
 
-class Around(nn.Module):
+def around_net() -> Net:
     """A unit around others, whose leaf is used before them and after them, as a tied embedding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = nn.Parameter(torch.empty(7, 7))
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        x = torch.tanh(x @ self.tied)
-        for block in self.blocks:
+    def forward(net: Any, x: Tensor, chosen: Tensor) -> Any:
+        x = torch.tanh(x @ net.tied)
+        for block in net.blocks:
             y = torch.tanh(block(x))
             x = torch.where(chosen[:, None], y, x) if chosen.any() else x
-        return (x @ self.tied.T)[:, :3]
+        return (x @ net.tied.T)[:, :3]
+
+    tied = nn.Parameter(torch.empty(7, 7))
+    return Net(forward, tied=tied, blocks=nn.ModuleList(nn.Linear(7, 7) for _ in range(3)))
 
 
 def around(apply: Any) -> Loss:
@@ -149,14 +148,14 @@ def around(apply: Any) -> Loss:
 @pytest.mark.parametrize("level", tiers([3], [2, 0], [1]))
 def test_a_unit_around_others_is_used_before_and_after_them(level: int) -> None:
     """Its leaf is the first that backward asks for, and the others' backward is still to come."""
-    check(around, Around, rows(7, 3), level, 2)
-    check(around, Around, half_chosen, level, 2)  # one rank's backward passes them by
-    check(around, Around, half_chosen, level, 3, sizes=uneven(12, 3))
+    check(around, around_net, rows(7, 3), level, 2)
+    check(around, around_net, half_chosen, level, 2)  # one rank's backward passes them by
+    check(around, around_net, half_chosen, level, 3, sizes=uneven(12, 3))
 
 
 def test_a_unit_around_others_costs_the_others_nothing() -> None:
     """Each is gathered twice and reduced once, as without it."""
-    apply, params, _ = build(Around)
+    apply, params, _ = build(around_net)
     step = train_step(
         lambda p, b, x: apply(p, b, x, torch.ones(6) > 0)[0].square().mean(), optim.sgd(0.1)
     )
@@ -168,15 +167,14 @@ def test_a_unit_around_others_costs_the_others_nothing() -> None:
     assert len([c for c in collectives if c.kind == "all_gather"]) <= 2 * len(units)
 
 
-class Ordered(nn.Module):
+def ordered() -> Net:
     """Two units of one size, in either order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+    def forward(net: Any, x: Tensor, swapped: bool) -> Any:
+        first, last = (net.b, net.a) if swapped else (net.a, net.b)
+        return last(torch.tanh(first(x)))
 
-    def forward(self, x: Tensor, swapped: bool) -> Tensor:
-        return self.a(torch.tanh(self.b(x))) if swapped else self.b(torch.tanh(self.a(x)))
+    return Net(forward, a=nn.Linear(7, 7), b=nn.Linear(7, 7))
 
 
 @pytest.mark.parametrize("level", (2, 3))
@@ -184,7 +182,7 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
     """Their gradients would be mixed up."""
 
     def run(group: Any) -> None:
-        apply, params, buffers = build(Ordered)
+        apply, params, buffers = build(ordered)
         step = train_step(
             lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
             optim.sgd(0.1),

@@ -15,6 +15,7 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.runtime import unit
+from tests.modules import Net
 
 LEVELS = (0, 1, 2, 3)
 
@@ -47,18 +48,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return streams
 
 
-class Net(nn.Module):
+def net(streams: Streams, side: str) -> Net:
     """Two units; the second is called on `side`, or its weight is used there."""
 
-    def __init__(self, streams: Streams, side: str):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.streams, self.side = streams, side
+    def forward(net: Any, x: Tensor) -> Any:
+        x = net.first(x)
+        with streams.use(side):
+            return net.second(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        with self.streams.use(self.side):
-            return self.second(x)
+    return Net(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 1))
 
 
 def train(model: nn.Module, level: int) -> Any:
@@ -75,7 +73,7 @@ def train(model: nn.Module, level: int) -> Any:
 def test_a_unit_on_another_stream_is_refused(streams: Streams, level: int) -> None:
     words = "another stream.*path second, expected default, got side.*Remedy"
     with pytest.raises(StructureError, match=words):
-        train(Net(streams, "side"), level)
+        train(net(streams, "side"), level)
     assert streams.current == "default"
 
 
@@ -83,7 +81,7 @@ def test_a_unit_on_another_stream_is_refused(streams: Streams, level: int) -> No
 @pytest.mark.parametrize("name", ["default", "side"])
 def test_all_on_one_stream(streams: Streams, level: int, name: str) -> None:
     with streams.use(name):
-        state, _ = train(Net(streams, name), level)
+        state, _ = train(net(streams, name), level)
     assert int(state.step) == 1
 
 

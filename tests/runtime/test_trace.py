@@ -24,6 +24,7 @@ from functorch_zero.runtime.reduce import GradientReduction
 from functorch_zero.runtime.unit import Enter, PassHooks, UnitEntrance
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from tests.modules import Unit
 
 PACKAGE = Path(functorch_zero.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "maintain" / "architecture.md"
@@ -95,20 +96,11 @@ class Walk:
             self._files.append(path.relative_to(PACKAGE).as_posix())
 
 
-class Half(nn.Module):
-    """A unit of several leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
 def walk_of_one_unit(group: Any) -> Walk:
     """Of the only unit, when nobody knows what comes next: gathered, freed and gathered again."""
-    apply, params, buffers = functionalize(nn.Sequential(Half()), units=Half)
+    forward = lambda net, x: net.b(torch.tanh(net.a(x)))
+    half = Unit(forward, a=nn.Linear(7, 7), b=nn.Linear(7, 3))
+    apply, params, buffers = functionalize(nn.Sequential(half), units=Unit)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
         return apply(params, buffers, x)[0].square().mean()

@@ -18,6 +18,7 @@ from functorch_zero.groups import launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import Net
 from tests.tiers import THOROUGH, crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -81,20 +82,15 @@ def normalised(x: Tensor) -> Tensor:
     return x / x.norm()
 
 
-class Layer(nn.Module):
+def layer(change: Callable[[Tensor], Tensor], hooks: str = "") -> Net:
     """`change` is done to its hidden rows. With a kind of hooks, they clip."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor], hooks: str = ""):
-        super().__init__()
-        self.up, self.middle, self.down = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
-        self.change = change
-        if hooks == "full":
-            self.middle.register_full_backward_hook(lambda m, given, out: (clip(given[0]),))
-        if hooks == "full, before":
-            self.middle.register_full_backward_pre_hook(lambda m, out: (clip(out[0]),))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.change(self.middle(self.up(x))))
+    middle = nn.Tanh()
+    if hooks == "full":
+        middle.register_full_backward_hook(lambda m, given, out: (clip(given[0]),))
+    if hooks == "full, before":
+        middle.register_full_backward_pre_hook(lambda m, out: (clip(out[0]),))
+    forward = lambda net, x: net.down(change(net.middle(net.up(x))))
+    return Net(forward, up=nn.Linear(4, 5), middle=middle, down=nn.Linear(5, 3))
 
 
 def by_custom(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -180,7 +176,7 @@ Model = Callable[[], tuple[nn.Module, dict[str, Any]]]  # with options of functi
 
 
 def of(change: Callable[[Tensor], Tensor], hooks: str = "", **options: Any) -> Model:
-    return lambda: (Layer(change, hooks), options)
+    return lambda: (layer(change, hooks), options)
 
 
 # With words of the error

@@ -21,6 +21,7 @@ from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, even, rows, tokens
+from tests.modules import Net, Unit, in_turn, routed
 from tests.tiers import crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
@@ -140,15 +141,11 @@ def test_only_derivatives(level: int) -> None:
             vmap(grad(scalar(apply, params)))(batch["x"]).square().mean()
         )
 
-    class Smooth(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 3, bias=False)
+    def model() -> Net:
+        forward = lambda net, x: net.b(torch.tanh(net.a(x)))
+        return Net(forward, a=nn.Linear(7, 5), b=nn.Linear(5, 3, bias=False))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.a(x)))
-
-    check(make_loss, Smooth, rows(7, 3), level)
+    check(make_loss, model, rows(7, 3), level)
 
 
 @pytest.mark.parametrize("level", tiers([3], [0, 1], [2]))
@@ -167,25 +164,24 @@ def test_gradient_penalty(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-class Checkpointed(nn.Module):
+def checkpointed(where: str) -> Net:
     """torch.utils.checkpoint around units, and inside one."""
 
-    def __init__(self, where: str):
-        super().__init__()
-        self.gpt, self.where = GPT(depth=3), where
+    def forward(net: Any, x: Tensor) -> Any:
+        if where == "all":
+            return checkpoint(net.gpt, x, use_reentrant=False)
         if where == "inside":
-            for block in self.gpt.blocks:
-                block.forward = _recomputing(block.forward)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "all":
-            return checkpoint(self.gpt, x, use_reentrant=False)
-        if self.where == "inside":
-            return self.gpt(x)
-        h = self.gpt.embed(x) + self.gpt.place(torch.arange(x.shape[1]))
-        for block in self.gpt.blocks:
+            return net.gpt(x)
+        h = net.gpt.embed(x) + net.gpt.place(torch.arange(x.shape[1]))
+        for block in net.gpt.blocks:
             h = checkpoint(block, h, use_reentrant=False)
-        return self.gpt.head(self.gpt.norm(h))
+        return net.gpt.head(net.gpt.norm(h))
+
+    gpt = GPT(depth=3)
+    if where == "inside":
+        for block in gpt.blocks:
+            block.forward = _recomputing(block.forward)  # type: ignore[method-assign]
+    return Net(forward, gpt=gpt)
 
 
 def _recomputing(forward: Any) -> Any:
@@ -202,7 +198,7 @@ def next_token(apply: Any) -> Loss:
 
 @pytest.mark.parametrize(("where", "level"), crossed(["around", "inside", "all"], LEVELS, n=4))
 def test_checkpoint(where: str, level: int) -> None:
-    check(next_token, lambda: Checkpointed(where), tokens, level, 2, units=Block)
+    check(next_token, lambda: checkpointed(where), tokens, level, 2, units=Block)
 
 
 @pytest.mark.parametrize("level", tiers([1], [3, 0], [2]))
@@ -222,27 +218,14 @@ def test_checkpoint_around_apply(level: int) -> None:
 
 @pytest.mark.parametrize("level", tiers([3], [2, 0], [1]))
 def test_checkpoint_inside_the_forward_of_a_unit(level: int) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return in_turn([net.b], checkpoint(lambda v: in_turn([net.a], v), x, use_reentrant=False))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(
-                self.b(checkpoint(lambda v: torch.tanh(self.a(v)), x, use_reentrant=False))
-            )
+    def model() -> nn.Module:
+        halves = [Unit(forward, a=nn.Linear(7, 7), b=nn.Linear(7, 7)) for _ in range(2)]
+        return nn.Sequential(*halves, nn.Linear(7, 3))
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.halves, self.head = nn.ModuleList([Half(), Half()]), nn.Linear(7, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for half in self.halves:
-                x = half(x)
-            return self.head(x)
-
-    check(regression(lambda apply, p, x: apply(p, {}, x)[0]), Net, rows(7, 3), level, units=Half)
+    check(regression(lambda apply, p, x: apply(p, {}, x)[0]), model, rows(7, 3), level, units=Unit)
 
 
 def l2(params: Any) -> Tensor:
@@ -500,19 +483,6 @@ def test_units_that_follow_the_data(level: int) -> None:
     """The same on all ranks, other units in every step: prefetching by the last step's order must
     not matter."""
 
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts, self.head = (
-                nn.ModuleList(nn.Linear(7, 7) for _ in range(4)),
-                nn.Linear(7, 3),
-            )
-
-        def forward(self, x: Tensor, route: list[int]) -> Tensor:
-            for i in route:
-                x = torch.tanh(self.experts[i](x))
-            return self.head(x)
-
     def make_loss(apply: Any) -> Loss:
         num_calls = [0]
 
@@ -526,7 +496,7 @@ def test_units_that_follow_the_data(level: int) -> None:
     batches = batches_of(rows(7, 3), num=4)
 
     def step() -> tuple[Any, Any, Any]:
-        apply, params, buffers = build(Routed)
+        apply, params, buffers = build(lambda: routed(4, 7, 3))
         return train_step(make_loss(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
     expected = train(*step(), batches)
@@ -602,26 +572,13 @@ def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
 def test_a_saved_activation_changed_in_place_is_an_error(level: int) -> None:
     """As it is in one process: saved-tensor hooks would switch that check off."""
 
-    class Spoils(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 3)
+    def forward(net: Any, x: Tensor) -> Any:
+        h = net.a(x)
+        y = h * h
+        h.add_(1)
+        return net.b(y)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            y = h * h
-            h.add_(1)
-            return self.b(y)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spoils = Spoils()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.spoils(x)
-
-    apply, params, buffers = build(Net)
+    apply, params, buffers = build(lambda: Unit(forward, a=nn.Linear(7, 7), b=nn.Linear(7, 3)))
     step = train_step(regression(lambda apply, p, x: apply(p, {}, x)[0])(apply), optim.sgd(0.1))
     batches = batches_of(rows(7, 3))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -26,6 +26,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss_calls import PerLoss
 from functorch_zero.step.train import train_step
+from tests.modules import Net
 from tests.tiers import crossed
 
 WAYS = (None, 0, 1, 2, 3)  # None: the unsharded step
@@ -351,23 +352,21 @@ def test_values_are_compared_only_when_asked() -> None:
 # Reentrant checkpoints
 
 
-class Reentrant(nn.Module):
+def reentrant() -> Net:
     """Frozen embeddings whose output requires grad, then a block in a reentrant checkpoint."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 4).requires_grad_(False)
-        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.embed(x).requires_grad_()
+        return net.head(checkpoint(net.block, hidden, use_reentrant=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x).requires_grad_()
-        return self.head(checkpoint(self.block, hidden, use_reentrant=True))
+    embed = nn.Linear(4, 4).requires_grad_(False)
+    return Net(forward, embed=embed, block=nn.Linear(4, 4), head=nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reentrant_checkpoint_after_frozen_layers(way: int | None) -> None:
     """Its params would get no gradients, without a sign."""
-    apply, params, buffers = functionalize(Reentrant().double())
+    apply, params, buffers = functionalize(reentrant().double())
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
         return apply(params, buffers, x)[0].square().mean()

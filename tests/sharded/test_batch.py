@@ -30,6 +30,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import split
+from tests.modules import Net, towers
 from tests.tiers import crossed, tiers
 
 D = torch.float64
@@ -37,17 +38,11 @@ Batch = dict[str, Tensor]
 Results = Any  # a loss, or a loss and an Aux
 
 
-class Towers(nn.Module):
+def two_towers() -> Net:
     """Two encoders of one thing, each a unit, and a temperature beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8, bias=False))
-        self.b = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8, bias=False))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(y)
+    a, b = towers(8)
+    scale = nn.Parameter(torch.tensor(1.0))
+    return Net(lambda net, x, y: (net.a(x), net.b(y)), a=a, b=b, scale=scale)
 
 
 def clip(x: Tensor, y: Tensor, scale: Tensor) -> Results:
@@ -166,7 +161,7 @@ def given(
     """(the step, params, buffers) of a loss of the towers' outputs."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Towers().to(D)
+        model = two_towers().to(D)
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
     loss = loss_of(apply, of_rows, **options)
     return fz.train_step(loss, optimizer, accumulate=accumulate), params, buffers
@@ -305,17 +300,14 @@ def test_options_of_shard(options: str, level: int) -> None:
 # BatchNorm
 
 
-class Normed(nn.Module):
+def normed_net(norm: type[nn.Module] = nn.BatchNorm1d, **options: Any) -> Net:
     """No bias before a BatchNorm: its gradient is nothing but rounding."""
-
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d, **options: Any):
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(6, 7, bias=False), norm(7, **options), nn.Tanh())
-        self.b = nn.Sequential(nn.Linear(7, 7, bias=False), norm(7, **options), nn.Tanh())
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.b(self.a(x)))
+    return Net(
+        lambda net, x: net.head(net.b(net.a(x))),
+        a=nn.Sequential(nn.Linear(6, 7, bias=False), norm(7, **options), nn.Tanh()),
+        b=nn.Sequential(nn.Linear(7, 7, bias=False), norm(7, **options), nn.Tanh()),
+        head=nn.Linear(7, 5),
+    )
 
 
 NORMS: dict[str, dict[str, Any]] = {
@@ -330,7 +322,7 @@ NORMS: dict[str, dict[str, Any]] = {
 def normed(of_all: bool = True, remat: bool = False, **options: Any) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Normed(**options).to(D)
+        model = normed_net(**options).to(D)
     if of_all:
         model = whole.sync_batch_norm(model)
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
@@ -461,7 +453,7 @@ def test_evaluations(level: int) -> None:
     step, params, buffers = given(clip)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, _, _ = fz.functionalize(Towers().to(D), units=["a", "b"])
+        apply, _, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
     loss = loss_of(apply, clip)
     evaluation = fz.eval_step(lambda *args: {"loss": loss(*args)})
 
@@ -482,7 +474,7 @@ def test_programs(level: int) -> None:
     (data,) = batches(1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(Towers().to(D), units=["a", "b"])
+        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
     loss = loss_of(apply, barlow_twins)
     of_params = lambda params, batch: loss(params, {}, batch)
     value, grads = fz.value_and_grad(of_params)(params, batch=data)
@@ -504,7 +496,7 @@ def test_outside_of_a_programs_losses() -> None:
     (data,) = batches(1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(Towers().to(D), units=["a", "b"])
+        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
     loss = loss_of(apply, clip)
 
     def program(params: Any, batch: Batch) -> Any:
@@ -638,7 +630,7 @@ def test_refused(what: str, level: int) -> None:
 def test_fz_hvp_is_refused() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(Towers().to(D), units=["a", "b"])
+        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
     loss = loss_of(apply, clip)
 
     def run(group: Any) -> str:

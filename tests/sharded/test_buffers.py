@@ -21,6 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts
+from tests.modules import Net
 from tests.tiers import crossed, thinned
 
 INF = float("inf")
@@ -223,33 +224,35 @@ def test_float8_buffers_are_averaged() -> None:
         assert got.dtype == torch.float8_e4m3fn and got.float().tolist() == [1.0, 1.0]
 
 
-class InPlace(nn.Module):
+def written_to() -> Net:
     """Buffers of several dtypes, which a forward writes to: by a kernel that doesn't count, by
     operators that do, and by assignment; and one that it only reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm = nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)
-        self.register_buffer("phase", torch.zeros(4, dtype=torch.complex128))
-        self.register_buffer("largest", torch.tensor(0.0))
-        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
-        self.register_buffer("mask", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.linear(x)) * self.mask
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.norm(net.linear(x)) * net.mask
         with torch.no_grad():
             mean = hidden.mean(0) + x.mean()
-            self.phase.mul_(0.5).add_(torch.complex(mean, mean.sin()))
-            self.largest = torch.maximum(self.largest, x.abs().max())
-            self.seen |= mean > 0
+            net.phase.mul_(0.5).add_(torch.complex(mean, mean.sin()))
+            net.largest = torch.maximum(net.largest, x.abs().max())
+            net.seen |= mean > 0
         return hidden
+
+    torch.manual_seed(0)
+    return Net(
+        forward,
+        linear=nn.Linear(3, 4, bias=False),
+        norm=nn.BatchNorm1d(4),
+        phase=torch.zeros(4, dtype=torch.complex128),
+        largest=torch.tensor(0.0),
+        seen=torch.zeros(4, dtype=torch.bool),
+        mask=torch.ones(4),
+    )
 
 
 def in_place(weighted: bool, **options: Any) -> tuple[Any, Any, Any]:
     """A step that says nothing of the buffers that its model writes to, and its params and
     buffers. Weights are 0 where the first number of a batch is negative."""
-    model = InPlace().double()
+    model = written_to().double()
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
         given = {**fz.unshard(params), **buffers}
@@ -333,16 +336,11 @@ def test_nothing_is_sent_for_buffers_that_stay() -> None:
     assert first == second
 
 
-class TableAndStatistics(nn.Module):
+def table_and_statistics() -> Net:
     """A buffer that stays, and running statistics, which torch writes without counting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.register_buffer("table", torch.tensor([[0.0, -0.0, INF]]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.table[:, :2].sum())
+    table = torch.tensor([[0.0, -0.0, INF]])
+    forward = lambda net, x: net.norm(x + net.table[:, :2].sum())
+    return Net(forward, norm=nn.BatchNorm1d(3), table=table)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +364,7 @@ def test_as_on_a_device_that_the_host_does_not_wait_for(
         state, _ = sharded(state, torch.arange(6.0).view(2, 3) + group.rank)
         return watched.num_calls() - before, state.buffers
 
-    model = TableAndStatistics().train(trains)
+    model = table_and_statistics().train(trains)
     expected = run_ranks(run, ranks)
     monkeypatch.setattr(buffer_copies, "_is_comparable", lambda buffer: False)
     if large:

@@ -24,6 +24,7 @@ from functorch_zero.layout.build import make_layout
 from functorch_zero.runtime.reduce import SUMMED, Summed
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts
+from tests.modules import Net, in_turn
 from tests.sharded.test_processes import on_processes
 from tests.tiers import FULL, THOROUGH, crossed, thinned
 
@@ -53,24 +54,22 @@ class Steps:
         return (steps * scale).to(dtype).flatten(1)
 
 
-class Net(nn.Module):
+def net() -> Net:
     """A layer that is used twice; the leaves have 1,517, 37, 1,369, 37, 592 and 16 elements, of
     which none is a multiple of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.last = nn.Linear(41, 37), nn.Linear(37, 37), nn.Linear(37, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+    return Net(
+        lambda net, x: net.last(in_turn((net.first, net.twice, net.twice), x)),
+        first=nn.Linear(41, 37),
+        twice=nn.Linear(37, 37),
+        last=nn.Linear(37, 16),
+    )
 
 
 def built(precision: Any, *, weighted: bool = False, **options: Any) -> tuple[Any, Any, Any]:
     """The loss, the params, and the batches of 24."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Net().double()
+        model = net().double()
         xs = torch.randn(2, 24, 41, dtype=torch.float64)
     apply, params, _ = fz.functionalize(model, units=nn.Linear, precision=precision, **options)
 
@@ -227,7 +226,7 @@ def test_padding_does_not_count() -> None:
 def test_the_gradient_of_a_derivative() -> None:
     """A loss that differentiates the model by its input, by torch.func, also in one process."""
     _, params, batches = built(BOTH)
-    apply, _, _ = fz.functionalize(Net().double(), units=nn.Linear, precision=BOTH)
+    apply, _, _ = fz.functionalize(net().double(), units=nn.Linear, precision=BOTH)
 
     def slopes(params: Any, buffers: Any, batch: Any) -> Tensor:
         value = lambda x: apply(params, {}, x)[0].square().sum()

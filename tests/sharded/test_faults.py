@@ -45,7 +45,7 @@ from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors
 from tests.local import local_leaves
 from tests.models import ZOO, even, rows, split
-from tests.runtime.test_skipped_units import Ordered
+from tests.runtime.test_skipped_units import ordered
 from tests.runtime.test_unit import build
 from tests.tiers import thinned, tiers
 
@@ -488,7 +488,7 @@ def test_checked_collectives_name_both_labels(level: int) -> None:
 
     def run(group: Any) -> list[str]:
         group = CheckedGroup(group)
-        apply, params, buffers = build(Ordered)
+        apply, params, buffers = build(ordered)
         step = train_step(
             lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
             optim.sgd(0.1),

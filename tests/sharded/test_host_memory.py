@@ -21,8 +21,9 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.places import Host
 from functorch_zero.testing import Equality, assert_equal_values
 from tests.local import local_leaves
-from tests.places import Layer, PlayedStream, played_host
-from tests.sharded.test_placed import OPTIMIZERS, Attention
+from tests.modules import Unit
+from tests.places import PlayedStream, layer, played_host
+from tests.sharded.test_placed import OPTIMIZERS, attention
 from tests.sharded.test_seams import linear_loss, make_batches, make_params, train
 from tests.tiers import thinned, tiers
 
@@ -77,8 +78,8 @@ def layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
 
 def step_of_layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(WIDTH) for _ in range(NUM_UNITS)))
-    apply, params, _ = fz.functionalize(model, units=Layer)
+    model = nn.Sequential(*(layer(WIDTH) for _ in range(NUM_UNITS)))
+    apply, params, _ = fz.functionalize(model, units=Unit)
     step = fz.train_step(lambda p, b, x: apply(p, {}, x)[0].square().mean(), optimizer)
     return fz.shard(step, level=3, group=SingleRank(), **options), params
 
@@ -225,7 +226,7 @@ def test_on_a_cpu_it_is_plain_memory() -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_saved_tensors(ahead: int, level: int) -> None:
     torch.manual_seed(0)
-    apply, params, _ = fz.functionalize(nn.Sequential(Attention(), Attention()), units=Attention)
+    apply, params, _ = fz.functionalize(nn.Sequential(attention(), attention()), units=Unit)
     step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(0.1))
     batches = [torch.randn(4, 48, 32) for _ in range(3)]
 
@@ -251,4 +252,4 @@ def test_saved_tensors(ahead: int, level: int) -> None:
     run_ranks(run, 2)
 
 
-LARGEST = 2 * 48 * 96 * 4  # bytes of what Attention saves: all of a projection
+LARGEST = 2 * 48 * 96 * 4  # bytes of what `attention` saves: all of a projection

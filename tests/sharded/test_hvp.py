@@ -19,7 +19,7 @@ from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP, ZOO, Batch, Case, even, split, uneven
-from tests.runtime.test_memory import WIDTH, Deep, LiveBytes
+from tests.runtime.test_memory import WIDTH, LiveBytes, deep
 from tests.step.test_hvp import loss_of_normed, normed, reversible
 from tests.tiers import crossed, tiers
 
@@ -416,7 +416,7 @@ def test_ranks_that_use_other_layers(level: int) -> None:
 
 def test_memory() -> None:
     """Params, gradients and vector whole for a moment, and no more."""
-    apply, params, _ = fz.functionalize(Deep().double(), units=torch.nn.Linear)
+    apply, params, _ = fz.functionalize(deep().double(), units=torch.nn.Linear)
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     tree = fz.shard_tree(params, level=3, group=CountingGroup(16))
     vector = fz.zero_updates(tree)

@@ -19,6 +19,7 @@ from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep
 from functorch_zero.tree import is_flagged
 from tests.local import local_leaves
+from tests.modules import Unit
 from tests.tiers import crossed, thinned
 
 COMPLEX = torch.complex128
@@ -74,15 +75,9 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 3, dtype=COMPLEX))
-        self.b = nn.Parameter(torch.randn(3, dtype=COMPLEX))
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self.w, x) + self.b
+def layer(use: Callable[[Tensor, Tensor], Tensor]) -> Unit:
+    weight, bias = torch.randn(3, 3, dtype=COMPLEX), torch.randn(3, dtype=COMPLEX)
+    return Unit(lambda net, x: use(net.w, x) + net.b, w=nn.Parameter(weight), b=nn.Parameter(bias))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +86,8 @@ class Layer(nn.Module):
 def test_saved_for_backward(use: str, level_and_ranks: tuple[int, int]) -> None:
     def make() -> tuple[TrainStep, Any]:
         torch.manual_seed(0)
-        model = nn.Sequential(Layer(torch.mul), Layer(USES[use]), Layer(USES[use]))
-        model[0].use = lambda w, x: x @ w
-        apply, params, _ = fz.functionalize(model, units=Layer)
+        model = nn.Sequential(layer(lambda w, x: x @ w), layer(USES[use]), layer(USES[use]))
+        apply, params, _ = fz.functionalize(model, units=Unit)
 
         def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
             return (apply(params, buffers, x)[0] - 0.3j).abs().square().mean()

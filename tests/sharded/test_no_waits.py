@@ -32,6 +32,7 @@ from functorch_zero.sharded.program import engine, ledger
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
 from tests.conformance.table import TABLE
+from tests.modules import Net
 from tests.tiers import THOROUGH, crossed, thinned
 
 aten = torch.ops.aten
@@ -81,32 +82,23 @@ class Audit(QuickDispatchMode):
         self.found[f"the loss or torch {what}"] += 1
 
 
-class Net(nn.Module):
-    """Some blocks, a table that stays, and running statistics."""
+def net(num_blocks: int, buffers: bool = True) -> Net:
+    """Some blocks, a table that stays, and running statistics; without buffers the table is an
+    attribute, and nothing is normalised."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
-        self.register_buffer("table", torch.linspace(-1, 1, 16))
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x * self.table)
-        for block in self.blocks:
+    def forward(net: Any, x: Tensor) -> Any:
+        x = net.norm(x * net.table)
+        for block in net.blocks:
             x = x + block(x)
         return x
 
-
-class Tabled(Net):
-    """The table is no buffer, and nothing is normalised."""
-
-    def __init__(self, num_blocks: int) -> None:
-        nn.Module.__init__(self)
-        block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
-        self.table = torch.linspace(-1, 1, 16, device="meta")
-        self.norm = nn.Identity()
+    block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    blocks = nn.ModuleList(block() for _ in range(num_blocks))
+    if buffers:
+        return Net(forward, blocks=blocks, table=torch.linspace(-1, 1, 16), norm=nn.BatchNorm1d(16))
+    model = Net(forward, blocks=blocks, norm=nn.Identity())
+    model.table = torch.linspace(-1, 1, 16, device="meta")
+    return model
 
 
 @dataclass(frozen=True)
@@ -116,6 +108,7 @@ class Case:
     optimizer: Callable[[], optim.Transform] = lambda: optim.adamw(1e-3)
     weight: Callable[[Tensor], Any] = lambda x: None
     num_blocks: int = 2
+    buffers: bool = True
     step_options: dict[str, Any] = field(default_factory=dict)  # of train_step
     shard_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)  # of functionalize
@@ -171,7 +164,7 @@ class Prepared(NamedTuple):
 def prepared(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     let_meta_be_a_device(monkeypatch)
     apply, params, buffers = fz.functionalize(
-        Net(case.num_blocks), nn.Sequential, **case.model_options
+        net(case.num_blocks, case.buffers), nn.Sequential, **case.model_options
     )
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
@@ -229,7 +222,7 @@ class Value(NamedTuple):
 def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step, written as a program."""
     let_meta_be_a_device(monkeypatch)
-    apply, params, buffers = fz.functionalize(Net(2), nn.Sequential)
+    apply, params, buffers = fz.functionalize(net(2), nn.Sequential)
     optimizer = clipped()
 
     def loss_fn(params: Any, *, buffers: Any, batch: Tensor) -> Any:
@@ -377,6 +370,5 @@ def test_constant_tables_that_nobody_asks_about(kind: str, monkeypatch: pytest.M
     """What docs/begin/levels.md advises."""
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)
     options = {"sync_buffers": "local"} if kind == "local" else {}
-    if kind == "attribute":
-        monkeypatch.setattr(Net, "__init__", Tabled.__init__)
-    assert not waits(Case(shard_options=options), 3, monkeypatch)
+    case = Case(shard_options=options, buffers=kind == "local")
+    assert not waits(case, 3, monkeypatch)

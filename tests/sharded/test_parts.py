@@ -22,26 +22,12 @@ from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.local import local_leaves
 from tests.models import even
+from tests.modules import Adapted
 from tests.runtime.test_memory import LiveBytes
 from tests.sharded.test_processes import on_processes
 from tests.tiers import drawn, tiers
 
 WIDTH, DEPTH, SMALL = 32, 4, 2
-
-
-class Adapted(nn.Module):
-    """A linear layer with a low-rank adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.down, self.up = (
-            nn.Parameter(torch.randn(SMALL, WIDTH)),
-            nn.Parameter(torch.randn(WIDTH, SMALL)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + x @ self.down.T @ self.up.T)
 
 
 def is_adapter(path: str, leaf: Any) -> bool:
@@ -58,7 +44,7 @@ def build(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         apply, params, buffers = fz.functionalize(
-            nn.Sequential(*(Adapted() for _ in range(DEPTH))).double()
+            nn.Sequential(*(Adapted(WIDTH, SMALL) for _ in range(DEPTH))).double()
         )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:

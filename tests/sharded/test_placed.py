@@ -21,7 +21,8 @@ from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.places import File, Here
 from functorch_zero.testing import Equality, assert_equal_values
 from tests.local import local_leaves
-from tests.places import Away, Counted, Layer
+from tests.modules import Unit
+from tests.places import Away, Counted, layer
 from tests.sharded.test_seams import adamw_step, linear_loss, make_batches, make_params, train
 from tests.tiers import thinned, tiers
 
@@ -330,7 +331,7 @@ class Weighed(File):
 @pytest.mark.parametrize("donate", tiers([False], [True]))
 def test_a_plan_has_the_bytes_that_a_step_moves(level: int, donate: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    apply, params, _ = fz.functionalize(nn.Sequential(Attention(), Attention()), units=Attention)
+    apply, params, _ = fz.functionalize(nn.Sequential(attention(), attention()), units=Unit)
     step = fz.train_step(
         lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(0.1), accumulate=2
     )
@@ -467,26 +468,24 @@ def test_places_that_bring_copies_are_refused_for_params() -> None:
 # Tensors that autograd saves
 
 
-class Attention(nn.Module):
+def attention() -> Unit:
     """Saves views of one projection, an expanded mask, integers and outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
+    def forward(net: Any, x: Tensor) -> Any:
+        q, k, v = net.qkv(x).chunk(3, -1)
         mask = torch.ones(1, x.shape[-2], device=x.device).expand(x.shape[-2], -1)
         scores = torch.softmax(q @ k.mT * mask, -1)
         top = (scores @ v).topk(16, -1)
-        return x + self.out(torch.nn.functional.pad(top.values, (0, 16)).tanh())
+        return x + net.out(torch.nn.functional.pad(top.values, (0, 16)).tanh())
+
+    return Unit(forward, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("level", thinned([3, 0, 1]))
 def test_saved_tensors_in_a_place(level: int, keeps: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    apply, params, _ = fz.functionalize(nn.Sequential(Attention(), Attention()), units=Attention)
+    apply, params, _ = fz.functionalize(nn.Sequential(attention(), attention()), units=Unit)
     step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(0.1))
     batches = [torch.randn(4, 48, 32) for _ in range(3)]
 
@@ -513,7 +512,7 @@ def test_saved_tensors_in_a_place(level: int, keeps: bool, tmp_path: Path) -> No
 
 
 def test_params_that_stay_over_micro_batches_are_not_placed(tmp_path: Path) -> None:
-    apply, params, _ = fz.functionalize(nn.Sequential(Attention(), Attention()), units=Attention)
+    apply, params, _ = fz.functionalize(nn.Sequential(attention(), attention()), units=Unit)
     step = fz.train_step(
         lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(0.1), accumulate=2
     )
@@ -575,8 +574,8 @@ def peak_of(
 ) -> int:
     """The malloc peak of a step, with the state it was given."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(WIDTH) for _ in range(NUM_UNITS)))
-    apply, params, buffers = fz.functionalize(model, units=Layer)
+    model = nn.Sequential(*(layer(WIDTH) for _ in range(NUM_UNITS)))
+    apply, params, buffers = fz.functionalize(model, units=Unit)
     del model
     loss = lambda p, b, x: apply(p, b, x)[0].square().mean()
     made: Any = fz.train_step(loss, optimizer, **step)

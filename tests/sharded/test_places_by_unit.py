@@ -17,7 +17,8 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import Equality, assert_equal_values
 from tests.local import local_leaves
-from tests.places import Away, Counted, Layer
+from tests.modules import Unit
+from tests.places import Away, Counted, layer
 from tests.tiers import thinned, tiers
 
 EXACT = Equality("bitwise")
@@ -28,8 +29,8 @@ WIDTH = 24
 def model() -> Any:
     """The params of two layers and a head, and their `apply`."""
     torch.manual_seed(0)
-    net = nn.Sequential(Layer(WIDTH), Layer(WIDTH), nn.Linear(WIDTH, 3)).double()
-    apply, params, _ = fz.functionalize(net, units=Layer)
+    net = nn.Sequential(layer(WIDTH), layer(WIDTH), nn.Linear(WIDTH, 3)).double()
+    apply, params, _ = fz.functionalize(net, units=Unit)
     return (lambda p, x: apply(p, {}, x)[0]), params
 
 

@@ -28,6 +28,7 @@ from functorch_zero.step.loss import Outcome
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
+from tests.modules import Net, Unit, equal_layers
 from tests.runtime.test_memory import LiveBytes
 from tests.tiers import crossed, thinned, tiers
 
@@ -123,38 +124,34 @@ def test_rules_that_can_not_be_are_refused() -> None:
 
 
 def test_the_innermost_module_named_counts() -> None:
-    class Seeing(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name, self.weight = name, nn.Parameter(torch.ones(2))
+    def seeing(name: str) -> Unit:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            seen[name] = (net.weight.dtype, x.dtype)
+            return net.weight * x
 
-        def forward(self, x: Tensor) -> Tensor:
-            seen[self.name] = (self.weight.dtype, x.dtype)
-            return self.weight * x
+        return Unit(forward, weight=nn.Parameter(torch.ones(2)))
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (
-                Seeing("a"),
-                nn.Sequential(Seeing("b.0"), Seeing("b.1"), nn.Dropout(0.0)),
-            )
-            self.listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
-            self.register_buffer("mean", torch.ones(2))
-            self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+    def forward(net: Any, x: Tensor, mask: Tensor) -> Any:
+        seen[""] = (net.listed[0].dtype, x.dtype, mask.dtype)
+        return {"x": net.b(net.a(x)), "mask": mask}
 
-        def forward(self, x: Tensor, mask: Tensor) -> Any:
-            seen[""] = (self.listed[0].dtype, x.dtype, mask.dtype)
-            return {"x": self.b(self.a(x)), "mask": mask}
+    model = Net(
+        forward,
+        a=seeing("a"),
+        b=nn.Sequential(seeing("b.0"), seeing("b.1"), nn.Dropout(0.0)),
+        listed=nn.ParameterList([nn.Parameter(torch.ones(2))]),
+        mean=torch.ones(2),
+        count=torch.ones(2, dtype=torch.int64),
+    )
 
     seen: dict[str, Any] = {}
     rules = {
         "": Precision(storage=F64, compute=BF16, buffers=F16, output=F32),
-        Seeing: Precision(compute=F16),
+        Unit: Precision(compute=F16),
         "b.*": Precision(compute=F32, output=BF16),
         "b.1": Precision(),
     }
-    apply, params, buffers = fz.functionalize(Model(), precision=rules)
+    apply, params, buffers = fz.functionalize(model, precision=rules)
     output, _ = apply(params, buffers, torch.ones(2), torch.ones(2, dtype=torch.bool))
     assert seen == {
         "": (BF16, BF16, torch.bool),
@@ -549,22 +546,9 @@ def test_ranks_with_other_policies_hear_of_it() -> None:
 # Bytes
 
 
-class Deep(nn.Module):
-    """Equal layers without biases, whose elements divide by everything."""
-
-    def __init__(self, depth: int = 6, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def sent(precision: Any, level: int, **options: Any) -> dict[str, float]:
     """Bytes that a rank of four sends in a step that knows the order of units, by kind."""
-    apply, params, _ = fz.functionalize(Deep(), precision=precision)
+    apply, params, _ = fz.functionalize(equal_layers(6, 64), precision=precision)
     group = CountingGroup(4)
     step = shard(
         train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
@@ -603,7 +587,7 @@ def test_a_reduction_in_halves_moves_half_the_bytes(level: int, kind: str) -> No
 
 def peak(precision: Any, level: int) -> int:
     """The most bytes that a step makes beside the state it is given."""
-    apply, params, _ = fz.functionalize(Deep(), precision=precision)
+    apply, params, _ = fz.functionalize(equal_layers(6, 64), precision=precision)
     step = shard(
         train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
         level=level,
@@ -634,7 +618,7 @@ def test_units_in_use_are_held_in_their_compute_dtype() -> None:
 
 
 def test_inference_mode() -> None:
-    apply, params, _ = fz.functionalize(Deep(2, 8), precision=Precision(compute=BF16))
+    apply, params, _ = fz.functionalize(equal_layers(2, 8), precision=Precision(compute=BF16))
     state = train_step(lambda p, b, x: apply(p, b, x)[0].sum(), optim.sgd(0.1)).init(params)
     evaluate = fz.eval_step(lambda p, b, x: {"sum": apply(p, b, x)[0].float().sum()})
     expected = evaluate(state, torch.ones(2, 8))["sum"]

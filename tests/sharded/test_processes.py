@@ -28,10 +28,10 @@ from tests.compare import (
 )
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
 from tests.runtime.test_skipped_units import (
-    Ordered,
-    Skipping,
     half_chosen,
+    ordered,
     skipping,
+    skipping_net,
     some_rows_reach,
     with_negative_half,
 )
@@ -199,7 +199,7 @@ def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
         return train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
     def again() -> Any:
-        apply, params, buffers = build(lambda: Skipping("a b?* c*"))
+        apply, params, buffers = build(lambda: skipping_net("a b?* c*"))
         return train_step(skipping(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
     expected = train(*step(), batches), train(*again(), chosen)
@@ -265,7 +265,7 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
     """Of equal size: gloo itself would add the wrong tensors and say nothing."""
 
     def run(group: Any) -> str:
-        apply, params, buffers = build(Ordered)
+        apply, params, buffers = build(ordered)
         step = train_step(
             lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
             optim.sgd(0.1),

@@ -26,6 +26,7 @@ from functorch_zero.groups import (
 )
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import split
+from tests.modules import Net
 from tests.sharded.test_seams import ROUNDED
 from tests.tiers import crossed, thinned, tiers
 
@@ -142,23 +143,26 @@ def test_a_unit_that_fills_a_bucket_is_not_copied(level: int) -> None:
     assert (more[torch.ops.aten.cat.default], more[torch.ops.aten._foreach_copy_.default]) == (1, 1)
 
 
-class Net(nn.Module):
+def net() -> Net:
     """Units of unequal sizes in another order than the layout's, one of them used twice, a frozen
     leaf, and one that a rank may leave out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.maybe = nn.Linear(7, 3), nn.Linear(5, 5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
-        self.widen = nn.Linear(5, 7)
-        self.widen.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor, leave_out: bool) -> Tensor:
-        for block in (*self.blocks, self.blocks[0]):
+    def forward(net: Any, x: Tensor, leave_out: bool) -> Any:
+        for block in (*net.blocks, net.blocks[0]):
             x = x + block(x)
         if not leave_out:
-            x = x + self.maybe(x)
-        return self.head(self.widen(x))
+            x = x + net.maybe(x)
+        return net.head(net.widen(x))
+
+    model = Net(
+        forward,
+        head=nn.Linear(7, 3),
+        maybe=nn.Linear(5, 5),
+        blocks=nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)),
+        widen=nn.Linear(5, 7),
+    )
+    model.widen.bias.requires_grad_(False)
+    return model
 
 
 LOW = {"widen": fz.Precision(reduce=torch.float32)}  # its bucket has a dtype of its own
@@ -167,7 +171,7 @@ LOW = {"widen": fz.Precision(reduce=torch.float32)}  # its bucket has a dtype of
 def build(accumulate: int = 1, precision: Any = None, uneven: bool = False) -> tuple[Any, ...]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Net().double()
+        model = net().double()
     units = [nn.Sequential, "head", "widen", "maybe"]
     apply, params, buffers = fz.functionalize(model, units=units, precision=precision)
 

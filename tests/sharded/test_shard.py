@@ -37,6 +37,7 @@ from tests.compare import (
 )
 from tests.local import local_leaves
 from tests.models import ZOO, Batch, even, split, uneven
+from tests.modules import Net
 from tests.tiers import crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
@@ -347,15 +348,10 @@ def dropping(apply: Any) -> Callable[[Any, Any, Any], Tensor]:
     )
 
 
-class Dropping(nn.Module):
+def dropping_net() -> Net:
     """Dropout between two units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.drop, self.b = nn.Linear(7, 5), nn.Dropout(0.5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.drop(torch.tanh(self.a(x))))
+    forward = lambda net, x: net.b(net.drop(torch.tanh(net.a(x))))
+    return Net(forward, a=nn.Linear(7, 5), drop=nn.Dropout(0.5), b=nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize("level", tiers([3], [0, 1], [2]))
@@ -363,7 +359,7 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     def make() -> Any:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            apply, params, buffers = functionalize(Dropping().double())
+            apply, params, buffers = functionalize(dropping_net().double())
         return train_step(dropping(apply), optim.sgd(0.1)), params, buffers
 
     batches = ZOO["mlp"].batches(2, 12)
@@ -410,7 +406,7 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
 @pytest.mark.parametrize("level", tiers([1], [3, 0], [2]))
 def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
     def run(group: Any) -> None:
-        apply, params, buffers = functionalize(Dropping().double())
+        apply, params, buffers = functionalize(dropping_net().double())
         sharded = shard(
             train_step(dropping(apply), optim.sgd(0.1)), level=level, group=group, donate=False
         )

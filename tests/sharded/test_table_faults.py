@@ -20,12 +20,12 @@ from tests.sharded.test_tables import (
     COLUMNS,
     ROWS,
     TABLE,
-    Ranker,
     adamw,
     halves,
     made,
     make_batches,
     predicting,
+    ranker,
     summed,
 )
 from tests.tiers import thinned, tiers
@@ -156,6 +156,6 @@ def test_what_can_not_be_a_table() -> None:
         with pytest.raises(StructureError, match="path w, expected the shape"):
             fz.shard(step, level="table", group=SingleRank()).init({"w": w.requires_grad_()}, {})
     blocks = fz.Precision(reduce=fz.compress.Blocks(torch.int8, 4))
-    params = fz.functionalize(Ranker(sparse=False), precision=blocks)[1]
+    params = fz.functionalize(ranker(sparse=False), precision=blocks)[1]
     with pytest.raises(NotImplementedError, match=r"path items.weight.*rows travel|rows travel"):
         fz.shard(step, level={"": 3, "items": "table"}, group=SingleRank()).init(params, {})

@@ -28,6 +28,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.conformance.table import TABLE as CONFORMANCE
+from tests.modules import Net
 from tests.planning.test_plan import allocations
 from tests.runtime.test_exchange import Summing
 from tests.sharded.test_seams import Rounded
@@ -376,24 +377,20 @@ def test_in_a_place(kind: str, tmp_path: Path) -> None:
     prove(place={kind: fz.places.File(tmp_path)}, accumulate=2, ranks=(2,))
 
 
-class Ranker(nn.Module):
+def ranker(*, sparse: bool = True, **options: Any) -> Net:
     """Two tables, of which the bags' has a padding row."""
-
-    def __init__(self, *, sparse: bool = True, **options: Any):
-        super().__init__()
-        self.items = nn.Embedding(ROWS, COLUMNS, sparse=sparse, **options)
-        self.tags = nn.EmbeddingBag(7, COLUMNS, mode="sum", sparse=sparse, padding_idx=0)
-        self.net = nn.Sequential(nn.Linear(COLUMNS, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.net(self.items(ids[:, 0]) + self.tags(ids[:, 1:] % 7))
-        return out[:, 0]
+    return Net(
+        lambda net, ids: net.net(net.items(ids[:, 0]) + net.tags(ids[:, 1:] % 7))[:, 0],
+        items=nn.Embedding(ROWS, COLUMNS, sparse=sparse, **options),
+        tags=nn.EmbeddingBag(7, COLUMNS, mode="sum", sparse=sparse, padding_idx=0),
+        net=nn.Sequential(nn.Linear(COLUMNS, 5), nn.Tanh(), nn.Linear(5, 1)),
+    )
 
 
 def build(*, optimizer: Any = None, inside: bool = False, **options: Any) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Ranker().to(D)
+        model = ranker().to(D)
     apply, params, buffers = fz.functionalize(nn.Sequential(model) if inside else model, **options)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -438,22 +435,18 @@ def test_nothing_but_a_table() -> None:
     assert_sharded_equals_unsharded(step, params, {}, make_batches(2), **options)
 
 
-class Tied(Ranker):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(COLUMNS, ROWS, bias=False)
-        self.head.weight = self.items.weight
-
-
 def test_what_is_no_table_by_itself() -> None:
     """Where it couldn't be one, `sparse=True` stays what it was."""
-    assert "table" not in levels_of(fz.functionalize(Ranker(sparse=False))[1], 3).values()
-    for model in (Tied(), Ranker(max_norm=1.0), Ranker(scale_grad_by_freq=True)):
+    assert "table" not in levels_of(fz.functionalize(ranker(sparse=False))[1], 3).values()
+    tied = ranker()
+    tied.head = nn.Linear(COLUMNS, ROWS, bias=False)
+    tied.head.weight = tied.items.weight
+    for model in (tied, ranker(max_norm=1.0), ranker(scale_grad_by_freq=True)):
         assert levels_of(fz.functionalize(model)[1], 3)["items.weight"] == 3
-    params = fz.functionalize(Ranker(), compile=True)[1]
+    params = fz.functionalize(ranker(), compile=True)[1]
     assert {*levels_of(params, 3).values()} == {3}
     blocks = fz.Precision(gather=fz.compress.Blocks(torch.int8, 4))
-    params = fz.functionalize(Ranker(), precision={"items": blocks})[1]
+    params = fz.functionalize(ranker(), precision={"items": blocks})[1]
     assert levels_of(params, 3) | {"items.weight": 0} == levels_of(params, 3) | {"items.weight": 0}
     assert levels_of(params, 3)["items.weight"] == 3
 
@@ -494,7 +487,7 @@ def test_precision(level: int) -> None:
 
 def test_deferred_values() -> None:
     with torch.device("meta"):
-        model = Ranker()
+        model = ranker()
     _, params, buffers = fz.functionalize(model)
     values = fz.deferred_init(model, seed=0)
     step = fz.train_step(lambda p, b, batch: p["items.weight"].sum(), adamw())
@@ -510,7 +503,7 @@ def test_deferred_values() -> None:
 
 @THOROUGH  # torch's compiler is imported
 def test_a_compiled_unit_is_refused() -> None:
-    apply, params, _ = fz.functionalize(Ranker(sparse=False).to(D), compile="items")
+    apply, params, _ = fz.functionalize(ranker(sparse=False).to(D), compile="items")
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return (apply(params, buffers, batch["ids"])[0] - batch["y"]).square().mean()
@@ -662,7 +655,7 @@ def test_states_and_evaluations() -> None:
     the state's rows, and those of an average."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(Ranker().to(D))
+        apply, params, _ = fz.functionalize(ranker().to(D))
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return (apply(params, {}, batch["ids"])[0] - batch["y"]).square().mean()

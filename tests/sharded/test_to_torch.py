@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import launch
+from tests.modules import Net
 from tests.tiers import THOROUGH, tiers
 
 F64 = torch.float64
@@ -39,41 +40,33 @@ VOCAB, DIM, INNER, ROWS, STEPS = 13, 8, 12, 16, 5
 Tensors = dict[str, Tensor]
 
 
-class Block(nn.Module):
+def block() -> Net:
     """A gated MLP behind a norm, as Llama's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(DIM, eps=1e-6)
-        self.gate = nn.Linear(DIM, INNER, bias=False)
-        self.up = nn.Linear(DIM, INNER, bias=False)
-        self.down = nn.Linear(INNER, DIM, bias=False)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x)
+        return x + net.down(F.silu(net.gate(h)) * net.up(h))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+    return Net(
+        forward,
+        norm=nn.RMSNorm(DIM, eps=1e-6),
+        gate=nn.Linear(DIM, INNER, bias=False),
+        up=nn.Linear(DIM, INNER, bias=False),
+        down=nn.Linear(INNER, DIM, bias=False),
+    )
 
 
-class Tiny(nn.Module):
+def build() -> Net:
     """Two blocks between an embedding and a head of three rows, fewer than four ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return torch.tanh(self.head(h))
-
-
-def build() -> Tiny:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Tiny().double()
+        model = Net(
+            lambda net, x: torch.tanh(net.head(net.blocks(net.embed(x)))),
+            embed=nn.Embedding(VOCAB, DIM),
+            blocks=nn.Sequential(block(), block()),
+            head=nn.Linear(DIM, 3),
+        )
+        return model.double()
 
 
 def batches(num: int = STEPS) -> list[tuple[Tensor, Tensor]]:
@@ -149,7 +142,7 @@ def error_of(model: nn.Module, wanted: Tensors) -> float:
     return max(errors)
 
 
-def shard(model: Tiny, mesh: Any) -> Tiny:
+def shard(model: Net, mesh: Any) -> Net:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -184,7 +177,7 @@ def placed_on(kind: str) -> tuple[nn.Module, int, int]:
     return shard(split(build(), mesh["tp"]), mesh["dp"]), mesh.get_local_rank("dp"), 2
 
 
-def split(model: Tiny, mesh: Any) -> Tiny:
+def split(model: Net, mesh: Any) -> Net:
     """By torch's tensor parallelism."""
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:

@@ -20,6 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, tokens
+from tests.modules import Net, in_turn
 from tests.tiers import tiers
 
 RANKS = 2
@@ -200,20 +201,13 @@ def test_two_models_in_a_tree_are_gathered_unit_by_unit() -> None:
     assert reductions == 2 * len(params.units) and gathers <= 4 * len(params.units)
 
 
-class InOrder(nn.Module):
+def in_order(order: list[int]) -> Net:
     """Blocks, each used as often as `order` says."""
-
-    def __init__(self, order: list[int]):
-        super().__init__()
-        self.order = order
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i in self.order:
-            x = torch.tanh(self.blocks[i](x))
-        return x
+    block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return Net(
+        lambda net, x: in_turn((net.blocks[i] for i in order), x),
+        blocks=nn.ModuleList(block() for _ in range(3)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +217,7 @@ class InOrder(nn.Module):
 def test_units_used_more_than_once(order: list[int]) -> None:
     """Gathered once for uses in a row, and for each use in backward but the first, which finds it
     from forward."""
-    apply, params, buffers = functionalize(InOrder(order), units="blocks.*")
+    apply, params, buffers = functionalize(in_order(order), units="blocks.*")
     group = CountingGroup(4)
     step = shard(
         train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1)),

@@ -26,6 +26,7 @@ from functorch_zero.optim.across import norms_of, reduce_leaf
 from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
 from functorch_zero.runtime import unshard
 from functorch_zero.sharded_optim import pointwise
+from tests.modules import Unit
 
 # They make room, or other views of it, and launch nothing. So does whatever `is_view`
 NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -33,19 +34,26 @@ NOT_LAUNCHED |= {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 WIDTH = 8
 
 
-class Block(nn.Module):
-    """A transformer's block without its attention: 12 leaves."""
+def blocks(count: int) -> nn.Sequential:
+    """Transformers' blocks without their attention, units of 12 leaves each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    def forward(net: Any, x: Tensor) -> Any:
+        q, k, v = net.qkv(net.norm1(x)).chunk(3, -1)
+        x = x + net.out(q * k + v)
+        return x + net.down(net.up(net.norm2(x)).relu())
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        x = x + self.out(q * k + v)
-        return x + self.down(self.up(self.norm2(x)).relu())
+    def block() -> Unit:
+        return Unit(
+            forward,
+            norm1=nn.LayerNorm(WIDTH),
+            norm2=nn.LayerNorm(WIDTH),
+            qkv=nn.Linear(WIDTH, 3 * WIDTH),
+            out=nn.Linear(WIDTH, WIDTH),
+            up=nn.Linear(WIDTH, 4 * WIDTH),
+            down=nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    return nn.Sequential(*(block() for _ in range(count)))
 
 
 class Launches(QuickDispatchMode):
@@ -68,8 +76,8 @@ class Launches(QuickDispatchMode):
 def launches_of_step(optimizer: optim.Transform, num_blocks: int, **options: Any) -> Counter[str]:
     """Those of a whole step at level 3, on one of 8 ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(num_blocks)))
-    apply, params, buffers = fz.functionalize(model, units=Block)
+    model = blocks(num_blocks)
+    apply, params, buffers = fz.functionalize(model, units=Unit)
 
     def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
         return apply(params, buffers, batch)[0].square().mean()
@@ -139,7 +147,7 @@ def test_launches_of_a_torch_optimizer() -> None:
     """As many for more leaves, whose gradients are kept."""
 
     def launches_of(num_blocks: int) -> Counter[str]:
-        model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+        model = blocks(num_blocks)
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer = optim.to_torch(OPTIMIZERS["clip, adamw"](), model)
@@ -243,8 +251,8 @@ def test_an_update_sees_many_flats_at_a_time(
     """As many as there is room for, with the numbers of an update that sees all leaves."""
     monkeypatch.setattr(pointwise, "_room", lambda device: room)
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(6)))
-    apply, params, buffers = fz.functionalize(model, units=Block)
+    model = blocks(6)
+    apply, params, buffers = fz.functionalize(model, units=Unit)
     batches = [torch.randn(4, WIDTH) for _ in range(3)]
 
     def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
@@ -276,8 +284,8 @@ def test_a_step_makes_no_leaves_that_nobody_reads(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither pieces for users, nor, where params are whole, views beside the state's own."""
-    model = nn.Sequential(Block(), Block())
-    apply, params, buffers = fz.functionalize(model, units=Block)
+    model = blocks(2)
+    apply, params, buffers = fz.functionalize(model, units=Unit)
     train = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-3))
     step = fz.shard(train, level=level, group=SingleRank())
     state, batch = step.init(params, buffers), torch.randn(4, WIDTH)

@@ -15,6 +15,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.model.buffer_copies import copy_of
+from tests.modules import Net
 
 F64 = torch.float64
 
@@ -221,26 +222,23 @@ def test_apply_beside_writes_of_the_losss_own() -> None:
     check_unchanged(state, before)
 
 
-class PastTheCounter(nn.Module):
+def past_the_counter() -> Net:
     """Buffers that a forward writes to in ways that no version counter shows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 1).double()
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
-        self.register_buffer("mean", torch.zeros(3, 3))
+    def forward(net: Any, x: Tensor) -> Any:
+        net.count.data += 1
+        net.flags.numpy()[1] = True
+        net.mean.data.lerp_(torch.ones(3, 3), 0.5)
+        return net.linear(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.data += 1
-        self.flags.numpy()[1] = True
-        self.mean.data.lerp_(torch.ones(3, 3), 0.5)
-        return self.linear(x)
+    flags = torch.zeros(2, dtype=torch.bool)
+    linear, count, mean = nn.Linear(3, 1).double(), torch.tensor(0), torch.zeros(3, 3)
+    return Net(forward, linear=linear, count=count, flags=flags, mean=mean)
 
 
 @pytest.mark.parametrize("by_apply", [True, False])
 def test_writes_that_no_version_counter_shows(by_apply: bool) -> None:
-    model = PastTheCounter()
+    model = past_the_counter()
     apply, params, buffers = fz.functionalize(model)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:

@@ -10,7 +10,7 @@ import optree
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
@@ -23,6 +23,7 @@ from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from tests.local import local_leaves
+from tests.modules import Net
 from tests.tiers import crossed, drawn, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -33,17 +34,15 @@ BAD = {"nan": torch.nan, "inf": torch.inf}
 def build(**options: Any) -> tuple[Any, Any, Any]:
     """An MLP with a buffer that counts calls, whose loss adds a row's `bad` to what it sees."""
 
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = models.mlp().module()
-            self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+    def forward(net: Any, x: Tensor) -> Any:
+        net.calls = net.calls + 1
+        return net.inner(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = self.calls + 1
-            return self.inner(x)
+    calls = torch.zeros((), dtype=torch.float64)
 
-    apply, params, buffers = fz.functionalize(Counting())
+    apply, params, buffers = fz.functionalize(
+        Net(forward, inner=models.mlp().module(), calls=calls)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, fz.Aux]:
         output, new = apply(params, buffers, batch["x"])

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.testing import Recorder
+from tests.modules import Residual
 
 torch.manual_seed(0)
 BATCHES = [
@@ -31,18 +32,10 @@ BATCHES = [
 ]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), nn.Linear(6, 4)).double()
+    block = lambda: Residual(6, 10, norm=True)
+    return nn.Sequential(block(), block(), nn.Linear(6, 4)).double()
 
 
 class Engine:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from functorch_zero.testing import Recorder
+from tests.modules import Net
 
 DTYPE = torch.float64
 
@@ -20,23 +21,25 @@ def batches(steps: int, rows: int, dtype: torch.dtype) -> list[dict[str, Tensor]
     return [{"x": x.to(dtype), "y": x.sin().sum(1, keepdim=True).to(dtype)} for x in xs]
 
 
-class Net(nn.Module):
+def two_layers(dropout: float = 0.0) -> Net:
     """Two layers, of which one is used twice, and a buffer that follows the activations."""
 
-    mean: Tensor
+    def forward(net: Any, x: Tensor) -> Any:
+        x = net.dropout(net.up(x).tanh())
+        net.last = x.detach()  # (rows, 6), for the buffer
+        return net.head(net.again(net.middle(x).tanh()).tanh())
 
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.middle, self.again = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.again.weight = self.middle.weight
-        self.head = nn.Linear(6, 1)
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.dropout(self.up(x).tanh())
-        self.last = x.detach()  # (rows, 6), for the buffer
-        return self.head(self.again(self.middle(x).tanh()).tanh())
+    net = Net(
+        forward,
+        up=nn.Linear(5, 6),
+        middle=nn.Linear(6, 6),
+        again=nn.Linear(6, 6),
+        head=nn.Linear(6, 1),
+        dropout=nn.Dropout(dropout),
+        mean=torch.zeros(6),
+    )
+    net.again.weight = net.middle.weight
+    return net
 
 
 class Loop:
@@ -71,7 +74,7 @@ class Loop:
             torch.save(self.saved(), record.save_to / "run")
 
     def model(self) -> Net:
-        return Net(self.dropout).to(self.dtype)
+        return two_layers(self.dropout).to(self.dtype)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2, weight_decay=0.1)
