@@ -16,7 +16,7 @@ how many gradients come before a step that donates may write.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
 from ..sharded.placed import stored_flats
-from ..sharded.program.agreement import AgreementOfRanks
+from ..sharded.program.agreement import Agreement
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, differentiate, finish, is_fine
 from ..sharded.program.ledger import Ledger
@@ -147,7 +147,7 @@ class ImaginedStep:
         self.watch.live.adopt([*held, *buffers], "params")
 
 
-class _ImaginedAgreement(AgreementOfRanks):
+class _ImaginedAgreement(Agreement):
     """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
     a step sends is sent."""
 
@@ -164,17 +164,13 @@ class _ImaginedAgreement(AgreementOfRanks):
     def looks_at(self, call: int) -> bool:
         return False  # most steps aren't looked at
 
-    def before_call(self, ledger: Ledger) -> None:
-        return None
-
-    def before_writing(self, ledger: Ledger) -> None:
+    def compare(
+        self, ledger: Ledger, label: str, *, flags: Sequence[bool] = (), batch: Any = None
+    ) -> list[bool]:
+        if label == "step/agreement":
+            self._watch.enter("metrics")
         with self._watch.live.paused():
-            super().before_writing(ledger)
-
-    def on_results(self, ledger: Ledger, *results: Any) -> None:
-        self._watch.enter("metrics")
-        with self._watch.live.paused():
-            super().on_results(ledger, *results)
+            return super().compare(ledger, label, flags=flags, batch=batch)
 
 
 class _AnnouncedEngine(ShardedEngine):

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from optree import tree_map
 from torch import Tensor
 
 from ...errors import GroupError, MismatchError
@@ -15,8 +14,7 @@ from ...groups import labelled
 from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
-from ...params import as_local, is_on_engine
-from ...step.loss import Metrics
+from ...params import as_local
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
@@ -26,15 +24,35 @@ from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
-from ..words import Told, exchange_data, tell
-from .ledger import Ledger, Settlement
+from ..words import exchange_data, tell
+from .ledger import Ledger
 from .value import unsharded_leaves
 
 
-class Agreement(Settlement, Protocol):
-    """The comparison of a program's ranks: each method raises, on every rank, where they differ."""
+class Agreement:
+    """The comparison of a program's ranks. Each method is one exchange, or one all-reduce of words,
+    and raises, on every rank, where they differ.
 
-    own: Sequence[str]  # names of the value's entries that each rank keeps for itself
+    Of a training step, the gradient settles all. Nothing else is sent in a step, and nothing waits
+    for the next one: what is made after the gradient follows from what ranks have compared, by the
+    library's own code. Trees, buffers and scales that the next step is given are in its gradient's
+    words.
+
+    Args:
+        step: the program.
+        options: those of `shard`.
+        background: the step's tasks, whose failures all ranks learn here.
+
+    Attributes:
+        is_by_gradients: whether each gradient compares all words so far, and nothing else does.
+        own: names of the value's entries that each rank keeps for itself.
+    """
+
+    def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
+        self._options, self._background = options, background
+        self.is_by_gradients = step.is_training_step
+        self.own: Sequence[str] = step.buffers if options.sync_buffers == "local" else ()
+        self._batches = EqualBatches(options.axes.data.size)
 
     def on_arguments(
         self,
@@ -51,66 +69,6 @@ class Agreement(Settlement, Protocol):
             seed: of the first state.
             facts: of `program_step`.
         """
-        ...
-
-    def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
-        """Compare what `init` has made.
-
-        Args:
-            value: as it returned it.
-            fills: of trees whose values each rank has made, and which could not be compared before.
-        """
-        ...
-
-    def looks_at(self, call: int) -> bool:
-        """Whether a call of this number is looked at closely."""
-        ...
-
-    def on_results(
-        self,
-        ledger: Ledger,
-        nodes: Mapping[str, Any],
-        metrics: Metrics,
-        num_draws: int,
-        args: Sequence[Any],
-    ) -> None:
-        """Compare the words and the results of a step.
-
-        Args:
-            nodes, metrics, num_draws: as `Ledger.note_results` takes them.
-            args: of the step, after the state: this rank's part of the batch.
-        """
-        ...
-
-
-class AgreementOfRanks:
-    """The `Agreement` of ranks that are there. Each method is one exchange, or one all-reduce of
-    words.
-
-    Of a training step, the gradient settles all. Nothing else is sent in a step, and nothing waits
-    for the next one: what is made after the gradient follows from what ranks have compared, by the
-    library's own code. Trees, buffers and scales that the next step is given are in its gradient's
-    words.
-
-    Args:
-        step: the program.
-        options: those of `shard`.
-        background: the step's tasks, whose failures all ranks learn here.
-    """
-
-    def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
-        self._options, self._background = options, background
-        self.is_by_gradients = step.is_training_step
-        self.own: Sequence[str] = step.buffers if options.sync_buffers == "local" else ()
-        self._batches = EqualBatches(options.axes.data.size)
-
-    def on_arguments(
-        self,
-        given: Mapping[str, Any],
-        layouts: Mapping[str, Layout],
-        seed: int | None,
-        facts: Mapping[str, Any],
-    ) -> None:
         options = self._options
         # Plain data, and causes before their effects
         found = releases_and_ranks(options.group)
@@ -128,6 +86,12 @@ class AgreementOfRanks:
         agree(labelled(options.group, "init/agreement"), found)
 
     def on_first_value(self, value: Any, fills: Mapping[str, DigestedFill]) -> None:
+        """Compare what `init` has made.
+
+        Args:
+            value: as it returned it.
+            fills: of trees whose values each rank has made, and which could not be compared before.
+        """
         # Nothing else would show that the rest beside sharded trees differs
         facts: dict[str, Any] = {"the first value": paths(as_local(value))}
         leaves = unsharded_leaves(value)
@@ -140,69 +104,29 @@ class AgreementOfRanks:
         agree(labelled(self._options.group, "init/agreement"), facts)
 
     def looks_at(self, call: int) -> bool:
+        """Whether a call of this number is looked at closely."""
         return is_looked_at(call)
 
-    def before_call(self, ledger: Ledger) -> None:
-        if not self.is_by_gradients:
-            self._compare(ledger, "step/calls")
-
-    def before_writing(self, ledger: Ledger) -> None:
-        if not self.is_by_gradients:
-            self._compare(ledger, "step/before writing")
-
-    def by_gradient(self, ledger: Ledger, flags: Sequence[bool], batch: Any) -> list[bool]:
-        told = self._compare_with_batch(ledger, "gradient/metrics", batch, flags)
-        return told.flags[1:]
-
-    def on_results(
-        self,
-        ledger: Ledger,
-        nodes: Mapping[str, Any],
-        metrics: Metrics,
-        num_draws: int,
-        args: Sequence[Any],
-    ) -> None:
-        if self.is_by_gradients:
-            return
-        ledger.note_results(nodes, metrics, num_draws)
-        # Sharded trees are no batch
-        own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
-        self._compare_with_batch(ledger, "step/agreement", own)
-
-    def _compare_with_batch(
-        self, ledger: Ledger, label: str, batch: Any, flags: Sequence[bool] = ()
-    ) -> Told:
-        """The same, with this rank's part of the batch, of which some calls note whether it is
-        that of all ranks."""
-        digest = self._batches.digest(batch, look=ledger.look)
-        told = self._compare(ledger, label, digest, flags)
-        self._batches.note(digest, told.same_batch, self._options.group.rank)
-        return told
-
-    def _compare(
-        self, ledger: Ledger, label: str, batch: int = 0, flags: Sequence[bool] = ()
-    ) -> Told:
-        """Raise, on every rank, unless all ranks have made the same calls in a step, and found the
-        same facts; and where a background task of any rank has failed. One all-reduce of words;
-        only when ranks differ, an exchange of JSON.
-
-        Args:
-            batch: a digest of this rank's part; 0: it says nothing.
-            flags: this rank's. The answer's come after one that says whether a task has failed.
-        """
+    def compare(
+        self, ledger: Ledger, label: str, *, flags: Sequence[bool] = (), batch: Any = None
+    ) -> list[bool]:
+        """As `ledger.Compare` says. Only when ranks differ, an exchange of JSON follows."""
         group = labelled(self._options.group, label)
         gradients = [gradient.words for gradient in ledger.gradients]
         found = _Findings(ledger.step, ledger.calls, gradients, ledger.facts, {})
+        digest = self._batches.digest(batch, look=ledger.look)
         # Ranks at different calls of a step send equal lengths, since `tell` does
         all_flags = [self._background.failed(), *flags]
-        told = tell(found.words, all_flags, group, ledger.num_rows, batch)
+        told = tell(found.words, all_flags, group, ledger.num_rows, digest)
         if not told.alike:
             values = {name: in_words() for name, in_words in ledger.told.items()}
             everyone = exchange_data(group, found._replace(values=values))
             raise _difference([_Findings(*theirs) for theirs in everyone], ledger, group)
         ledger.settled(told.sizes, group.rank)
-        self._background.raise_if(told.flags[0])
-        return told
+        has_failed, *raised = told.flags
+        self._background.raise_if(has_failed)
+        self._batches.note(digest, told.same_batch, group.rank)
+        return raised
 
 
 class _Findings(NamedTuple):
@@ -251,7 +175,7 @@ def _difference(everyone: Sequence[_Findings], ledger: Ledger, group: Group) -> 
     if one is not None and two is not None and one != two:
         name, ours, other = first_difference(one, two, name)
     ours, other = told_apart(ours, other)
-    what, remedy = _OF_STEP if ledger.is_settled_by_gradients else _OF_PROGRAM
+    what, remedy = _OF_STEP if ledger.is_by_gradients else _OF_PROGRAM
     return MismatchError(
         f"{what} between ranks: {name} is {ours} on rank 0 and {other} on rank {rank} (this is "
         f"rank {own_rank}). Remedy: {remedy}"

@@ -223,19 +223,18 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
     if run.call.options.looks:
         flags = [*flags, not fine]
     group = labelled(axes.world, "gradient/metrics")
-    ledger = None if run.scope is None else run.scope.ledger
-    if ledger is not None and (ledger.is_settled_by_gradients or _may_wait(run, flags)):
+    if run.scope is None:
+        # Logs are compared here, when all collectives of the passes have started
+        report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
+    else:
         # None to compare where a loss says what rows weigh, or sees all of them
         plain = outcome.weight is None and not exchanged
         rows = leading_sizes(run.call.data) if plain else []
-        ledger.post(Posted(run.log, words_of(means), rows, run.loss.reminder))
-        if not ledger.is_settled_by_gradients:
-            return Agreed(report_without_words(means, group), fine=True)
-        told = ledger.settle_by_gradient(flags, run.call.data)
-        report = report_without_words(means, group, axes.copy)._replace(flags=told)
-    # Logs are compared here, when all collectives of the passes have started
-    else:
-        report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
+        ledger = run.scope.ledger
+        ledger.gradients.append(Posted(run.log, words_of(means), rows, run.loss.reminder))
+        if ledger.is_by_gradients or _needs_answer(run, flags):
+            flags = ledger.settle_by_gradient(flags, run.call.data)
+        report = report_without_words(means, group, axes.copy)._replace(flags=[*flags])
     if not run.call.options.looks:
         return Agreed(report, fine=True)
     *changed, unfit = report.flags
@@ -247,12 +246,11 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
     return Agreed(report._replace(flags=changed), fine=not unfit)
 
 
-def _may_wait(run: GradientRun, flags: Sequence[bool]) -> bool:
-    """Whether nobody needs the other ranks' words before the step goes on."""
+def _needs_answer(run: GradientRun, flags: Sequence[bool]) -> bool:
+    """Whether a program needs the other ranks' words before it goes on."""
     assert run.scope is not None
     # Flags say which buffers to synchronize, and ranks of the same data compare values
-    needs_answer = bool(flags) or run.options.axes.copy.num > 1
-    return not (needs_answer or run.scope.ledger.look)
+    return bool(flags) or run.options.axes.copy.num > 1 or run.scope.ledger.look
 
 
 @torch.no_grad()

@@ -20,13 +20,14 @@ of the step sends anything, nor do calls in steps that are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import optree
+from optree import tree_map
 from torch import Tensor
 
 from ...layout.piece import content_word, form_in_words, text_from
@@ -38,7 +39,6 @@ from ...step.reminder import Reminder
 from ...tree import is_within, paths
 from ..readable import values_in_words
 
-T = TypeVar("T")
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
@@ -56,25 +56,20 @@ class Posted(NamedTuple):
         return [*self.report, *self.log]
 
 
-class Settlement(Protocol):
-    """The comparison of ledgers among ranks. It raises, on every rank, where they differ."""
+class Compare(Protocol):
+    """The comparison of ledgers among ranks: one all-reduce. It raises, on every rank, where they
+    differ, or where a background task of any rank has failed."""
 
-    is_by_gradients: bool  # whether each gradient compares all words so far
-
-    def before_call(self, ledger: Ledger) -> None:
-        """Compare the calls of the library that the program has made, the next one last."""
-        ...
-
-    def before_writing(self, ledger: Ledger) -> None:
-        """Make sure that all ranks are at this step, and that none has failed."""
-        ...
-
-    def by_gradient(self, ledger: Ledger, flags: Sequence[bool], batch: Any) -> list[bool]:
-        """Compare all words so far, those of a gradient last. Returns its flags, each raised by
-        any rank.
+    def __call__(
+        self, ledger: Ledger, label: str, *, flags: Sequence[bool] = (), batch: Any = None
+    ) -> list[bool]:
+        """The flags, each raised by any rank.
 
         Args:
-            batch: this rank's part.
+            label: of the collective.
+            flags: this rank's.
+            batch: this rank's part, of which some calls note whether it is that of all ranks; None:
+                it says nothing.
         """
         ...
 
@@ -85,38 +80,38 @@ class Ledger:
     Args:
         step: its number.
         era: of the ranks: a step that is tried again makes other trees than the one that failed.
-        settlement: of all ranks.
+        compare: with the other ranks.
+        is_by_gradients: whether each gradient compares all words so far, and nothing else does.
         look: whether the step is looked at, so that nothing waits. See Note [words that wait].
         own: names of the value's entries that each rank keeps for itself, as it does all buffers
             then.
 
     Attributes:
-        step, look: as given.
+        step, look, is_by_gradients: as given.
         calls: of the library so far, in words that are the same on all ranks.
-        gradients: of these calls, those that wait, or did.
+        gradients: of these calls.
         facts: by name, what the calls were given, as plain data that is equal on ranks that have
             made it alike. See Note [words] in `layout.piece`.
         told: by name of a fact that is a checksum, makes the same in words, for an error.
-        is_settled_by_gradients: whether no gradient waits.
     """
 
     def __init__(
         self,
         step: int,
-        settlement: Settlement,
+        compare: Compare,
         *,
+        is_by_gradients: bool,
         look: bool,
         era: int,
         own: Sequence[str],
     ):
-        self.step, self.look = step, look
+        self.step, self.look, self.is_by_gradients = step, look, is_by_gradients
         self._name = f"step {step}'s" if era == 0 else f"step {step}'s (era {era})"
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
         self.told: dict[str, Callable[[], Any]] = {}
-        self._settlement, self._own = settlement, own
-        self.is_settled_by_gradients = settlement.is_by_gradients
+        self._compare, self._own = compare, own
         self._num_settled = 0  # gradients
         self._is_calling = self._is_closed = False
 
@@ -126,25 +121,11 @@ class Ledger:
         others, nor those after a gradient that has settled all."""
         return not (self._is_calling or self._is_closed)
 
-    def of_call(self, call: LibraryCall, function: Callable[[], T]) -> T:
-        """The result of a call of the library, which runs the function. Both are noted."""
+    @contextmanager
+    def calling(self, call: LibraryCall) -> Iterator[None]:
+        """Around a call of the library: it is noted, and its results."""
         self.calls.append(call.words)
         place = f"call {len(self.calls)} ({call.name})"
-        self._note_given(place, call)
-        if self.look:
-            self._settlement.before_call(self)
-        self._is_calling = True
-        try:
-            made = function()
-        finally:
-            self._is_calling = False
-        # Nobody asks by what call they were made, once all words are settled
-        if not self._is_closed:
-            name_results(made, f"{self._name} result of {place}")
-        return made
-
-    def _note_given(self, place: str, call: LibraryCall) -> None:
-        """Note all that ranks must have alike of the arguments of a call."""
         for n, node in enumerate(call.nodes, 1):
             node.num_uses += 1
             self._note_story(f"tree {n} in {place}", node)
@@ -152,6 +133,16 @@ class Ledger:
             self.facts[f"{name} in {place}"] = words
         for path, leaf in {} if self._own else call.buffers.items():
             self._note_leaf(f"buffer {path!r} in {place}", leaf)
+        if self.look and not self.is_by_gradients:
+            self._compare(self, "step/calls")
+        self._is_calling = True
+        try:
+            yield
+        finally:
+            self._is_calling = False
+        # Nobody asks by what call they were made, once all words are settled
+        if not self._is_closed:
+            name_results(call.made, f"{self._name} result of {place}")
 
     def note_given(self, nodes: Mapping[str, Any]) -> None:
         """Note how the trees of the value were made that the step is given, by path: somebody may
@@ -197,23 +188,30 @@ class Ledger:
         else:
             self.facts[name] = form_in_words(leaf)
 
-    def post(self, gradient: Posted) -> None:
-        """Note a gradient, whose words wait for the settlement."""
-        self.gradients.append(gradient)
-
     def settle(self) -> None:
         """Compare all words so far: this rank is about to write to what it was given."""
-        self._settlement.before_writing(self)
+        if not self.is_by_gradients:
+            self._compare(self, "step/before writing")
 
     def settle_by_gradient(self, flags: Sequence[bool], batch: Any) -> list[bool]:
-        """Compare all words so far. Returns the flags of a gradient, each raised by any rank.
+        """Compare all words so far, those of a gradient last. Returns its flags, each raised by any
+        rank.
 
         Args:
             batch: this rank's part.
         """
-        told = self._settlement.by_gradient(self, flags, batch)
-        self._is_closed = True
-        return told
+        batch, self._is_closed = (batch if self.is_by_gradients else None), self.is_by_gradients
+        return self._compare(self, "gradient/metrics", flags=flags, batch=batch)
+
+    def settle_at_end(self, args: Sequence[Any]) -> None:
+        """Compare all words of the step, and its results.
+
+        Args:
+            args: of the step, after the state: this rank's part of the batch.
+        """
+        # Sharded trees are no batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
+        self._compare(self, "step/agreement", batch=own)
 
     @property
     def num_rows(self) -> int:
@@ -241,7 +239,6 @@ class Ledger:
         return [number for gradient in self._waiting for number in gradient.rows]
 
 
-@dataclass
 class LibraryCall:
     """A call of the library that a program makes.
 
@@ -251,28 +248,28 @@ class LibraryCall:
         settings: by name, words for arguments that are no trees, such as an optimizer.
 
     Attributes:
+        name, settings: as given.
         nodes: the sharded trees and states among the arguments, and among those of a loss.
+        made: its result, once it has ended.
     """
 
-    name: str
-    given: Sequence[Any]
-    settings: Mapping[str, Any]
+    made: Any = None
 
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, given: Sequence[Any], settings: Mapping[str, Any]):
+        self.name, self.settings = name, settings
         # The trees that a gradient is taken of come first, as the user gives them
-        losses = [x for x in self.given if isinstance(x, LossCall)]
-        trees = [x for x in self.given if not isinstance(x, LossCall)] + [x.args for x in losses]
-        self.nodes = _nodes_among(trees)
+        self._losses = [x for x in given if isinstance(x, LossCall)]
+        trees = [x for x in given if not isinstance(x, LossCall)]
+        self.nodes = _nodes_among(trees + [x.args for x in self._losses])
 
     @property
     def words(self) -> str:
         """The function, its loss, and the labels of its trees. A tree's gradients have its
         label."""
         words = [self.name]
-        for argument in self.given:
-            if isinstance(argument, LossCall):
-                loss = argument.counted
-                words.append(f"of {getattr(loss, '__qualname__', type(loss).__name__)}")
+        for loss in self._losses:
+            author = loss.counted
+            words.append(f"of {getattr(author, '__qualname__', type(author).__name__)}")
         labels = [node.holding.label for node in self.nodes if isinstance(node, ShardedTree)]
         if labels:
             words.append(f"at {' and '.join(labels)}")
@@ -289,10 +286,9 @@ class LibraryCall:
     def buffers(self) -> dict[str, Any]:
         """Those of a loss, by path: every rank must give it the same."""
         found: dict[str, Any] = {}
-        for argument in self.given:
-            if isinstance(argument, LossCall) and argument.buffers is not None:
-                leaves = optree.tree_leaves(argument.buffers)
-                found |= dict(zip(paths(argument.buffers), leaves, strict=True))
+        for loss in self._losses:
+            leaves = optree.tree_leaves(loss.buffers)
+            found |= dict(zip(paths(loss.buffers), leaves, strict=True))
         return found
 
 

@@ -5,9 +5,9 @@ knows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 from ...optim.base import Transform
@@ -17,7 +17,6 @@ from .donation import Donation
 from .kept import KeptTensors
 from .ledger import Ledger, LibraryCall, name_results
 
-T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -42,39 +41,33 @@ def ranks_here() -> RanksScope | None:
     return scope if isinstance(scope, RanksScope) else None
 
 
-def compared(method: Function) -> Function:
-    """Let ranks compare the calls of an engine's method, made by a program. See Note [words that
-    wait] in `ledger`."""
+def compared(function: Function) -> Function:
+    """Let ranks compare the calls of a function of the library, an engine's method say, made by a
+    program. See Note [words that wait] in `ledger`.
 
-    @wraps(method)
-    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    Outside of a program's step on ranks, and in its threads, nothing is noted, and trees are named
+    by what they were made of.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
         scope = ranks_here()
         if scope is not None and not scope.ledger.takes_calls:
-            return method(engine, *args, **kwargs)
+            return function(*args, **kwargs)
         given, settings = (*args, *kwargs.values()), {}
         for argument in given:
             if isinstance(argument, Transform):
-                settings["the optimizer"] = engine.description_of(argument)
+                settings["the optimizer"] = args[0].description_of(argument)
             if isinstance(argument, LossCall):
                 settings["the options"] = {**vars(argument.options)}
-        function = partial(method, engine, *args, **kwargs)
-        return of_call(method.__name__, given, settings, function)
+        call = LibraryCall(function.__name__, given, settings)
+        if scope is not None:
+            with scope.ledger.calling(call):
+                call.made = function(*args, **kwargs)
+            return call.made
+        # Before the call, which may use up what it is given
+        origin, made = call.origin, function(*args, **kwargs)
+        name_results(made, origin)
+        return made
 
     return run  # type: ignore[return-value]
-
-
-def of_call(
-    name: str, given: Sequence[Any], settings: Mapping[str, Any], function: Callable[[], T]
-) -> T:
-    """The result of a call of the library, as of `Ledger.of_call`; outside of a program's step on
-    ranks, and in its threads, nothing is noted, and trees are named by what they were made of."""
-    scope = ranks_here()
-    if scope is not None and not scope.ledger.takes_calls:
-        return function()
-    call = LibraryCall(name, given, settings)
-    if scope is not None:
-        return scope.ledger.of_call(call, function)
-    # Before the call, which may use up what it is given
-    origin, made = call.origin, function()
-    name_results(made, origin)
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -22,7 +21,7 @@ from ..options import Options
 from ..readable import told_values
 from ..tree_numbers import next_number
 from .engine import ShardedEngine
-from .scope import of_call
+from .scope import compared
 
 
 @overload
@@ -37,6 +36,7 @@ def shard_tree(tree: PyTree[Tensor], *, layout_like: ShardedTree) -> ShardedTree
 def shard_tree(tree: PyTree[Tensor], *, layout_like: PyTree[Tensor]) -> PyTree[Tensor]: ...
 
 
+@compared
 def shard_tree(
     tree: PyTree[Tensor],
     *,
@@ -67,13 +67,6 @@ def shard_tree(
     >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
     ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
     """
-    function = partial(_sharded, tree, level, group, layout_like)
-    return of_call("shard_tree", (layout_like,), {}, function)
-
-
-def _sharded(
-    tree: PyTree[Tensor], level: LevelRule | None, group: Any, layout_like: PyTree[Tensor] | None
-) -> ShardedTree | PyTree[Tensor]:
     if (level is None) == (layout_like is None):
         raise StructureError(
             explain(

@@ -68,7 +68,7 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement, AgreementOfRanks
+from .agreement import Agreement
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
@@ -124,7 +124,7 @@ class ShardedStep:
         self.unsharded, self.options, self._layout = step, options, layout
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
-        self._agreement = agreement or AgreementOfRanks(step, options, self.background)
+        self._agreement = agreement or Agreement(step, options, self.background)
         self._parts = PartsOfValues(options, step.nameless)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
@@ -391,8 +391,14 @@ class ShardedStep:
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
-            era = era_of(self.group)
-            ledger = Ledger(number, self._agreement, look=look, era=era, own=self._agreement.own)
+            ledger = Ledger(
+                number,
+                self._agreement.compare,
+                is_by_gradients=self._agreement.is_by_gradients,
+                look=look,
+                era=era_of(self.group),
+                own=self._agreement.own,
+            )
             ledger.note_given(as_given.by_path)
             donation = None
             if self.options.donate:
@@ -425,8 +431,9 @@ class ShardedStep:
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             if kept is not None:
                 kept.check_next(self._parts.of(made.marked(nameless)))
-            num_draws = scope.streams.num_draws
-            self._agreement.on_results(ledger, made.by_path, metrics, num_draws, args)
+            if not ledger.is_by_gradients:
+                ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
+                ledger.settle_at_end(args)
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
