@@ -35,8 +35,9 @@ from ..sharded.options import Options
 from ..sharded.placed import stored_flats
 from ..sharded.program.agreement import Agreement
 from ..sharded.program.engine import ShardedEngine
-from ..sharded.program.gradient import agree_on, differentiate, finish, is_fine
+from ..sharded.program.gradient import agree_on, finish, is_fine
 from ..sharded.program.ledger import Ledger
+from ..sharded.program.passes import differentiate
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.loss import as_metric
@@ -197,11 +198,10 @@ class _AnnouncedEngine(ShardedEngine):
         fine = is_fine(run, local)  # which the watch answers with yes
         self._watch.enter("metrics")
         with self._watch.live.paused():
-            numbers = with_numbers(local.passed, call.buffers, self._watch.live)
-            agreed = agree_on(run, local._replace(passed=numbers), fine=fine)
+            agreed = agree_on(run, with_numbers(local, call.buffers, self._watch.live), fine=fine)
         # The program's own code may not read the means either
-        metrics = {"loss": local.passed.outcome.loss.detach()}
-        for name, value in local.passed.outcome.metrics.items():
+        metrics = {"loss": local.outcome.loss.detach()}
+        for name, value in local.outcome.metrics.items():
             metrics[name] = as_metric(value)
         report = agreed.report._replace(metrics=metrics)
         results, grads = finish(run, local, agreed._replace(report=report))

@@ -19,7 +19,7 @@ from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..runtime.table import Asked
 from ..runtime.unshard import UnitFlats
-from ..sharded.passes import Passed
+from ..sharded.program.gradient import LocalGradient
 from ..step.loss import Aux
 from ..tree import path_matches
 from .live_bytes import LiveBytes
@@ -128,16 +128,16 @@ def _with_known_weight(result: Any) -> Any:
     return loss, replace(aux, weight=weight)
 
 
-def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Passed:
+def with_numbers(local: LocalGradient, buffers: PyTree[Tensor], live: LiveBytes) -> LocalGradient:
     """The passes' result on which ranks can agree: means have values, and buffers are new only
     where the old ones were written to.
 
     Args:
-        passed: without values.
+        local: without values.
         buffers: that the loss was given.
         live: knows which copies nobody has written to.
     """
-    outcome, means, changes = passed.outcome, passed.means, passed.changes
+    outcome, means, changes = local.outcome, local.means, local.changes
     after, treedef = optree.tree_flatten(outcome.buffers)
     new, changed = [], []
     old = optree.tree_leaves(buffers)
@@ -150,7 +150,7 @@ def with_numbers(passed: Passed, buffers: PyTree[Tensor], live: LiveBytes) -> Pa
     zeros = {name: torch.zeros((), device="cpu") for name in means.values}
     vector = torch.zeros(means.vector.shape, dtype=means.vector.dtype, device="cpu")
     weight = None if means.weight is None else 1.0
-    return passed._replace(
+    return local._replace(
         outcome=outcome._replace(buffers=treedef.unflatten(new)),
         means=means._replace(values=zeros, weight=weight, vector=vector),
         changes=changes._replace(known=changed),

@@ -46,7 +46,6 @@ from ..checks import check_batch
 from ..failures import sharing_failures
 from ..options import Options, check_reduction
 from ..params import all_gather_params, all_gather_pieces, make_reduction
-from ..passes import LossOnData
 from ..placed import StatePlaces, brought, emptied, placed
 from ..publish import copies_to_update, flats_of_pass, publish
 from ..state import all_gather_state, lay_out_state
@@ -55,12 +54,12 @@ from .gradient import (
     GradientRun,
     LossTrees,
     agree_on,
-    differentiate,
     finish,
     is_fine,
     no_updates,
 )
 from .kept import KeptTensors
+from .passes import differentiate
 from .recent import Recent
 from .scope import compared, ranks_here
 
@@ -455,11 +454,6 @@ class ShardedEngine:
         look = is_looked_at(calls.next_number(call.counted))
         if look and options.axes.data.size > 1:
             call.trying = self._trying
-        of_trees = call.loss_fn(look=look, rank=self.rank)
-
-        def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
-            return of_trees(given.with_lazy(lazy), buffers, batch)
-
         # This rank's part of the batch is its own; ranks of the same data draw alike
         streams = next_streams(options.axes.data.rank, flats[0].device)
         return GradientRun(
@@ -467,15 +461,8 @@ class ShardedEngine:
             trees=given,
             joined=joined,
             flats=flats,
-            loss=LossOnData(
-                loss_fn,
-                call.buffers,
-                call.data,
-                call.options.accumulate,
-                streams,
-                calls.reminder,
-                scale=call.options.scale,
-            ),
+            streams=streams,
+            reminder=calls.reminder,
             reduction=make_reduction(joined.layout, options, log, kept_before),
             order=order,
             options=options,

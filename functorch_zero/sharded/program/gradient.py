@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import not_
 from typing import Any, NamedTuple
 
 import optree
@@ -24,29 +26,22 @@ from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
 from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import GradientReduction
+from ...step.loss import Outcome
 from ...step.program import LossCall
+from ...step.reminder import Reminder
+from ...step.rng import MicroStreams
 from ...step.rows import leading_sizes, total_size
 from ...step.scope import gradient_in_words
 from ...step.weights import check_weight_value
-from ..average import Report, report_of, report_without_words, words_of
-from ..buffers import apart_from, check_synchronizable, synchronize
+from ..average import MeansUnderWay, Report, report_of, report_without_words, words_of
+from ..buffers import Changes, apart_from, check_synchronizable, synchronize
 from ..grad_mean import in_range, to_means
 from ..nonfinite import refuse
 from ..options import Options
 from ..params import grads_like
-from ..passes import LossOnData, Passed, run_passes
 from .kept import KeptOfGradient
 from .ledger import Posted
 from .scope import RanksScope
-
-
-class _GivenTree(NamedTuple):
-    """A sharded tree that a loss is given."""
-
-    tree: ShardedTree
-    place: int  # among the leaves of `(tree, args)`
-    is_asked: bool  # for its gradients; trees in `args` are read only
-    is_trained: bool  # whether its gradients are taken
 
 
 class LossTrees:
@@ -81,19 +76,18 @@ class LossTrees:
                     "arguments",
                 )
             )
-        self._given: list[_GivenTree] = []
-        for place, leaf in enumerate(self._leaves):
-            if _is_sharded(leaf):
-                is_asked = place < num_asked
-                is_trained = is_asked and not leaf.is_read_only
-                self._given.append(_GivenTree(leaf, place, is_asked, is_trained))
-        self.trees = [given.tree for given in self._given]
-        self.trained = [given.is_trained for given in self._given]
+        self._places = [n for n, leaf in enumerate(self._leaves) if _is_sharded(leaf)]
+        self.trees: list[ShardedTree] = [self._leaves[n] for n in self._places]
+        # Those among `args` are read only
+        self.trained = [
+            n < num_asked and not tree.is_read_only
+            for n, tree in zip(self._places, self.trees, strict=True)
+        ]
 
     @property
     def read_only(self) -> list[ShardedTree]:
         """Those of which no gradients are taken."""
-        return [given.tree for given in self._given if not given.is_trained]
+        return [*compress(self.trees, map(not_, self.trained))]
 
     def layout_in_words(self, joined: Joined) -> Layout:
         """The layout of all trees, whose paths begin with the trees' names; that of the only one,
@@ -106,15 +100,14 @@ class LossTrees:
         Args:
             joined: the layouts of all trees as one.
         """
-        rows = zip(self._given, joined.first_buckets, strict=True)
-        return [(given.tree, first) for given, first in rows if given.is_trained]
+        return [*compress(zip(self.trees, joined.first_buckets, strict=True), self.trained)]
 
     def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
         """The tree and the other arguments as the loss sees them, with lazy trees for the sharded
         ones, in their order."""
         leaves = list(self._leaves)
-        for given, lazy in zip(self._given, lazy_trees, strict=True):
-            leaves[given.place] = lazy
+        for n, lazy in zip(self._places, lazy_trees, strict=True):
+            leaves[n] = lazy
         return self._treedef.unflatten(leaves)
 
     def gradients(self, reduced: Mapping[int, Tensor | Rows], joined: Joined) -> Any:
@@ -125,12 +118,11 @@ class LossTrees:
             joined: the layouts of all trees as one.
         """
         grads = []
-        for given, first_bucket in zip(self._given, joined.first_buckets, strict=True):
-            if given.is_trained:
-                grads.append(grads_like(given.tree, reduced, first_bucket))
+        # Those asked for come first
+        asked = self.trees[: self._treedef_of_asked.num_leaves]
+        for tree, on, first in zip(asked, self.trained, joined.first_buckets, strict=False):
             # As of a whole tree: None for leaves that are not trained
-            elif given.is_asked:
-                grads.append(no_updates(given.tree))
+            grads.append(grads_like(tree, reduced, first) if on else no_updates(tree))
         return self._treedef_of_asked.unflatten(grads)
 
 
@@ -142,7 +134,8 @@ class GradientRun:
     trees: LossTrees
     joined: Joined
     flats: list[Tensor]  # of all trees, as a pass uses them, in the order of the buckets
-    loss: LossOnData  # of lazy trees, and this rank's data
+    streams: MicroStreams  # the random numbers of its micro-batches
+    reminder: Reminder  # warns of unequal sizes, and of lost buffers
     reduction: GradientReduction  # takes the gradients of all micro-batches
     order: PrefetchOrder  # in which the last pass over these trees gathered units
     options: Options
@@ -160,34 +153,20 @@ class Agreed(NamedTuple):
 
 
 class LocalGradient(NamedTuple):
-    """The results of the loss on this rank's part of the batch."""
+    """The results of the loss on this rank's part of the batch, all micro-batches as one."""
 
     # By bucket: sums over ranks of gradients (piece,), (numel,), or rows of a table
     reduced: dict[int, Tensor | Rows]
-    passed: Passed
+    outcome: Outcome  # without graphs
+    means: MeansUnderWay  # of its loss, metrics and weight
+    changes: Changes  # of its buffers
+    is_divided: bool  # whether gradients were divided by the weights' sum before they were reduced
+    exchanged: bool  # whether the loss has seen rows of other ranks
 
-
-def differentiate(run: GradientRun) -> LocalGradient:
-    """Run the loss forward and backward, micro-batch by micro-batch.
-
-    Collectives: the units' gathers and reductions, as the levels' rows say, and one all-reduce of
-    metrics.
-    """
-    trees = run.trees.trees
-    passed = run_passes(
-        run.loss,
-        run.flats,
-        run.joined.layout,
-        run.reduction,
-        run.order,
-        run.options,
-        run.log,
-        labelled(run.options.axes.world, "gradient/metrics"),
-        look=run.look,
-        # The only tree's own leaves, as they were cut before
-        held=trees[0] if len(trees) == 1 else None,
-    )
-    return LocalGradient(run.reduction.finish(), passed)
+    @property
+    def is_to_divide(self) -> bool:
+        """Whether reduced gradients are still to be divided by the weights' sum."""
+        return self.outcome.weight is not None and not self.is_divided
 
 
 def is_fine(run: GradientRun, local: LocalGradient) -> bool:
@@ -195,10 +174,8 @@ def is_fine(run: GradientRun, local: LocalGradient) -> bool:
     host would wait for the device."""
     if not run.call.options.looks:
         return True
-    passed = local.passed
-    return in_range(
-        local.reduced, run.joined.layout, passed.outcome, is_to_divide=passed.is_to_divide
-    )
+    layout, is_to_divide = run.joined.layout, local.is_to_divide
+    return in_range(local.reduced, layout, local.outcome, is_to_divide=is_to_divide)
 
 
 def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
@@ -216,10 +193,10 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
         GroupError: ranks have taken gradients of other things, or have started other collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
     """
-    (outcome, means, changes, _, exchanged), axes = local.passed, run.options.axes
+    outcome, means, axes = local.outcome, local.means, run.options.axes
     old, new, rule = run.call.buffers, outcome.buffers, run.options.sync_buffers
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
-    flags = changes.flags(axes.world.rank, look=run.look)
+    flags = local.changes.flags(axes.world.rank, look=run.look)
     if run.call.options.looks:
         flags = [*flags, not fine]
     group = labelled(axes.world, "gradient/metrics")
@@ -228,10 +205,10 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
         report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
     else:
         # None to compare where a loss says what rows weigh, or sees all of them
-        plain = outcome.weight is None and not exchanged
+        plain = outcome.weight is None and not local.exchanged
         rows = leading_sizes(run.call.data) if plain else []
         ledger = run.scope.ledger
-        ledger.gradients.append(Posted(run.log, words_of(means), rows, run.loss.reminder))
+        ledger.gradients.append(Posted(run.log, words_of(means), rows, run.reminder))
         if ledger.is_by_gradients or _needs_answer(run, flags):
             flags = ledger.settle_by_gradient(flags, run.call.data)
         report = report_without_words(means, group, axes.copy)._replace(flags=[*flags])
@@ -259,13 +236,13 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
 
     Collectives: one per dtype of the buffers that changed.
     """
-    outcome, axes, (report, fine) = local.passed.outcome, run.options.axes, agreed
+    outcome, axes, (report, fine) = local.outcome, run.options.axes, agreed
     sizes, rank = report.sizes, axes.world.rank
-    if not local.passed.exchanged:
+    if not local.exchanged:
         rows = leading_sizes(run.call.data)
-        run.loss.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
+        run.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
     # In place: the flats were made for this gradient
-    total = report.weight if local.passed.is_to_divide else None
+    total = report.weight if local.is_to_divide else None
     to_means(local.reduced, total, run.call.options.scale)
     reduced = dict(local.reduced)
     if fine and run.call.options.looks:

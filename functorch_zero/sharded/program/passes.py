@@ -1,0 +1,242 @@
+"""Passes: a loss forward and backward through the units of sharded params, micro-batch by
+micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..._torch_private import hooks_registered
+from ...errors import StructureError, explain
+from ...groups import labelled
+from ...in_a_loss import hiding_trees
+from ...model.buffer_copies import check_kept_in_backward
+from ...model.casting import mark_policies
+from ...profiling import NOTHING, ranged
+from ...runtime.two_seeds import TwoSeeds
+from ...runtime.unit import Pass
+from ...runtime.unshard import UnitFlats
+from ...step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
+from ...step.loss import Outcome, as_metric, call_loss, independent
+from ...step.micro_batches import joined, micro_batches
+from ...step.scope import given_batch
+from ...step.weights import check_weight_value, is_on_device
+from ...tree import PyTree
+from ..average import start_means
+from ..batch_on_ranks import BatchOnRanks
+from ..buffers import ask_changes
+from ..checks import check_not_empty
+from ..grad_mean import LossSeed, loss_seed_of
+from ..params import make_unit_flats
+from .gradient import GradientRun, LocalGradient
+
+
+def differentiate(run: GradientRun) -> LocalGradient:
+    """Run the loss forward and backward, one pass per micro-batch, whose gradients add up in the
+    reduction. With `reshard_after_forward=False` each unit is gathered once for all of them.
+
+    Collectives: the units' gathers and reductions, as the levels' rows say, and one all-reduce of
+    metrics.
+
+    Raises:
+        StructureError: the loss depends on no trained leaf.
+    """
+    parts = micro_batches(run.call.data, run.call.options.accumulate)
+    outcomes: list[Outcome] = []  # of the losses so far
+    units = None if run.options.reshard_after_forward else _unit_flats(run)
+    local, buffers = None, run.call.buffers
+    for i, part in enumerate(parts):
+        with run.streams(i), noting_lost_graphs():
+            own = _unit_flats(run) if units is None else units
+            local = _run_pass(run, own, part, buffers, outcomes, len(parts))
+        buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
+    run.reminder.compare_parts(parts, outcomes[0].weight, run.options.axes.world.rank)
+    assert local is not None
+    return local._replace(reduced=run.reduction.finish())
+
+
+def _unit_flats(run: GradientRun) -> list[UnitFlats]:
+    trees = run.trees.trees
+    # The only tree's own leaves, as they were cut before
+    held = trees[0] if len(trees) == 1 else None
+    return make_unit_flats(run.flats, run.joined.layout, run.options.axes, run.log, held)
+
+
+def _run_pass(
+    run: GradientRun,
+    units: Sequence[UnitFlats],
+    part: Any,
+    buffers: PyTree[Any],
+    outcomes: list[Outcome],
+    num_micro: int,
+) -> LocalGradient | None:
+    """Run the loss forward and backward on a micro-batch. Its gradients go to the reduction, while
+    backward runs. Returns the results of all micro-batches, known since the last loss; None: more
+    follow.
+
+    Args:
+        units: each unit's flats; some may be here since an earlier pass.
+        outcomes: of the micro-batches before. It takes this one's.
+    """
+    axes, options, rank = run.options.axes, run.options, run.options.axes.world.rank
+    first, last = not outcomes, len(outcomes) == num_micro - 1
+    one_pass = Pass(
+        run.joined.layout,
+        units,
+        run.reduction,
+        device=run.flats[0].device,
+        order=run.order,
+        overlap=options.overlap,
+        keeps=not options.reshard_after_forward,
+        last=last,
+        look=run.look,
+        places=options.places.saved,
+    )
+    batch = BatchOnRanks(axes, run.log, part, num_micro=num_micro)
+    batch.around = one_pass
+    # Whatever mode the caller is in
+    try:
+        with torch.enable_grad(), given_batch(batch):
+            params, num_hooks = one_pass.lazy_params(), hooks_registered()
+            mark_policies(params)
+            with ranged("loss"), hiding_trees(), one_pass.around_loss():
+                outcome = _called(run, params, buffers, part)
+            # It requires grad, but by something else than a trained leaf
+            if not one_pass.entered:
+                raise independent(rank)
+            roots = one_pass.take_roots()
+            nodes = nodes_behind(outcome.loss, *roots) if run.look else []
+            if run.look:
+                refuse_reentrant_checkpoints(nodes, rank)
+                check_weight_value(outcome.weight, rank)
+            seed, scale = _seed_of(run, outcome, batch, part, mixes=one_pass.mixes)
+            # A backward until here was the loss's own; from here on it is the pass's
+            one_pass.loss_ended(scale)
+            local = _note_outcome(run, outcome, outcomes, batch, last=last)
+            trying: AbstractContextManager[None] = NOTHING
+            # One rank begins backward as one process does
+            if run.look and axes.data.size > 1:
+                one_pass.trial = TwoSeeds(run.flats[0].device, rank)
+                hooked = hooks_registered() > num_hooks
+                trying = one_pass.trial.trying(nodes, outcome.loss, seed, hooked=hooked)
+            with ranged("backward"), trying:
+                # The anchor has no gradient: asking for it makes autograd run each unit's node
+                results, seeds = [*roots], [*map(torch.zeros_like, roots)]
+                # Where it counts for nothing, its gradients may be NaN; others' must not be
+                if not roots or is_on_device(outcome.weight) or outcome.is_weighty:
+                    results.append(outcome.loss)
+                    seeds.append(seed)
+                torch.autograd.grad(results, [one_pass.anchor], seeds, allow_unused=True)
+                del roots, results
+            # Units were entered, and nothing of them led to the loss
+            if not one_pass.reached:
+                raise independent(rank)
+            check_kept_in_backward(outcome.kept, rank)
+        # Uses that backward never reached get their zeros here
+        one_pass.finish()
+    except BaseException:
+        one_pass.abandon()
+        raise
+    # Units that are here since an earlier pass were gathered before those of this one
+    stayed = [] if first or options.reshard_after_forward else run.order.units
+    # Only after a pass that went well
+    run.order.record([*stayed, *one_pass.following.gathered], one_pass.uses)
+    return local
+
+
+def _seed_of(
+    run: GradientRun, outcome: Outcome, batch: BatchOnRanks, part: Any, *, mixes: bool
+) -> LossSeed:
+    """This rank's share of the mean; `mixes`: whether gradients come from other ranks."""
+    axes, options = run.options.axes, run.call.options
+    if not batch.received_nonfinite():
+        check_not_empty(part, outcome.loss, outcome.weight, axes.world.rank)
+    batch.check_weight(outcome.weight, look=run.look)
+    size, count = axes.data.size, options.accumulate
+    layout = run.joined.layout
+    return loss_seed_of(outcome, layout, size, count, options.scale, exchanged=mixes)
+
+
+def _note_outcome(
+    run: GradientRun,
+    outcome: Outcome,
+    outcomes: list[Outcome],
+    batch: BatchOnRanks,
+    *,
+    last: bool,
+) -> LocalGradient | None:
+    """Note a loss's results, which are still in their autograd graph, where all ranks are between
+    the same collectives. The last loss's set out, and backward hides their way."""
+    axes, reduction, rule = run.options.axes, run.reduction, run.options.sync_buffers
+    run.reminder.lost_buffers(outcome.lost, axes.world.rank)
+    outcomes.append(_detached(outcome))
+    if not last:
+        keeps_early = reduction.keeps and reduction.reduces_before_the_end
+        if keeps_early and outcome.weight is not None:
+            raise _weights_come_late(axes.world.rank)
+        return None
+    whole = joined(outcomes)
+    metrics, group = {"loss": whole.loss, **whole.metrics}, labelled(axes.world, "gradient/metrics")
+    means = start_means(metrics, whole.weight, group, whole.loss.device)
+    changes = ask_changes(run.call.buffers, whole.buffers, rule, axes.data)
+    divides = reduction.keeps and whole.weight is not None
+    # What is kept is added to gradients of other weights, so it must be of means
+    if divides:
+        reduction.divisor = means.divisor(axes.copy.num)
+    return LocalGradient({}, whole, means, changes, divides, batch.exchanged)
+
+
+def _weights_come_late(rank: int) -> StructureError:
+    return StructureError(
+        explain(
+            "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
+            "known when those of earlier ones are reduced",
+            rank=rank,
+            remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
+            "nothing",
+        )
+    )
+
+
+def _detached(outcome: Outcome) -> Outcome:
+    """The outcome without its graph, which goes before the next micro-batch begins."""
+    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=(), lost=())
+
+
+def _called(run: GradientRun, params: PyTree[Any], buffers: PyTree[Any], part: Any) -> Outcome:
+    """The loss's outcome, with an error that explains where TorchScript or `nn.Parameter` was given
+    a lazy param."""
+    rank = run.options.axes.world.rank
+    # Trees that are only read are frozen here
+    buckets = zip(run.flats, run.joined.layout.buckets, strict=True)
+    trained = [flat for flat, bucket in buckets if bucket.trainable]
+    loss_fn, given = run.call.loss_fn(look=run.look, rank=rank), run.trees.with_lazy(params)
+    try:
+        return call_loss(loss_fn, given, buffers, part, rank, differentiated=trained)
+    except RuntimeError as error:
+        if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
+            raise StructureError(
+                explain(
+                    "nn.Parameter was given a sharded param in the loss",
+                    expected="a whole leaf",
+                    got="a LazyParam",
+                    rank=rank,
+                    remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
+                    "comes to the param",
+                )
+            ) from error
+        if "TorchScript" not in str(error):
+            raise
+        raise StructureError(
+            explain(
+                "a scripted or traced function failed in the loss, which may have been given a "
+                "sharded param",
+                expected="whole tensors: TorchScript sees no operator that gathers",
+                rank=rank,
+                remedy="give it fz.unshard(param), or don't script it",
+            )
+        ) from error
