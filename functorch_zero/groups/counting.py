@@ -67,19 +67,11 @@ class RecordingGroup(Forwarding):
         made.calls = self.calls
         return made
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
+    def _start(self, kind: str, *arguments: Any) -> Work:
         # Called first: a call that raises is not recorded
-        result = super()._call(kind, *arguments)
-        self.calls.append(self._recorded(kind, *arguments))
-        return result
-
-    def _recorded(self, kind: str, *arguments: Any) -> Call:
-        others = self.size - 1
+        work = super()._start(kind, *arguments)
         tensor = arguments[0] if kind == "all_gather" else brought(arguments)
-        if tensor is None:
-            # Only the payload counts, not its size or padding; a barrier has none
-            length = sum(map(len, arguments))
-            return Call(kind, torch.uint8, length, length * others)
+        others = self.size - 1
         # That each rank sends when all parts of the tensor but one pass through it
         sent = tensor.nbytes * others / self.size
         if kind == "all_reduce":
@@ -87,9 +79,17 @@ class RecordingGroup(Forwarding):
         elif kind == "broadcast":
             sent = tensor.nbytes if others else 0
         elif kind == "all_to_all":
-            runs = arguments[-1]
+            runs = arguments[-1]  # in elements
             sent = (sum(runs) - runs[self.rank]) * tensor.element_size()
-        return Call(kind, tensor.dtype, tensor.numel(), sent)
+        self.calls.append(Call(kind, tensor.dtype, tensor.numel(), sent))
+        return work
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        result = super()._meet(kind, *payload)
+        # Only the payload counts, not its size or padding; a barrier has none
+        length = sum(map(len, payload))
+        self.calls.append(Call(kind, torch.uint8, length, length * (self.size - 1)))
+        return result
 
     def _of_kind(self, kind: str | None) -> list[Call]:
         return [call for call in self.calls if kind in (None, call.kind)]

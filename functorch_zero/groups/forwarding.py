@@ -14,7 +14,7 @@ AllSay = Callable[[str, float], bool]
 
 
 class Forwarding:
-    """All of a group's collectives, done by another group, and each of them by `_call`."""
+    """All of a group's collectives, done by another group: by `_start` and `_meet`."""
 
     def __init__(self, inner: Group):
         self.inner = inner
@@ -40,31 +40,37 @@ class Forwarding:
         return ring_of(self.inner)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self._call("all_gather", out, piece)
+        return self._start("all_gather", out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self._call("reduce_scatter", out, whole)
+        return self._start("reduce_scatter", out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._call("all_reduce", tensor, op)
+        return self._start("all_reduce", tensor, op)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        return self._call("all_to_all", out, out_sizes, source, in_sizes)
+        return self._start("all_to_all", out, out_sizes, source, in_sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._call("broadcast", tensor, source)
+        return self._start("broadcast", tensor, source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        return self._call("exchange", payload)
+        payloads: list[bytes] = self._meet("exchange", payload)
+        return payloads
 
     def barrier(self) -> None:
-        self._call("barrier")
+        self._meet("barrier")
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        """The inner group's method of this name."""
-        return getattr(self.inner, kind)(*arguments)
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        """Start the collective of this name."""
+        work: Work = getattr(self.inner, kind)(*arguments)
+        return work
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        """The result of an exchange or a barrier, which wait in the call itself."""
+        return getattr(self.inner, kind)(*payload)
 
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)

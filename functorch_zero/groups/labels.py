@@ -32,25 +32,23 @@ class LabelledGroup(Forwarding):
         # `type(self)`: a checked group stays checked under another label
         return type(self)(self.inner, label)
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        tensor = brought(arguments)
         # Remembered before the call: a collective that never starts on other ranks hangs inside it
-        entry = self._remember(kind, arguments)
-        if kind not in ("exchange", "barrier"):
-            return _LabelledWork(self._forward(kind, *arguments), entry, self)
-        # These wait in the call itself
+        entry = self._remember(Signature(kind, tensor.dtype, tensor.numel()))
+        return _LabelledWork(self._forward(kind, *arguments), entry, self)
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        call = Signature(kind, torch.uint8, len(payload[0])) if payload else Signature(kind)
+        entry = self._remember(call)
         entry.state = "waiting"
-        result = self._forward(kind, *arguments)
+        result = self._forward(kind, *payload)
         # Not reached when it raises: the entry then stays marked as not ended
         entry.state = "ended"
         return result
 
-    def _remember(self, kind: str, arguments: tuple[Any, ...]) -> Entry:
+    def _remember(self, call: Signature) -> Entry:
         """Put the collective into this rank's ring, unless a labelled group around this one has."""
-        call, tensor = Signature(kind), brought(arguments)
-        if tensor is not None:
-            call = Signature(kind, tensor.dtype, tensor.numel())
-        elif arguments:  # a payload
-            call = Signature(kind, torch.uint8, len(arguments[0]))
         if not self.label:  # the entry is for nobody
             return Entry(0, "", call, ())
         return ring_of(self.inner).start(self.label, call, ranks_of(self.inner))
@@ -58,7 +56,7 @@ class LabelledGroup(Forwarding):
     def _forward(self, kind: str, *arguments: Any) -> Any:
         """Call `inner`'s collective of this kind; its errors say where in the step it belongs."""
         try:
-            return super()._call(kind, *arguments)
+            return getattr(self.inner, kind)(*arguments)
         except GroupError as error:
             _tell_where(error, self)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, kind: str, *arguments: Any) -> Signature:
         """That of a group's method, called with these."""
-        tensor = brought(arguments)
-        if tensor is None:
+        if kind in ("exchange", "barrier"):
             return cls(kind)
+        tensor = brought(arguments)
         if kind == "all_to_all":
             return cls(kind, tensor.dtype)
         options = {"all_reduce": "{}", "broadcast": "source={}"}
@@ -38,8 +39,7 @@ class Signature(NamedTuple):
         return f"{name} of {count}{short(self.dtype)}"
 
 
-def brought(arguments: tuple[Any, ...]) -> Tensor | None:
-    """The tensor that this rank brings to a collective; None of payloads and barriers."""
+def brought(arguments: Sequence[Any]) -> Tensor:
+    """Of a collective's arguments, the tensor that this rank brings."""
     # Outputs come first
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    return tensors[-1] if tensors else None
+    return next(x for x in reversed(arguments) if isinstance(x, Tensor))

@@ -39,10 +39,7 @@ class Recorder(LabelledGroup):
         made.label = label
         return made
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        tensor = brought(arguments)
-        if tensor is None:  # words, which no plan counts
-            return super()._call(kind, *arguments)
+    def _start(self, kind: str, *arguments: Any) -> Work:
         for memory, x in self._kinds_of(kind, *arguments):
             self.watch.adopt(memory, x)
         work: Work = getattr(self.inner, kind)(*arguments)
@@ -51,6 +48,7 @@ class Recorder(LabelledGroup):
         # then
         if kind != "reduce_scatter" or self.size == 1:
             return work
+        tensor = brought(arguments)
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
         takes_room = self.swaps and self.size > 2
         return _Holding(tensor, tensor.new_empty(tensor.numel()) if takes_room else None)

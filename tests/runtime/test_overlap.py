@@ -90,21 +90,19 @@ class Noting(LabelledGroup):
     def at(self, label: str) -> Noting:
         return Noting(self.inner, self.events, label)
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        if kind in ("exchange", "barrier"):
-            return super()._call(kind, *arguments)
+    def _start(self, kind: str, *arguments: Any) -> Work:
         what = self.label.replace("[float64]", "").replace("layers.", "")
         self.events.append("start " + what)
-        work = super()._call(kind, *arguments)
+        work = super()._start(kind, *arguments)
         return Noted(work, brought(arguments), self.events, "wait " + what)
 
 
 class Noted:
     """A collective under way that holds its input, and notes when somebody waits for it."""
 
-    def __init__(self, work: Work, tensor: Tensor | None, events: list[str], text: str) -> None:
+    def __init__(self, work: Work, tensor: Tensor, events: list[str], text: str) -> None:
         self._work, self._events, self._text = work, events, text
-        self._brought = tensor
+        self._brought: Tensor | None = tensor
 
     def wait(self) -> None:
         self._events.append(self._text)
