@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import DonatedError, GroupError, MismatchError, StructureError
 from ..groups import check_same_call, labelled, rejoin
@@ -18,13 +18,34 @@ _OURS = (CheckpointError, CorruptError, DonatedError, MismatchError, StructureEr
 KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in _OURS}
 
 
-def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's `work()`, as plain data. One exchange of JSON.
+T = TypeVar("T")
+
+
+class Together(NamedTuple, Generic[T]):
+    """The results of work that all ranks have done."""
+
+    own: T  # of this rank
+    told: list[Any]  # of each rank, what it tells the others of its own
+
+
+def _itself(result: Any) -> Any:
+    return result
+
+
+def nothing(result: object) -> None:
+    """To tell the others, but that the work is done."""
+
+
+def together(
+    group: Group, what: str, work: Callable[[], T], tell: Callable[[T], Any] = _itself
+) -> Together[T]:
+    """Every rank's `work()`. One exchange of JSON.
 
     Args:
         group: the ranks; all of them call this.
         what: the work, for errors, its verb first: "save step 3 to /runs/a".
-        work: this rank's part. It issues no collective and returns plain data.
+        work: this rank's part. It issues no collective.
+        tell: what the others hear of its result, in plain data.
 
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
         naming them all.
@@ -36,7 +57,8 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
         # By the verb alone: of folders that differ the work itself says more
         check_same_call(group, lambda: what.split()[0])
         try:
-            report: dict[str, Any] = {"ok": work()}
+            own = work()
+            report: dict[str, Any] = {"ok": tell(own)}
         except GroupError:
             raise
         except Exception as error:
@@ -55,7 +77,7 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
         first = next(iter(failed.values()))
         kind = KINDS.get(first["error"], CheckpointError)
         raise kind(f"could not {what}: {_by_rank(failed, group.size)}") from failure
-    return [report["ok"] for report in reports]
+    return Together(own, [report["ok"] for report in reports])
 
 
 def _words(error: Exception) -> str:

@@ -18,10 +18,10 @@ from ..model.functionalize import Apply
 from ..optim.base import Transform
 from ..params import Names
 from ..step.state import State, marked
-from .agreement import together
+from .agreement import nothing, together
 from .block_io import Wanted, read_wanted
 from .catalogue import chosen
-from .contents import Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
+from .contents import Contents, Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, not_chosen, some_of, state_to_fill
@@ -328,13 +328,31 @@ def import_weights(
         CheckpointError: the safetensors package is not installed.
     """
     name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
-    names = names_of(aliases)
-    job = Import(f"import {name}", lambda: _sources(source), step, like, names, rename, frozen)
-    return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
+    return import_into(
+        f"import {name}",
+        lambda: _sources(source),
+        step,
+        like,
+        names_of(aliases),
+        rename,
+        Allowed(missing=allow_missing, extra=allow_extra, cast=cast),
+        frozen=frozen,
+    )
 
 
-class Import:
-    """One import, on one rank.
+@torch.no_grad()
+def import_into(
+    what: str,
+    find: Callable[[], dict[str, Source | NoTensor]],
+    step: Step,
+    like: State,
+    names: Names | None,
+    rename: Rename,
+    allowed: Allowed,
+    *,
+    frozen: bool = True,
+) -> State:
+    """Find, compare and read: each on all ranks or on none.
 
     Args:
         what: the work, for errors: "import weights.safetensors".
@@ -343,105 +361,98 @@ class Import:
         like: a state of it.
         names: of the model, in files; None: those that `like` knows.
         rename: the model's names for those that are found.
+        allowed: differences between those that are found and `like`.
         frozen: whether frozen params must be found.
     """
+    optimizer = optimizer_of(step) if isinstance(step, Step) else None
+    if optimizer is None:
+        raise TypeError(
+            f"weights are imported into the state of a training step, got a {type(step).__name__}. "
+            "Remedy: of a program, load them into the params that step.init is given"
+        )
+    group = group_of(step)
 
-    def __init__(
-        self,
-        what: str,
-        find: Callable[[], dict[str, Source | NoTensor]],
-        step: Step,
-        like: State,
-        names: Names | None,
-        rename: Rename,
-        frozen: bool = True,
-    ):
-        optimizer = optimizer_of(step) if isinstance(step, Step) else None
-        if optimizer is None:
-            raise TypeError(
-                "weights are imported into the state of a training step, got a "
-                f"{type(step).__name__}. Remedy: of a program, load them into the params that "
-                "step.init is given"
-            )
-        self._what = what
-        self._find = find
-        self._step, self._optimizer = step, optimizer
-        self._like = like
-        self._names = names
-        self._rename = rename
-        self._frozen = frozen
-        self._sources: dict[str, Source] = {}  # those that `like` has leaves for
-        self._state: State | None = None  # the result, but for the optimizer's state
+    def prepare() -> tuple[Contents, dict[str, Source]]:
+        found, old = _renamed(find(), rename), contents_of(step, like)
+        own = names_in(like).get("params", Names()) if names is None else names
+        optional = set(own.unsaved)
+        if not frozen:
+            optional |= {str(name_in(path, TREES)) for path in frozen_in(step, like)}
+        return old, _matching(_by_name(old.held), found, own.aliases, optional, allowed)
 
-    @torch.no_grad()
-    def run(self, allowed: Allowed) -> State:
-        """Find, compare and read: each on all ranks or on none."""
-        group = group_of(self._step)
-        # Nothing is written to before every rank has found all in order
-        together(group, self._what, lambda: self._prepare(allowed))
-        together(group, self._what, self._read)
-        assert self._state is not None
-        # Made from the new params, on all ranks: `init` may communicate
-        return first_optimizer_state(self._optimizer, self._state.replace(opt_state=None))
+    def read() -> State:
+        """From here on, a step that donates has used `like` up."""
+        old, sources = prepared.own
+        state, new = state_to_fill(step, like, old)
+        state.step.copy_(like.step)
+        if state.seed is not None and like.seed is not None:
+            state.seed.copy_(like.seed)
+        before = _by_name(old.held)
+        for name, held in _by_name(new).items():
+            if name in sources:
+                _fill(held, sources[name])
+            elif held.tensor is not before[name].tensor:
+                held.tensor.copy_(before[name].tensor)  # missing, and allowed to be
+        return state
 
-    def _prepare(self, allowed: Allowed) -> None:
-        """Check all that can be checked before a tensor is written to."""
-        found = _renamed(self._find(), self._rename)
-        leaves = _by_name(contents_of(self._step, self._like).held)
-        names = self._names
-        if names is None:
-            names = names_in(self._like).get("params", Names())
-        aliases = {name: leaf for name, leaf in names.aliases.items() if leaf in leaves}
-        read, again = _matched(leaves, found, aliases)
-        # Patterns name what is left out unread; True doesn't say that a name is to lose
-        patterns = False if allowed.extra is True else allowed.extra
-        again = [(leaf, name) for leaf, name in again if not_chosen([name], patterns)]
-        unread = set(leaves) - set(read) - names.unsaved
-        if not self._frozen:
-            unread -= {name_in(path, TREES) for path in frozen_in(self._step, self._like)}
-        lacking = not_chosen(unread, allowed.missing)
-        extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
-        problems = []
-        if lacking:
+    # Nothing is written to before every rank has found all in order
+    prepared = together(group, what, prepare, nothing)
+    state = together(group, what, read, nothing).own
+    # Made from the new params, on all ranks: `init` may communicate
+    return first_optimizer_state(optimizer, state.replace(opt_state=None))
+
+
+def _matching(
+    leaves: Mapping[str, Held],
+    found: Mapping[str, Source | NoTensor],
+    aliases: Mapping[str, str],
+    optional: Collection[str],
+    allowed: Allowed,
+) -> dict[str, Source]:
+    """The source of each leaf that has one, by the leaf's name.
+
+    Args:
+        leaves: by the model's names.
+        found: by the model's names.
+        aliases: further names of leaves.
+        optional: names of leaves that may be missing.
+
+    Raises:
+        StructureError: the two don't fit each other as far as is asked; names are named.
+    """
+    aliases = {name: leaf for name, leaf in aliases.items() if leaf in leaves}
+    read, again = _matched(leaves, found, aliases)
+    # Patterns name what is left out unread; True doesn't say that a name is to lose
+    patterns = False if allowed.extra is True else allowed.extra
+    again = [(leaf, name) for leaf, name in again if not_chosen([name], patterns)]
+    lacking = not_chosen(set(leaves) - set(read) - set(optional), allowed.missing)
+    extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
+    problems = []
+    if lacking:
+        problems.append(
+            f"it lacks {some_of(lacking)} (aliases=apply knows buffers "
+            "that no state_dict has; frozen=False keeps `like`'s params that aren't trained, "
+            "and allow_missing=True, or patterns, any)"
+        )
+    if extra:
+        problems.append(
+            f"it has {some_of(_told(name, found[name]) for name in extra)}, which `like` lacks "
+            "(aliases=apply knows other names of tied leaves, and rename= gives the model's "
+            "names; allow_extra=True, or patterns, leaves them out)"
+        )
+    for leaf, name in sorted([*read.items(), *again]):  # their shapes and dtypes
+        problems += _misfits(name, leaves[leaf], found[name], allowed)
+    sources = {leaf: x for leaf, name in read.items() if isinstance(x := found[name], Source)}
+    for leaf, name in [] if problems else again:
+        if not _are_equal(leaves[leaf], sources[leaf], found[name]):
             problems.append(
-                f"it lacks {some_of(lacking)} (aliases=apply knows buffers "
-                "that no state_dict has; frozen=False keeps `like`'s params that aren't trained, "
-                "and allow_missing=True, or patterns, any)"
+                f"{read[leaf]} and {name} are names of one leaf here, and have different "
+                "values. Remedy: "
+                f'rename={{"{name}": None}} lets {read[leaf]} count, or allow_extra="{name}"'
             )
-        if extra:
-            problems.append(
-                f"it has {some_of(_told(name, found[name]) for name in extra)}, which `like` lacks "
-                "(aliases=apply knows other names of tied leaves, and rename= gives the model's "
-                "names; allow_extra=True, or patterns, leaves them out)"
-            )
-        for leaf, name in sorted([*read.items(), *again]):  # their shapes and dtypes
-            problems += _misfits(name, leaves[leaf], found[name], allowed)
-        sources = {leaf: x for leaf, name in read.items() if isinstance(x := found[name], Source)}
-        for leaf, name in [] if problems else again:
-            if not _are_equal(leaves[leaf], sources[leaf], found[name]):
-                problems.append(
-                    f"{read[leaf]} and {name} are names of one leaf here, and have different "
-                    "values. Remedy: "
-                    f'rename={{"{name}": None}} lets {read[leaf]} count, or allow_extra="{name}"'
-                )
-        if problems:
-            raise StructureError(
-                "the weights are those of another model: " + "; ".join(problems[:5])
-            )
-        self._sources = sources
-
-    def _read(self) -> None:
-        """Make the state and fill it. From here on, a step that donates has used `like` up."""
-        old = _by_name(contents_of(self._step, self._like).held)
-        self._state = state = state_to_fill(self._step, self._like)
-        state.step.copy_(self._like.step)
-        if state.seed is not None and self._like.seed is not None:
-            state.seed.copy_(self._like.seed)
-        for name, held in _by_name(contents_of(self._step, state).held).items():
-            if name in self._sources:
-                _fill(held, self._sources[name])
-            elif held.tensor is not old[name].tensor:
-                held.tensor.copy_(old[name].tensor)  # missing, and allowed to be
+    if problems:
+        raise StructureError("the weights are those of another model: " + "; ".join(problems[:5]))
+    return sources
 
 
 def _renamed(

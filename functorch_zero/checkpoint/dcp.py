@@ -19,11 +19,11 @@ from .contents import Step
 from .convert import (
     TREES,
     Aliases,
-    Import,
     NoTensor,
     PathLike,
     Rename,
     Source,
+    import_into,
     named_leaves_in,
     names_of,
     places_of,
@@ -129,8 +129,8 @@ def import_dcp(
                 found[own_name] = Source(*entry, whole=partial(read_tensor, path, name, *entry))
         return found
 
-    job = Import(f"import {path}", sources, step, like, names_of(aliases), rename)
-    return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
+    allowed = Allowed(missing=allow_missing, extra=allow_extra, cast=cast)
+    return import_into(f"import {path}", sources, step, like, names_of(aliases), rename, allowed)
 
 
 class DcpTensor(NamedTuple):

@@ -16,6 +16,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import MismatchError, StructureError
+from ..groups.protocol import Group
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine, map_local
 from ..sharded.state import lay_out_state
@@ -23,7 +24,7 @@ from ..sharded_optim.ferry import is_moved
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
-from .agreement import together
+from .agreement import nothing, together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest, read_manifest
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
@@ -108,148 +109,132 @@ def load(
     """
     # It may still read what a load into `like` writes over: frozen params that it leaves out
     wait_for_saves(step)
-    allowed = Allowed(allow_missing, allow_extra, cast)
-    return _Load(Path(root), step, like, allowed).run(count)
+    return _load(Path(root), step, like, count, Allowed(allow_missing, allow_extra, cast))
 
 
-class _Load:
-    """One load, on one rank."""
+@torch.no_grad()
+def _load(root: Path, step: Step, like: State, count: int | None, allowed: Allowed) -> Restored:
+    """Choose, prepare, read: each on all ranks or on none."""
+    group = group_of(step)
+    # Rank 0 chooses, as ranks may see a shared folder at different moments
+    choices = together(group, f"load from {root}", lambda: _choose(root, count, group.rank))
+    what = f"load step {choices.told[0]} from {root}"
+    # Every rank reads the manifest itself: a local disk would show another one, or none
+    prepared, told = together(
+        group,
+        what,
+        lambda: _prepare(root, choices.told[0], step, like, allowed),
+        lambda prepared: prepared.told(group),
+    )
+    if len({one["digest"] for one in told}) > 1:
+        raise MismatchError(
+            f"could not {what}: the ranks see different manifests. Remedy: a folder they all share"
+        )
+    shares = [one["shares"] for one in told]
+    # All ranks agree by now, and the first write comes
+    read = together(group, what, lambda: _read(step, like, prepared, shares), nothing)
+    return Restored(read.own, prepared.manifest.user)
 
-    def __init__(self, root: Path, step: Step, like: State, allowed: Allowed):
-        self._root = root
-        self._step = step
-        self._like = like
-        self._allowed = allowed
-        self._group = group_of(step)
-        self._manifest: Manifest | None = None
-        self._old: Contents | None = None  # of `like`
-        self._numbers: dict[str, int] = {}  # of the checkpoint's leaves, by path
-        # Left out of the checkpoint: `like` must have them as they were
-        self._frozen: list[LeftOut] = []
-        self._places: Places | None = None  # of the elements that this rank reads
-        self._state: State | None = None  # the result
 
-    @torch.no_grad()
-    def run(self, count: int | None) -> Restored:
-        """Choose, prepare, read: each on all ranks or on none."""
-        # Rank 0 chooses, as ranks may see a shared folder at different moments
-        chosen = together(self._group, f"load from {self._root}", lambda: self._choose(count))[0]
-        what = f"load step {chosen} from {self._root}"
-        # Every rank reads the manifest itself: a local disk would show another one, or none
-        told = together(self._group, what, lambda: self._prepare(chosen))
-        if len({one["digest"] for one in told}) > 1:
-            raise MismatchError(
-                f"could not {what}: the ranks see different manifests. Remedy: a folder they all "
-                "share"
-            )
-        shares = [one["shares"] for one in told]
-        # All ranks agree by now, and the first write comes
-        together(self._group, what, lambda: self._read(shares))
-        assert self._state is not None and self._manifest is not None
-        return Restored(self._state, self._manifest.user)
+def _choose(root: Path, count: int | None, rank: int) -> int:
+    """The step to load; rank 0's word counts."""
+    if rank != 0:  # any number: only rank 0's is taken
+        return -1
+    found = latest(root) if count is None else count
+    counts = counts_in(root)
+    if found is None or found not in counts:
+        which = "no complete checkpoint" if count is None else f"no checkpoint of step {count}"
+        raise CheckpointError(
+            f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}"
+        )
+    # Rank 0 looks at the sizes of all files; other ranks at those of the files that they read
+    if count is not None:
+        check_sizes(root, count)
+    return found
 
-    def _choose(self, count: int | None) -> int:
-        """The step to load; rank 0's word counts."""
-        if self._group.rank != 0:  # any number: only rank 0's is taken
-            return -1
-        found = latest(self._root) if count is None else count
-        counts = counts_in(self._root)
-        if found is None or found not in counts:
-            which = "no complete checkpoint" if count is None else f"no checkpoint of step {count}"
-            raise CheckpointError(
-                f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}"
-            )
-        # Rank 0 looks at the sizes of all files; other ranks at those of the files that they read
-        if count is not None:
-            check_sizes(self._root, count)
-        return found
 
-    def _prepare(self, count: int) -> dict[str, Any]:
-        """Check all that this rank can check before a tensor is written to."""
-        self._manifest = manifest = read_manifest(self._root, count)
-        self._old = contents_of(self._step, self._like)
-        optimizer = optimizer_of(self._step)
-        # The optimizer is for the error's text alone; structure decides
-        printed = None if optimizer is None else repr(optimizer)
-        check_match(self._old, manifest, self._allowed, printed)
-        self._numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-        self._places = find_places(manifest, step_folder(self._root, count), self._wanted())
-        own = {held.path: held for held in self._old.held}
-        self._frozen = [one for one in left_out_of(manifest, self._allowed) if one.leaf.path in own]
-        kept = [own[leaf.path] for leaf, _ in self._frozen]
-        dtypes = [DTYPES[leaf.dtype] for leaf, _ in self._frozen]
+class _Prepared(NamedTuple):
+    """All that a rank has found out before a tensor is written to."""
+
+    manifest: Manifest
+    old: Contents  # of `like`
+    places: Places  # of the elements that this rank reads
+    # Left out of the checkpoint: `like` must have them as they were
+    frozen: list[LeftOut]
+
+    def told(self, group: Group) -> dict[str, Any]:
+        """What ranks compare, and the shares of the frozen leaves' CRC-32s."""
+        own = {held.path: held for held in self.old.held}
+        kept = [own[leaf.path] for leaf, _ in self.frozen]
+        dtypes = [DTYPES[leaf.dtype] for leaf, _ in self.frozen]
         return {
-            "digest": hashlib.sha256(encode_manifest(manifest)).hexdigest(),
-            "shares": crc_shares(kept, dtypes, self._group.rank, self._group.size),
+            "digest": hashlib.sha256(encode_manifest(self.manifest)).hexdigest(),
+            "shares": crc_shares(kept, dtypes, group.rank, group.size),
         }
 
-    def _check_frozen(self, shares: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Raise unless `like` has the frozen leaves that the checkpoint was saved without, by all
-        ranks' shares."""
-        found = crcs_from(shares, len(self._frozen))
-        pairs = zip(self._frozen, found, strict=True)
-        others = [leaf.path for (leaf, before), now in pairs if before != now]
-        if others:
-            raise StructureError(
-                "`like` has other values in frozen leaves that the checkpoint was saved without: "
-                f"{some_of(others)}. Remedy: give step.init the params of the run that saved it; "
-                "allow_missing= takes others"
-            )
 
-    def _wanted(self) -> dict[int, tuple[int, int]]:
-        """The elements [start, stop) that this rank reads, by the leaf's number."""
-        assert self._manifest is not None and self._old is not None
-        wanted = {}
-        for held in self._old.held:
-            number = self._numbers.get(held.path)
-            if number is not None:
-                # Of a summed leaf also later rows, see `_rows`
-                stop = self._manifest.leaves[number].numel if held.summed else held.stop
-                wanted[number] = (held.start, stop)
-        return wanted
+def _prepare(root: Path, count: int, step: Step, like: State, allowed: Allowed) -> _Prepared:
+    """Check all that this rank can check before a tensor is written to."""
+    manifest = read_manifest(root, count)
+    old = contents_of(step, like)
+    optimizer = optimizer_of(step)
+    # The optimizer is for the error's text alone; structure decides
+    printed = None if optimizer is None else repr(optimizer)
+    check_match(old, manifest, allowed, printed)
+    wanted = {}
+    for held in old.held:
+        number = manifest.numbers.get(held.path)
+        if number is not None:
+            # Of a summed leaf also later rows, see `_rows`
+            stop = manifest.leaves[number].numel if held.summed else held.stop
+            wanted[number] = (held.start, stop)
+    places = find_places(manifest, step_folder(root, count), wanted)
+    own = {held.path for held in old.held}
+    frozen = [one for one in left_out_of(manifest, allowed) if one.leaf.path in own]
+    return _Prepared(manifest, old, places, frozen)
 
-    def _read(self, shares: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Make the state and fill it. From here on, a step that donates has used `like` up."""
-        self._check_frozen(shares)
-        manifest = self._manifest
-        assert manifest is not None and self._old is not None and self._places is not None
-        state = state_to_fill(self._step, self._like)
-        tensors = [leaf for leaf in optree.tree_leaves(as_local(state)) if isinstance(leaf, Tensor)]
-        new: list[Held] = []
-        for before, tensor in zip(self._old.held, tensors, strict=True):
-            # The same elements, in the new tensors
-            new.append(before._replace(tensor=tensor))
 
-        parts = self._parts(new)
-        # File by file: blocks that several leaves share are read once
-        for file, places in self._places.by_file():
-            runs: list[Wanted] = []
-            for place in places:
-                runs += _runs(parts[place.leaf], place, manifest.leaves[place.leaf])
-            read_wanted(file, runs)
-        # The first lies in place; the others are added when all is read
-        for first, *others in parts.values():
-            for other in others:
-                first.tensor.add_(other.tensor)
-        self._state = _finished(state, self._old._replace(held=new), manifest)
+def _check_frozen(frozen: Sequence[LeftOut], shares: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise unless `like` has the frozen leaves that the checkpoint was saved without, by all
+    ranks' shares."""
+    pairs = zip(frozen, crcs_from(shares, len(frozen)), strict=True)
+    others = [leaf.path for (leaf, before), now in pairs if before != now]
+    if others:
+        raise StructureError(
+            "`like` has other values in frozen leaves that the checkpoint was saved without: "
+            f"{some_of(others)}. Remedy: give step.init the params of the run that saved it; "
+            "allow_missing= takes others"
+        )
 
-    def _parts(self, new: Sequence[Held]) -> dict[int, list[Held]]:
-        """What to read of each leaf, by its number, with flat tensors. Missing leaves are copied
-        from `like`."""
-        assert self._manifest is not None and self._old is not None
-        parts = {}
-        for before, held in zip(self._old.held, new, strict=True):
-            number = self._numbers.get(held.path)
-            if number is not None:
-                # A summed leaf is read by rows of the saving ranks, of which there may be more or
-                # fewer
-                found = _rows(held, self._manifest.leaves[number]) if held.summed else [held]
-                # Views, since a blank state's tensors lie row by row
-                flat = [part._replace(tensor=part.tensor.detach().view(-1)) for part in found]
-                parts[number] = flat
-            elif held.tensor is not before.tensor:
-                held.tensor.copy_(before.tensor)  # missing, and allowed to be
-        return parts
+
+def _read(
+    step: Step, like: State, prepared: _Prepared, shares: Sequence[Sequence[Sequence[int]]]
+) -> State:
+    """Make the state and fill it. From here on, a step that donates has used `like` up."""
+    _check_frozen(prepared.frozen, shares)
+    manifest, old = prepared.manifest, prepared.old
+    state, new = state_to_fill(step, like, old)
+    parts: dict[int, list[Held]] = {}  # what to read of each leaf, by its number
+    for before, held in zip(old.held, new, strict=True):
+        number = manifest.numbers.get(held.path)
+        if number is not None:
+            # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
+            found = _rows(held, manifest.leaves[number]) if held.summed else [held]
+            # Views, since a blank state's tensors lie row by row
+            parts[number] = [x._replace(tensor=x.tensor.detach().view(-1)) for x in found]
+        elif held.tensor is not before.tensor:
+            held.tensor.copy_(before.tensor)  # missing, and allowed to be
+    # File by file: blocks that several leaves share are read once
+    for file, places in prepared.places.by_file():
+        runs: list[Wanted] = []
+        for place in places:
+            runs += _runs(parts[place.leaf], place, manifest.leaves[place.leaf])
+        read_wanted(file, runs)
+    # The first lies in place; the others are added when all is read
+    for first, *others in parts.values():
+        for other in others:
+            first.tensor.add_(other.tensor)
+    return _finished(state, old._replace(held=new), manifest)
 
 
 def check_match(
@@ -378,8 +363,9 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     return finished
 
 
-def state_to_fill(step: Step, like: State) -> State:
-    """A state of the same structure whose values are to be overwritten, all of them.
+def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[Held]]:
+    """A state of the same structure whose values are to be overwritten, all of them; and the leaves
+    of `old`, which are `like`'s, in the new tensors.
 
     Where the step donates, trees and optimizers' states have the flats of `like`, which is used up,
     but for those that several nodes have. Other tensors are new, since a step doesn't write over
@@ -422,7 +408,9 @@ def state_to_fill(step: Step, like: State) -> State:
                     home.end()
             else:
                 node.use_up()
-    return made
+    tensors = [leaf for leaf in optree.tree_leaves(as_local(made)) if isinstance(leaf, Tensor)]
+    new = [h._replace(tensor=tensor) for h, tensor in zip(old.held, tensors, strict=True)]
+    return made, new
 
 
 def _can_be_filled(state: ShardedOptState) -> bool:

@@ -115,6 +115,11 @@ class Manifest:
         widths = torch.tensor([leaf.width for leaf in self.leaves], dtype=torch.int64, device="cpu")
         return numels, widths
 
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Of each leaf its number, by path."""
+        return {leaf.path: number for number, leaf in enumerate(self.leaves)}
+
     def num_blocks(self, file: File) -> int:
         """The number of a file's blocks, the last of which may be shorter."""
         return -(-file.size // self.block)

@@ -63,18 +63,19 @@ def leaves(
     """
     group = group_of(step)
     check_source(group.size, to)
-    chosen: list[Held] = []
 
-    def choose() -> str:
-        """What ranks must have alike, and where this rank's elements lie."""
-        chosen[:] = _at(contents_of(step, state), of, group.rank)
-        if not frozen:
-            names = frozen_in(step, state)
-            chosen[:] = [held for held in chosen if held.path not in names]
+    def choose() -> list[Held]:
+        names = frozenset() if frozen else frozen_in(step, state)
+        chosen = _at(contents_of(step, state), of, group.rank)
+        return [held for held in chosen if held.path not in names]
+
+    def digest(chosen: list[Held]) -> str:
+        """Of what ranks must have alike."""
         rows = [(held.path, held.shape, str(held.tensor.dtype)) for held in chosen]
         return hashlib.sha256(repr((to, of, str(dtype), max_bytes, rows)).encode()).hexdigest()
 
-    if len({*together(group, "send leaves", choose)}) > 1:
+    chosen, digests = together(group, "send leaves", choose, digest)
+    if len({*digests}) > 1:
         raise StructureError(
             "the ranks send leaves of different states, or to different ranks. Remedy: the same "
             "arguments on every rank"

@@ -385,13 +385,13 @@ def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
     saving = checkpoint.async_save(tmp_path / "partial", sharded, state, frozen=False)
     join = saving._thread.join
     monkeypatch.setattr(saving._thread, "join", lambda *args: (is_waited_for.set(), join(*args)))
-    run = load_module._Load.run
+    load = load_module._load
 
-    def run_at_last(job: Any, count: Any) -> Any:
+    def load_at_last(*args: Any) -> Any:
         assert saving.done
-        return run(job, count)
+        return load(*args)
 
-    monkeypatch.setattr(load_module._Load, "run", run_at_last)
+    monkeypatch.setattr(load_module, "_load", load_at_last)
     try:
         checkpoint.load(tmp_path / "whole", sharded, like=state)
     finally:
