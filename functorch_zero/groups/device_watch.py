@@ -23,15 +23,17 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..devices import on_this_device
-from ..errors import GroupError
 from . import torch_distributed
 from .store import Store, StoreError
+
+if TYPE_CHECKING:
+    from .membership import Membership
 
 _SECONDS_BETWEEN_LOOKS = 0.1  # at the device
 # Between questions for news of the other ranks: by torch's store, which all ranks ask
@@ -43,41 +45,20 @@ _SECONDS_TO_FINISH = 60.0
 _SECONDS_IN_VAIN = 1.0  # for this device and others, before an abort after which nobody comes back
 
 
-class Mark(Protocol):
-    """A place in the device's queue: a torch.Event."""
-
-    def query(self) -> bool:
-        """Whether the device has come so far."""
-        ...
-
-
-class CanHear(Protocol):
-    """A group that a thread watches."""
-
-    def news(self, waits: bool) -> str | None:
-        """The failure of another rank, in words, if there is any. While the device waits, ranks
-        that have gone without a word count, too."""
-        ...
-
-    def lost(self, text: str, era: int | None = None) -> GroupError:
-        """Leave the group, if its ranks have not come back since that era."""
-        ...
-
-
 def current_stream(device: torch.device) -> Any:
     """The stream of this device on which this thread's calls run now."""
     # A rank's tensors may lie on another device than its current one
     return torch.accelerator.current_stream(device)
 
 
-def mark_on(stream: Any) -> Mark:
+def mark_on(stream: Any) -> torch.Event:
     """A mark at the end of the stream's queue, put there from any thread."""
     event = torch.Event(stream.device)
     event.record(stream)
     return event
 
 
-def is_reached(mark: Mark, seconds: float) -> bool:
+def is_reached(mark: torch.Event, seconds: float) -> bool:
     """Whether the device comes to the mark within that time. One that is broken never does."""
     give_up = time.monotonic() + seconds
     while time.monotonic() < give_up:
@@ -105,7 +86,7 @@ class DeviceWatch:
         limit: seconds that the device may take to come to a mark.
     """
 
-    def __init__(self, group: CanHear, era: int, limit: float) -> None:
+    def __init__(self, group: Membership, era: int, limit: float) -> None:
         self._group = weakref.ref(group)
         self._era, self._limit = era, limit
         self._stream: Any = None  # of the last collective
@@ -135,7 +116,9 @@ class DeviceWatch:
             _RUNNING.discard(self)
 
     def _watch(self) -> None:
-        mark: Mark | None = None  # one at a time, behind all that was queued when it was put there
+        mark: torch.Event | None = (
+            None  # one at a time, behind all that was queued when it was put there
+        )
         put = asked = time.monotonic()
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
             now = time.monotonic()
@@ -198,7 +181,7 @@ class LettingGo:
     def __init__(
         self,
         groups: Sequence[dist.ProcessGroup],
-        earlier: Mark | None,
+        earlier: torch.Event | None,
         key: str,
         ranks: tuple[int, int],
         seconds: float,
@@ -236,7 +219,7 @@ class DeviceSide:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None  # of the last collective
-        self._earlier: Mark | None = None  # behind the calls before the present one
+        self._earlier: torch.Event | None = None  # behind the calls before the present one
         self._watch: DeviceWatch | None = None  # while connected
         self._letting_go: LettingGo | None = None  # after this rank has left
 
@@ -245,7 +228,7 @@ class DeviceSide:
         """Whether a thread hears of failures while this rank's host waits for its device."""
         return self._watch is not None
 
-    def watch(self, group: CanHear, era: int, limit: float) -> None:
+    def watch(self, group: Membership, era: int, limit: float) -> None:
         """Start the thread; see `DeviceWatch`."""
         self._watch = DeviceWatch(group, era, limit)
 
@@ -260,7 +243,7 @@ class DeviceSide:
         """What is queued now is of earlier calls, whose results must not be lost."""
         self._earlier = self.mark()
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> torch.Event | None:
         """A mark behind all that is queued now; None where there was no collective."""
         return None if self._device is None else mark_on(current_stream(self._device))
 

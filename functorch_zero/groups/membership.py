@@ -10,6 +10,7 @@ store, so that no rank finds the addresses or the failure of an earlier era.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import threading
@@ -149,18 +150,26 @@ class Membership:
             raise self.why_left()
         self._num_asked += 1
         key = f"functorch_zero/asked/{self._token}/{self.era}/{self._num_asked}"
+        digest = hashlib.sha256(words.encode()).digest()
         # The deadlines are long: a slow store must not look lost while training goes on
         patience = self.connections.limit
         try:
-            same = torch_distributed.all_say(
-                self.store, key, words, len(self.ranks), seconds, self._failure_key, patience
+            said, failed = torch_distributed.roll_call(
+                self.store,
+                key,
+                self._place,
+                seconds,
+                word=int.from_bytes(digest[:8], "big"),
+                failure=self._failure_key,
+                patience=patience,
             )
-            failed = not same and torch_distributed.failure_in_store(
-                self.store, self._failure_key, patience
-            )
+            same = len(said) == len(self.ranks) and len(set(said.values())) == 1
+            if not same:
+                # Once more, since a roll call ends without a word where its store does
+                failed = torch_distributed.failure_in_store(self.store, self._failure_key, patience)
         except StoreError as error:
             raise self.lost(f"rank {self.rank} could not ask the others: {error}") from None
-        if failed:
+        if failed is not None:
             raise self.lost("another rank has failed")
         return same
 

@@ -71,15 +71,9 @@ class Store:
         """Put the text there, unless the key has a text."""
         self._ask(lambda connection: connection.compare_set(key, "", text))
 
-    def append(self, key: str, text: str) -> None:
+    def append(self, key: str, text: str, seconds: float | None = None) -> None:
         """Put the text behind the one that is there."""
-        self._ask(lambda connection: connection.append(key, text))
-
-    def add(self, number: int, *keys: str, seconds: float | None = None) -> list[int]:
-        """Add to the count under each key, in their order, and return the sums."""
-        return self._ask(
-            lambda connection: [int(connection.add(key, number)) for key in keys], seconds
-        )
+        self._ask(lambda connection: connection.append(key, text), seconds)
 
     def _ask(self, call: Callable[[Any], T], seconds: float | None = None) -> T:
         seconds = self._seconds if seconds is None else seconds

@@ -8,7 +8,6 @@ question does so too, since other ranks may be in a collective.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import time
@@ -320,23 +319,25 @@ def roll_call(
     *,
     word: int = 0,
     failure: str | None = None,
+    patience: float | None = None,
 ) -> tuple[dict[int, int], str | None]:
     """Say this rank's word, and wait for those of all ranks: rank -> word, of those that say one
     within that time. It ends early with the text of a failure, if there is one under that key.
 
     Args:
         place: this rank, and the number of ranks.
+        patience: seconds, for each call of the store; None: the store's own.
     """
     rank, num_ranks = place
     give_up, pause = time.monotonic() + seconds, 0.01
     # All words under one key: a key for each rank would be as many questions
-    store.append(key, f"{rank}:{word} ")
+    store.append(key, f"{rank}:{word} ", patience)
     words: dict[int, int] = {}
     while True:
         try:
-            pairs = [said.split(":") for said in (store.read(key) or "").split()]
+            pairs = [said.split(":") for said in (store.read(key, seconds=patience) or "").split()]
             words = {int(other): int(its_word) for other, its_word in pairs}
-            text = None if failure is None else failure_in_store(store, failure)
+            text = None if failure is None else failure_in_store(store, failure, patience)
         except StoreError:
             # It has ended with the rank that serves it, which had heard enough
             if not words:
@@ -365,34 +366,6 @@ def failure_in_store(store: Store, key: str, seconds: float | None = None) -> st
     """The text of this group's own failure, or of the end of a rank under `launch`, if either is
     there now."""
     return store.read(key, WORLD_FAILURE_KEY, seconds=seconds)
-
-
-def all_say(
-    store: Store,
-    key: str,
-    words: str,
-    num_ranks: int,
-    seconds: float,
-    failure: str,
-    patience: float,
-) -> bool:
-    """Whether all ranks say the same words under this key, of one question, within that time; no,
-    where a failure is published before. `patience`: seconds, for each call of the store."""
-    give_up = time.monotonic() + seconds
-    own_key = f"{key}/{hashlib.sha256(words.encode()).hexdigest()}"
-    # In this order: when all ranks have said something, all counts by words are complete
-    store.add(1, own_key, key, seconds=patience)
-    pause = 0.005  # seconds, between two looks
-    while True:
-        num_asked, num_alike = store.add(0, key, own_key, seconds=patience)
-        if num_alike == num_ranks:
-            return True
-        if num_asked == num_ranks or time.monotonic() > give_up:
-            return False
-        if failure_in_store(store, failure, patience):
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _MAX_PAUSE)
 
 
 def world_failure(store: Store) -> str | None:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import GroupError
 from .protocol import Done, Work
 
-
-class CanLosePeers(Protocol):
-    """A group whose collectives may be cut off."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        ...
-
-    def lost(self, text: str) -> GroupError:
-        """Leave the group, and return the error to raise."""
-        ...
-
-    def why_left(self, era: int) -> GroupError:
-        """The error for a collective that was under way in that era."""
-        ...
+if TYPE_CHECKING:
+    from .membership import Membership
 
 
 class TorchWork:
@@ -41,7 +26,7 @@ class TorchWork:
     # [eras] in `membership`
     _era: int | None = None  # of the group, when it left with this under way
 
-    def __init__(self, group: CanLosePeers, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
+    def __init__(self, group: Membership, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
         self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
 
     def wait(self) -> None:

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import _torch_private, optim
-from functorch_zero.checkpoint import block_io
-from functorch_zero.checkpoint.block_io import BLOCK, Wanted, chunks_of
+from functorch_zero.checkpoint.block_io import BLOCK, chunks_of
 from functorch_zero.checkpoint.snapshot import devices_of
 from functorch_zero.devices import number_on
 from functorch_zero.groups import CountingGroup, launch
@@ -94,12 +93,6 @@ def test_tensors_leave_the_device_a_few_blocks_at_a_time(fake: FakeTensorMode) -
     runs = [*chunks_of(flat)]
     assert [run.nbytes for run in runs] == [4 * BLOCK, 4 * BLOCK, BLOCK + 4]
     assert all(run.is_cpu for run in runs)
-
-
-def test_blocks_are_not_read_straight_into_a_device(fake: FakeTensorMode) -> None:
-    for device, direct in (("cpu", True), (CUDA, False)):
-        wanted = Wanted(0, 4, "F32", torch.empty(4, device=device), 0)
-        assert block_io._Run(wanted, 0, 16).direct is direct
 
 
 def test_the_devices_of_a_snapshot(fake: FakeTensorMode) -> None:
