@@ -17,7 +17,7 @@ same. Only the sum of all rows counts. A whole state has one row, the sum, which
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class ReductionParts:
         self.layout = layout
         self._reduction, self._axes = reduction, axes
         self._names = _distinct_names(layout.buckets)
+        self._trained = [b for b, bucket in enumerate(layout.buckets) if bucket.trainable]
         self._piece_number = axes.piece_number
         # A whole state holds each element once, and each replica keeps a value of its own for it:
         # nothing says which to save
@@ -69,18 +70,24 @@ class ReductionParts:
     def init(self, device: torch.device) -> Parts | None:
         """The parts before the first step. No communication."""
         kept = {}  # by bucket
-        for b, bucket in self._trained():
+        for b in self._trained:
+            bucket = self.layout.buckets[b]
             kept[b] = self._reduction.init(bucket, device)
             self._check_init(bucket, kept[b])
         return self.parts_of(kept)
 
     def parts_of(self, kept: Mapping[int, Kept]) -> Parts | None:
         """Kept tensors by bucket -> parts, which are views of them."""
-        made: Parts = {}
-        for name, carried in self._reduction.keeps.items():
-            made[name] = {}
-            for b, _ in self._trained():
-                made[name] |= self._leaves(kept[b][name], carried, b)
+        return self._parts_by(self._leaves, kept)
+
+    def _parts_by(
+        self, leaves_of: Callable[[Tensor, Carried, int], Leaves], kept: Mapping[int, Kept]
+    ) -> Parts | None:
+        """The leaves that a function makes of each kept tensor, by name."""
+        made: Parts = {name: {} for name in self._reduction.keeps}
+        for b, own in kept.items():
+            for name, carried in self._reduction.keeps.items():
+                made[name] |= leaves_of(own[name], carried, b)
         return {"reduction": made} if made else None
 
     def kept_in(self, parts: Any) -> dict[int, Kept]:
@@ -88,12 +95,18 @@ class ReductionParts:
         if parts is None and not self._reduction.keeps:
             return {}
         self.check(parts)
+        return self._kept_by(self._flat, parts)
+
+    def _kept_by(
+        self, flat_of: Callable[[Leaves, Carried, int], Tensor], parts: Parts
+    ) -> dict[int, Kept]:
+        """The tensors that a function makes of the leaves of each bucket and name."""
         kept: dict[int, Kept] = {}
-        for b, _ in self._trained():
-            own: dict[str, Tensor] = {}
-            for name, carried in self._reduction.keeps.items():
-                own[name] = self._flat(parts["reduction"][name], carried, b)
-            kept[b] = own
+        for b in self._trained:
+            kept[b] = {
+                name: flat_of(parts["reduction"][name], carried, b)
+                for name, carried in self._reduction.keeps.items()
+            }
         return kept
 
     def check(self, parts: Any, *, whole: bool = False) -> None:
@@ -154,21 +167,19 @@ class ReductionParts:
         Collectives: per bucket and name one all-reduce of a sum, over the ranks of different data,
         or one all-gather of pieces.
         """
-        made: Parts = {name: {} for name in self._reduction.keeps}
-        for b, kept in self.kept_in(parts).items():
+
+        def whole_leaves(kept: Tensor, carried: Carried, b: int) -> Leaves:
             bucket = self.layout.buckets[b]
-            for name, carried in self._reduction.keeps.items():
-                if carried == "pieces":
-                    flat = _all_gathered(kept[name], bucket, axes.optimizer)
-                    leaves = dict(zip(self._paths(bucket), unpack(flat, bucket), strict=True))
-                else:
-                    flat = kept[name].clone()  # the given state stays good
-                    if carried == "sum":
-                        # Ranks of the same data keep equal rows, of which one counts
-                        axes.data.all_reduce(flat).wait()
-                    leaves = self._leaves(flat, carried, b)
-                made[name] |= leaves
-        return {"reduction": made} if made else None
+            if carried == "pieces":
+                flat = _all_gathered(kept, bucket, axes.optimizer)
+                return dict(zip(self._keys(carried, b), unpack(flat, bucket), strict=True))
+            flat = kept.clone()  # the given state stays good
+            if carried == "sum":
+                # Ranks of the same data keep equal rows, of which one counts
+                axes.data.all_reduce(flat).wait()
+            return self._leaves(flat, carried, b)
+
+        return self._parts_by(whole_leaves, self.kept_in(parts))
 
     def part(self, whole: Any, device: torch.device) -> Parts | None:
         """This rank's part of a whole state's parts; those of `init`, where it has none. No
@@ -176,13 +187,7 @@ class ReductionParts:
         if whole is None:
             return self.init(device)
         self.check(whole, whole=True)
-        kept: dict[int, Kept] = {}
-        for b, _ in self._trained():
-            own: dict[str, Tensor] = {}
-            for name, carried in self._reduction.keeps.items():
-                own[name] = self._flat_of_whole(whole["reduction"][name], carried, b)
-            kept[b] = own
-        return self.parts_of(kept)
+        return self.parts_of(self._kept_by(self._flat_of_whole, whole))
 
     def _flat_of_whole(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
         """This rank's flat of a bucket, from the leaves of a whole state's parts; see Note
@@ -190,7 +195,7 @@ class ReductionParts:
         bucket = self.layout.buckets[b]
         if carried == "same":
             return leaves[self._names[b]].clone()
-        own = [leaves[key] for key in self._paths(bucket)]
+        own = [leaves[key] for key in self._keys(carried, b)]
         if carried == "pieces":
             return slice_flat(own, bucket, self._piece_number)
         # The one row of a whole state, (numel,)
@@ -211,14 +216,14 @@ class ReductionParts:
         if carried == "sum":
             # (1, *shape): this rank's row
             views = [view[None] for view in views]
-        return dict(zip(self._paths(bucket), views, strict=True))
+        return dict(zip(self._keys(carried, b), views, strict=True))
 
     def _flat(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
         """The inverse: the flat that the leaves lie in, or a new one."""
         bucket = self.layout.buckets[b]
         if carried == "same":
             return leaves[self._names[b]]
-        own = [leaves[key] for key in self._paths(bucket)]
+        own = [leaves[key] for key in self._keys(carried, b)]
         if carried == "sum":
             return flat_of_leaves([leaf[0] for leaf in own], bucket)
         if bucket.cut.num_pieces == 1:
@@ -229,11 +234,11 @@ class ReductionParts:
         """The structure of the parts, with a Kind for each leaf."""
         made: Parts = {}
         for name, carried in self._reduction.keeps.items():
-            made[name] = {}
-            for b, bucket in self._trained():
-                keys = [self._names[b]] if carried == "same" else self._paths(bucket)
-                for k, key in enumerate(keys):
-                    made[name][key] = Kind(carried, b, k)
+            made[name] = {
+                key: Kind(carried, b, k)
+                for b in self._trained
+                for k, key in enumerate(self._keys(carried, b))
+            }
         return {"reduction": made}
 
     def _check_init(self, bucket: Bucket, kept: Kept) -> None:
@@ -266,14 +271,11 @@ class ReductionParts:
                     )
                 )
 
-    def _trained(self) -> Iterator[tuple[int, Bucket]]:
-        """The trained buckets with their numbers."""
-        for b, bucket in enumerate(self.layout.buckets):
-            if bucket.trainable:
-                yield b, bucket
-
-    def _paths(self, bucket: Bucket) -> list[str]:
-        return [self.layout.leaves[n].path for n in bucket.leaves]
+    def _keys(self, carried: Carried, b: int) -> list[str]:
+        """The keys of a bucket's leaves."""
+        if carried == "same":
+            return [self._names[b]]
+        return [self.layout.leaves[n].path for n in self.layout.buckets[b].leaves]
 
 
 def _distinct_names(buckets: Sequence[Bucket]) -> list[str]:

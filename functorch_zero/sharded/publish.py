@@ -112,7 +112,8 @@ def _add(
 def _packed(updates: Sequence[Any], piece: Tensor, bucket: Bucket, piece_number: int) -> Tensor:
     """A new flat (piece,) of the updates of a bucket's leaves, for a piece of its params."""
     if any(update is None for update in updates):
-        updates = _zeros_for_none(updates, cut(piece, bucket, piece_number))
+        pairs = zip(updates, cut(piece, bucket, piece_number), strict=True)
+        updates = [torch.zeros_like(own) if x is None else x for x, own in pairs]
     # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
     if len({update.dtype for update in updates}) > 1:
         updates = [update.to(piece.dtype) for update in updates]
@@ -137,13 +138,6 @@ def copies_to_update(
     return made
 
 
-def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        torch.zeros_like(piece) if update is None else update
-        for update, piece in zip(updates, pieces, strict=True)
-    ]
-
-
 class _Publishing:
     """A bucket's new pieces on their way to the ranks that hold them between steps, or use them: an
     all-gather along each axis.
@@ -166,7 +160,7 @@ class _Publishing:
         name: str,
         over: Sequence[Group],
         shard: Group,
-        empty: Callable[[Tensor], Tensor] = torch.empty_like,
+        empty: Callable[[Tensor], Tensor],
     ):
         self.published: Tensor | None = None
         self._held, self._bucket, self._empty = held, bucket, empty
@@ -234,28 +228,18 @@ def chosen_params(params: ShardedTree, chosen: PyTree[Tensor], axes: Axes) -> Sh
 
     Collectives: those of `publish`, for all buckets under way at once.
     """
-    layout = params.sharding.layout
+    layout, number, flats = params.sharding.layout, axes.piece_number, params.flats()
     # Trained leaves alone are given, in tree order
-    leaves, held, started = iter(optree.tree_leaves(chosen)), [], {}
-    pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
-    published = params.published(trained=False)
-    for b, (bucket, flat) in enumerate(zip(layout.buckets, params.flats(), strict=True)):
+    leaves = iter(optree.tree_leaves(chosen))
+    pieces = {n: next(leaves) for n, leaf in enumerate(layout.leaves) if leaf.trainable}
+    for b, bucket in enumerate(layout.buckets):
         if bucket.trainable:
             # Never in place: the state's own params stay as they are
-            flat = torch.zeros_like(flat)
-            own = cut(own_piece(flat, bucket, axes.piece_number), bucket, axes.piece_number)
+            flats[b] = torch.zeros_like(flats[b])
+            own = cut(own_piece(flats[b], bucket, number), bucket, number)
             torch._foreach_copy_(own, [pieces[n] for n in bucket.leaves])
-            over = _published_along(bucket, axes)
-            started[b] = _Publishing(flat, bucket, bucket.name, over, axes.shard.group)
-        held.append(flat)
-    _finish([*started.values()])
-    for b, publishing in started.items():
-        published[b] = publishing.published
-    return params.with_flats(held, published)
-
-
-def _trained_numbers(layout: Layout) -> list[int]:
-    return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
+    beside = [torch.empty_like] * len(flats)
+    return publish(params, flats, None, axes, donate=True, empty=beside)
 
 
 class SamePublished(SameUses):

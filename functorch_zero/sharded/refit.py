@@ -8,11 +8,9 @@ one order, so runs need no labels.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -45,14 +43,6 @@ class Part(NamedTuple):
     tensor: Any  # (n,), or whole in its own shape; a number is itself
     form: Form  # of the whole leaf
     ranges: Sequence[Range]  # by rank
-
-
-class Run(NamedTuple):
-    """Elements of a leaf that one rank has, and another one wants."""
-
-    source: int
-    start: int
-    stop: int
 
 
 def check_same_ranks(state: State, options: Options) -> None:
@@ -159,67 +149,55 @@ def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTr
 
 
 def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
-    """This rank's parts of leaves of one dtype after the move. One all-to-all, if any travels."""
+    """This rank's parts of leaves of one dtype after the move. One all-to-all, if any travels. See
+    Note [moves]."""
     here, mail, like = group.rank, Mail(group), None
-    own: list[list[Run]] = []  # per leaf, the runs that this rank's part is made of, in order
+    starts: list[list[int]] = []  # per leaf, those of the runs that arrive
     for i, (old, new) in enumerate(pairs):
-        holders = _Holders(old.ranges)
-        own.append([*holders.runs(new.ranges[here], here)])
+        mine, expected = old.ranges[here], list[int]()
+        # The first rank of those that hold the same
+        holders = {own: rank for rank, own in reversed([*enumerate(old.ranges)])}
         for receiver, wanted in enumerate(new.ranges):
-            for run in holders.runs(wanted, receiver):
-                if run.source == receiver:
-                    continue
+            for part in _without(wanted, old.ranges[receiver]):
                 # On the device of what travels: counters may lie on another one
                 like = old.tensor.new_empty(0, dtype=old.form.dtype) if like is None else like
-                if run.source == here:
-                    mail.send(receiver, _cut(old, here, run))
-                if receiver == here:
-                    mail.expect(run.source, (i, run.start), run.stop - run.start)
+                if holders[mine] == here:
+                    mail.send(receiver, _cut(old, here, part))
+                for own, source in holders.items() if receiver == here else ():
+                    start, stop = _overlap(part, own)
+                    if start < stop:
+                        mail.expect(source, (i, start), stop - start)
+                        expected.append(start)
+        starts.append(expected)
     arrived: Mapping[Any, list[Tensor]] = {} if like is None else mail.exchange(like)
     moved = []
     for i, (old, new) in enumerate(pairs):
-        parts = [old.tensor.new_empty(0)]  # `torch.cat` takes no empty list
-        for run in own[i]:
-            parts += [_cut(old, here, run)] if run.source == here else arrived[i, run.start]
-        moved.append(torch.cat(parts).view(new.tensor.shape))
+        stayed = _overlap(new.ranges[here], old.ranges[here])
+        runs = {start: arrived[i, start][0] for start in starts[i]}
+        # Where nothing stays, a run may arrive in its place
+        runs.setdefault(stayed[0], _cut(old, here, stayed))
+        moved.append(torch.cat([runs[start] for start in sorted(runs)]).view(new.tensor.shape))
     return moved
 
 
-def _cut(part: Part, rank: int, run: Run) -> Tensor:
-    """A run of a rank's part (n,)."""
+def _without(wanted: Range, own: Range) -> list[Range]:
+    """The parts of a range beside another one, in order."""
+    if own[0] >= own[1]:
+        return [wanted] if wanted[0] < wanted[1] else []
+    parts = (wanted[0], min(wanted[1], own[0])), (max(wanted[0], own[1]), wanted[1])
+    return [(start, stop) for start, stop in parts if start < stop]
+
+
+def _overlap(one: Range, two: Range) -> Range:
+    return max(one[0], two[0]), min(one[1], two[1])
+
+
+def _cut(part: Part, rank: int, wanted: Range) -> Tensor:
+    """A range (n,) of what a rank's part has of it."""
+    start, stop = _overlap(wanted, part.ranges[rank])
     first, _ = part.ranges[rank]
     flat: Tensor = part.tensor.detach().reshape(-1)
-    return flat[run.start - first : run.stop - first]
-
-
-class _Holders:
-    """The ranks that hold a leaf before the move: ranges that are apart, or equal on several."""
-
-    def __init__(self, ranges: Sequence[Range]):
-        self._ranges = ranges
-        first: dict[Range, int] = {}  # the first rank that holds it
-        for rank, (start, stop) in enumerate(ranges):
-            if start < stop:
-                first.setdefault((start, stop), rank)
-        self._sorted = sorted((start, stop, rank) for (start, stop), rank in first.items())
-
-    def runs(self, wanted: Range, receiver: int) -> Iterator[Run]:
-        """The runs that a rank's range is made of after the move, in order; see Note [moves]."""
-        start, stop = wanted
-        own_start, own_stop = self._ranges[receiver]
-        while start < stop:
-            if own_start <= start < own_stop:
-                source, end = receiver, own_stop
-            else:
-                # The last one that begins here or before
-                k = bisect_right(self._sorted, start, key=itemgetter(0)) - 1
-                _, end, source = self._sorted[k]
-                # Up to the elements that the receiver has
-                if start < own_start < own_stop:
-                    end = min(end, own_start)
-            end = min(end, stop)
-            yield Run(source, start, end)
-            start = end
+    return flat[start - first : max(start, stop) - first]
 
 
 def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
@@ -260,14 +238,10 @@ def _range_in(bucket: Bucket, k: int, piece_number: int) -> Range:
 def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
     leaves, layout = optree.tree_leaves(node.as_it_lies), node.holding.sharding.layout
     for leaf, plan in zip(leaves, node.holding.plan.leaves, strict=True):
-        if plan.kind == "follows":
-            b, k = layout.places[plan.leaf]
-            ranges = [_range_in(layout.buckets[b], k, rank) for rank in range(num_ranks)]
-            yield Part(leaf, Form(layout.leaves[plan.leaf].shape, leaf.dtype), ranges)
-        elif plan.kind == "rows":
+        if plan.is_cut:
             extents = [plan.extent(layout, rank) for rank in range(num_ranks)]
             ranges = [(extent.start, extent.stop) for extent in extents]
-            yield Part(leaf, Form(plan.shape, plan.dtype), ranges)
+            yield Part(leaf, Form(extents[0].shape, leaf.dtype), ranges)
         elif plan.kind == "owned":
             yield Part(leaf, Form(plan.shape, plan.dtype), _at_owner(plan, num_ranks))
         else:

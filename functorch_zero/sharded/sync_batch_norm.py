@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..tree import has_values
@@ -16,37 +15,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """Torch's, with its params and buffers, but for the ranks: those of the loss that runs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
-        is_tracked = self.running_mean is not None and self.running_var is not None
-        of_batch = self.training or not is_tracked
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        of_batch = self.training or self.running_mean is None or self.running_var is None
         batch = batch_of_loss(_NAME) if of_batch else None
-        momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0
-        updates = is_tracked and (not self.training or self.track_running_stats)
-        mean, var = (self.running_mean, self.running_var) if updates else (None, None)
         if batch is None:
-            return F.batch_norm(
-                input, mean, var, self.weight, self.bias, of_batch, momentum, self.eps
-            )
-        return self._of_whole_batch(input, batch, momentum, mean, var)
+            return super(nn.SyncBatchNorm, self).forward(input)  # of one process
+        return self._of_whole_batch(input, batch)
 
-    def _next_momentum(self) -> float:
-        """The part of the new statistics in the running ones: None means their plain average."""
-        num = self.num_batches_tracked
-        if num is not None:
-            num.add_(1)
-        if self.momentum is not None or num is None:
-            return self.momentum or 0.0
-        return 1.0 / float(num)
-
-    def _of_whole_batch(
-        self,
-        x: Tensor,
-        batch: BatchOnRanks,
-        momentum: float,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-    ) -> Tensor:
+    def _of_whole_batch(self, x: Tensor, batch: BatchOnRanks) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
         num = x.numel() // x.size(1)  # values per feature
@@ -65,16 +41,26 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         mean = (nums * means).sum(0) / total
         square = (squares + nums * (means - mean).square()).sum(0)
         scale = (square / total + self.eps).rsqrt()
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                running_var.lerp_((square / (total - 1)).to(running_var.dtype), momentum)
+        if self.training and self.track_running_stats:
+            self._track(mean, square / (total - 1))
         normed = (wide - _along_features(mean, x)) * _along_features(scale, x)
         if self.weight is not None:
             normed = normed * _along_features(self.weight, x)
         if self.bias is not None:
             normed = normed + _along_features(self.bias, x)
         return normed.to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        """Count a batch, whose statistics (C,) these are."""
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # their plain average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), momentum or 0.0)
 
 
 def converted(model: nn.Module) -> nn.Module:

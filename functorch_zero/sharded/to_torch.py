@@ -35,6 +35,7 @@ from ..optim.claims.operators import OperatorWatch
 from ..optim.naming import NamedFunction, described
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import StatePlan, plan_state
+from ..step.backward import dense
 from ..step.evaluate import check_fits
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
@@ -145,20 +146,19 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
                 remedy="pass the model, or model.named_parameters()",
             )
         )
-    for n, of in enumerate(("name", "param")):
-        seen: dict[Any, str] = {}
-        for pair in pairs:
-            key = pair[0] if n == 0 else id(pair[1])
+    seen: dict[Any, str] = {}  # both by name and by the param's id
+    for path, param in pairs:
+        for of, key in (("name", path), ("param", id(param))):
             if key in seen:
                 raise StructureError(
                     explain(
                         f"a {of} was given twice",
-                        path=pair[0],
+                        path=path,
                         got=f"the same {of} as {seen[key]}",
                         remedy="give each param once; model.named_parameters() leaves out ties",
                     )
                 )
-            seen[key] = pair[0]
+            seen[key] = path
     # As before torch.compile, for masks, noise and state dicts
     return [(without_wrappers(path), param) for path, param in pairs]
 
@@ -324,20 +324,21 @@ class TorchOptimizer(torch.optim.Optimizer):
         for n, path in enumerate(self._params):
             first: dict[str, int] = {}  # part -> the first rank that has it
             for other, (theirs, own) in enumerate(told):
-                same = told[first.setdefault(theirs[n], other)][1][n]
-                missing = (own[n] is None) != (told[0][1][n] is None)
-                if missing or (own[n] is not None and not alike(own[n], same)):
-                    known = 0 if missing else first[theirs[n]]
-                    raise MismatchError(
-                        explain(
-                            f"ranks have other values of the same part of a {of}",
-                            path=path,
-                            expected=f"on rank {other} the same as on rank {known}",
-                            got=f"{own[n]} and {told[known][1][n]}",
-                            rank=everyone.rank,
-                            remedy=remedy,
-                        )
+                known = first.setdefault(theirs[n], other)
+                if (own[n] is None) != (told[0][1][n] is None):
+                    known = 0
+                elif own[n] is None or alike(own[n], told[known][1][n]):
+                    continue
+                raise MismatchError(
+                    explain(
+                        f"ranks have other values of the same part of a {of}",
+                        path=path,
+                        expected=f"on rank {other} the same as on rank {known}",
+                        got=f"{own[n]} and {told[known][1][n]}",
+                        rank=everyone.rank,
+                        remedy=remedy,
                     )
+                )
 
     # A step
 
@@ -381,10 +382,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 raise _late_gradient(path, num_steps - self._num_steps[path])
             grads[path] = grad
         locals_ = zip(grads, locals_of(grads.values()), strict=True)
-        return {
-            path: (grad if grad.layout == torch.strided else grad.to_dense()).flatten()
-            for path, grad in locals_
-        }
+        return {path: dense(grad).flatten() for path, grad in locals_}
 
     def _compare_gradients(self, grads: Mapping[str, Tensor]) -> None:
         """Raise on every rank unless ranks that hold the same part of a param have the same
@@ -425,17 +423,18 @@ class TorchOptimizer(torch.optim.Optimizer):
             locals_: the params' tensors on this rank.
         """
         across, views = part.across, self._views(part, locals_)
-        if views is not None and views.flats is not None:
+        if views is None:
+            pieces, update = self._pieces(locals_), self.transform.update
+        elif views.flats is None:
+            # Only to the params themselves, and not to copies, may kernels add their updates
+            pieces, update = views.pieces, self.transform.update_and_add
+        else:
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
             flats, trees = views.flats, lambda: (grads, own)
             return None, across.fused(*self._split, given, state, flats, trees, donate=True)
-        params = self._pieces(locals_) if views is None else views.pieces
-        # Only to the params themselves, and not to copies, may kernels add their updates
-        transform = self.transform
-        update = transform.update if views is None else transform.update_and_add
-        updates, state = update(grads, state, params, across)
-        same_structure(params, updates, what="the optimizer's updates")
+        updates, state = update(grads, state, pieces, across)
+        same_structure(pieces, updates, what="the optimizer's updates")
         return updates, state
 
     def _views(self, part: _Part, locals_: Mapping[str, Tensor]) -> _Views | None:
