@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -21,13 +21,6 @@ from ..tree import PyTree, paths
 SyncBuffers = Literal["mean", "rank0", "local"]
 
 
-def check_sync_buffers(rule: Any) -> SyncBuffers:
-    """The rule, if it is one of them; else ValueError."""
-    if rule not in get_args(SyncBuffers):
-        raise ValueError(f"sync_buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
-    return rule  # type: ignore[no-any-return]
-
-
 def check_synchronizable(
     old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group, rank: int
 ) -> None:
@@ -39,28 +32,28 @@ def check_synchronizable(
     for n, (before, after) in enumerate(leaves):
         if before is after:
             continue
-        if before.layout != torch.strided or after.layout != torch.strided:
-            raise StructureError(
-                explain(
-                    "a loss has changed a sparse buffer, which ranks can't send each other",
-                    path=paths(old)[n],
-                    expected=torch.strided,
-                    got=after.layout if before.layout == torch.strided else before.layout,
-                    rank=rank,
-                    remedy=f"keep it dense, and make it sparse in the loss; {_OR_LOCAL}",
-                )
+        forms = [(tuple(x.shape), x.dtype) for x in (before, after)]
+        layouts = [x.layout for x in (before, after) if x.layout != torch.strided]
+        if layouts:
+            what = "a loss has changed a sparse buffer, which ranks can't send each other"
+            expected, got = torch.strided, layouts[0]
+            remedy = "keep it dense, and make it sparse in the loss"
+        elif forms[0] != forms[1]:
+            what = "a loss has changed a buffer's shape or dtype"
+            expected, got = forms
+            remedy = "begin with a buffer of that shape and dtype"
+        else:
+            continue
+        raise StructureError(
+            explain(
+                what,
+                path=paths(old)[n],
+                expected=expected,
+                got=got,
+                rank=rank,
+                remedy=f"{remedy}; {_OR_LOCAL}",
             )
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise StructureError(
-                explain(
-                    "a loss has changed a buffer's shape or dtype",
-                    path=paths(old)[n],
-                    expected=(tuple(before.shape), before.dtype),
-                    got=(tuple(after.shape), after.dtype),
-                    rank=rank,
-                    remedy=f"begin with a buffer of that shape and dtype; {_OR_LOCAL}",
-                )
-            )
+        )
 
 
 _OR_LOCAL = 'or shard with sync_buffers="local", which lets each rank keep its own'

@@ -14,22 +14,20 @@ from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
-from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
-from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState
-from ..step.evaluate import EvalStep, Evaluated, call_eval, total_weight
+from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes, total_size
 from ..step.scope import given_batch
 from ..step.state import State, TrainValue
 from ..step.weights import check_weight_value
-from ..tree import PyTree
+from ..tree import PyTree, check_tensors
 from .average import average
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
@@ -115,7 +113,16 @@ class ShardedEvalStep:
             flats = flats_of_pass(trees, order, options.axes, log, options.places.params)
             device = flats[0].device
             check_batch(batch, device, self.group.rank)
-            run = self._pass(joined.layout, order, flats, log, look=look)
+            # Without a reduction: leaves bring no gradients, so units are used and freed
+            run = Pass(
+                joined.layout,
+                make_unit_flats(flats, joined.layout, options.axes, log),
+                None,
+                device=device,
+                order=order,
+                overlap=options.overlap,
+                look=look,
+            )
             on_ranks = BatchOnRanks(options.axes, log, batch)
             on_ranks.around = run
             with given_batch(on_ranks):
@@ -163,27 +170,6 @@ class ShardedEvalStep:
             f"evaluation at step {int(state.step)} of trees made as {_words_of(given.trees)}"
         )
         return given
-
-    def _pass(
-        self,
-        layout: Layout,
-        order: PrefetchOrder,
-        flats: Sequence[Tensor],
-        log: list[str],
-        *,
-        look: bool,
-    ) -> Pass:
-        """A pass without a reduction: leaves bring no gradients, so units are used and freed."""
-        options = self.options
-        return Pass(
-            layout,
-            make_unit_flats(flats, layout, options.axes, log),
-            None,
-            device=flats[0].device,
-            order=order,
-            overlap=options.overlap,
-            look=look,
-        )
 
     def _call(
         self,
@@ -241,19 +227,16 @@ class ShardedEvalStep:
         params = trained_like(state.params, Holding(state.sharding, "held"))
         pieces = params.pieces()
         device = next(flat.device for flat in params.flats())
-
-        def as_held(tree: Any) -> Any:
-            shown = ShardedTree(tree, pieces.holding)
-            shown.check_leaves(some=True)
-            log.append(f"params chosen of trees made as {_words_of([shown])}")
-            return shown.local_tree
-
         # As in a program, of numbers that are the same on every rank
         with Streams(state.seed, state.step).of_program(device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
-            chosen = self.unsharded.chosen(state.opt_state.tree, pieces.tree, as_held)
+            chosen = self.unsharded.chosen(state.opt_state.tree, pieces.tree)
+            shown = ShardedTree(chosen, pieces.holding)
+            shown.check_leaves(some=True)
+            check_tensors(shown.local_tree, CHOSEN)
+        log.append(f"params chosen of trees made as {_words_of([shown])}")
         # In flats of their own: the state's params stay
-        return chosen_params(params, chosen, self.options.axes)
+        return chosen_params(params, shown.local_tree, self.options.axes)
 
 
 def _check_known_as_cut(value: TrainValue, rank: int) -> None:

@@ -25,7 +25,7 @@ from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
 from ..tree import PyTree, check_patterns
-from .buffers import SyncBuffers, check_sync_buffers
+from .buffers import SyncBuffers
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Options:
             levels=levels,
             axes=axes,
             donate=trains if donate is None else donate,
-            sync_buffers=check_sync_buffers_of(step, sync_buffers),
+            sync_buffers=check_sync_buffers(step, sync_buffers),
             reshard_after_forward=reshard_after_forward,
             reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
             overlap=check_overlap(overlap),
@@ -381,16 +381,17 @@ def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:
     return value
 
 
-def check_sync_buffers_of(step: EvalStep | ProgramStep, value: Any) -> SyncBuffers:
+def check_sync_buffers(step: EvalStep | ProgramStep, rule: Any) -> SyncBuffers:
     """The rule, if it is one for which the step has a place."""
-    rule = check_sync_buffers(value)
+    if rule not in get_args(SyncBuffers):
+        raise ValueError(f"sync_buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
     if rule == "local" and isinstance(step, ProgramStep) and not step.buffers:
         raise ValueError(
             'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
             "program's value are the same on every rank. Remedy: program_step(..., "
             'buffers=("buffers",)), which says where they are; or "mean" or "rank0"'
         )
-    return rule
+    return rule  # type: ignore[no-any-return]
 
 
 def _printed(seam: Any) -> str:

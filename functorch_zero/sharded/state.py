@@ -89,28 +89,18 @@ def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
     already."""
     if not isinstance(x, Tensor):
         return x
-    if leaf.kind == "follows":
-        return _gather_following(x, leaf.leaf, layout, group)
-    if leaf.kind == "rows":
+    if leaf.is_cut:
+        # The layout tells how much each rank has, without communication
+        extents = [leaf.extent(layout, rank) for rank in range(group.size)]
+        shape = extents[0].shape
+        # Level 0: whole here already
         if layout.leaves[leaf.leaf].cut.num_pieces == 1:
-            return x.clone()
-        counts = [leaf.extent(layout, rank).num_here for rank in range(group.size)]
-        return _gather_piece(x.reshape(-1), counts, group).view(leaf.shape)
+            return x.clone().view(shape)
+        counts = [extent.num_here for extent in extents]
+        return _gather_piece(x.reshape(-1), counts, group).view(shape)
     if leaf.kind == "owned":
         return _from_owner(x, leaf, group)
     return x.clone()
-
-
-def _gather_following(x: Tensor, n: int, layout: Layout, group: Group) -> Tensor:
-    """The whole of a leaf (n,) that follows the layout's n-th."""
-    b, k = layout.places[n]
-    bucket = layout.buckets[b]
-    # Level 0: whole here already
-    if bucket.cut.num_pieces == 1:
-        return x.clone().view(bucket.shapes[k])
-    # Per rank, in elements; the layout tells, without communication
-    counts = [bucket.extent(k, rank).num_here for rank in range(group.size)]
-    return _gather_piece(x, counts, group).view(bucket.shapes[k])
 
 
 def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups.dtensors import Placed, like_dtensor, local_of, sharded_by_rows
-from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..sharded_optim.state_plan import EVERYONE, StateLeaf, StatePlan
@@ -206,35 +205,32 @@ class TorchState:
     def _fitting(self, entry: _Entry, leaf: Tensor, value: Any) -> Tensor:
         """This rank's part of a value that is to take a leaf's place; of one at an owner, which
         came by rows, this rank's rows (n,)."""
-        kind = entry.leaf.kind
         like: Any = self._params[entry.param]
-        shape = (*like.shape,) if kind == "follows" else entry.shape_of(leaf)
-        if value is None:
-            raise unfit(entry.param, entry.name, f"a tensor of shape {shape}", "none")
-        if not isinstance(value, Tensor) or value.dtype != leaf.dtype:
-            got = getattr(value, "dtype", type(value).__name__)
-            raise unfit(entry.param, entry.name, leaf.dtype, got)
-        if (*value.shape,) != shape:
-            raise unfit(entry.param, entry.name, f"shape {shape}", f"shape {(*value.shape,)}")
+        follows, here = entry.leaf.kind == "follows", self._placed.group.rank
+        shape = (*like.shape,) if follows else entry.shape_of(leaf)
+        expected = f"a tensor of shape {shape}, {leaf.dtype}"
+        if not isinstance(value, Tensor):
+            got = "none" if value is None else type(value).__name__
+            raise unfit(entry.param, entry.name, expected, got)
+        if ((*value.shape,), value.dtype) != (shape, leaf.dtype):
+            got = f"one of shape {(*value.shape,)}, {value.dtype}"
+            raise unfit(entry.param, entry.name, expected, got)
         is_cut = is_dtensor(value)
-        if kind == "follows" and is_cut:
+        if follows and is_cut:
             cut: Any = value
             lies, wanted = (cut.device_mesh, cut.placements), (like.device_mesh, like.placements)
             if lies != wanted:
                 raise unfit(entry.param, entry.name, wanted, lies)
+        if is_cut and (follows or entry.has_owner):
             return local_of(value).reshape(-1)
-        if kind == "follows":
-            return self._extent(entry).part_of(value.contiguous()).reshape(-1)
-        if entry.has_owner and is_cut:
-            return local_of(value).reshape(-1)
-        if entry.has_owner and entry.leaf.owner != self._placed.group.rank:
+        if follows:
+            b, k = self._layout.places[entry.leaf.leaf]
+            extent = self._layout.buckets[b].extent(k, here)
+            return extent.part_of(value.contiguous()).reshape(-1)
+        if entry.has_owner and entry.leaf.owner != here:
             return leaf
         own_shape = entry.leaf.shape if entry.has_owner else leaf.shape
         return leaf.new_empty(own_shape).copy_(value.view(own_shape))
-
-    def _extent(self, entry: _Entry) -> Extent:
-        b, k = self._layout.places[entry.leaf.leaf]
-        return self._layout.buckets[b].extent(k, self._placed.group.rank)
 
     def _by_param(self, leaves: list[Any]) -> ByParam:
         found: ByParam = {path: {} for path in self._params}

@@ -38,6 +38,8 @@ from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
 
+CHOSEN = "the tree that eval_step(params=...) gave"
+
 
 @dataclass(frozen=True)
 class EvalStep:
@@ -108,22 +110,17 @@ class EvalStep:
         view, _ = optimizer_view(state.params, trained(state))
         # The same numbers on every rank, if it draws some
         with Streams(state.seed, state.step).of_program(device_of(state.params)):
-            return merge(self.chosen(state.opt_state, view), state.params)
+            found = self.chosen(state.opt_state, view)
+        check_tensors(found, CHOSEN)
+        return merge(found, state.params)
 
-    def chosen(
-        self,
-        opt_state: Any,
-        params: PyTree[Tensor],
-        as_held: Callable[[PyTree[Tensor]], PyTree[Tensor]] = lambda tree: tree,
-    ) -> PyTree[Tensor]:
+    def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
         """The trained leaves that `self.params` chooses to evaluate on, in the form of those given:
         whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
-        same_structure(params, found, what="the tree that eval_step(params=...) gave")
+        same_structure(params, found, what=CHOSEN)
         check_fits(params, found, by="eval_step(params=...)")
-        found = as_held(found)
-        check_tensors(found, "the tree that eval_step(params=...) gave")
         return found
 
 

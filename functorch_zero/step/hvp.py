@@ -146,10 +146,10 @@ class _Watched:
     def gradients_of(self, value: Tensor) -> list[Tensor | None]:
         """The gradients of a loss by the trained leaves, whole, in a graph; None: not reached."""
         trained = [leaf for leaf in optree.tree_leaves(self.tree) if leaf.requires_grad]
+        if not trained:
+            return []
         self._inner.is_taken = True
-        found: Sequence[Tensor | None] = ()
-        if trained:
-            found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
+        found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
         self._inner.is_taken = False
         return [*found]
 

@@ -81,8 +81,8 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcomes of several micro-batches as one."""
     if len(outcomes) == 1:
         return outcomes[0]
-    _check_all_weighted(outcomes)
-    _check_same_metrics(outcomes)
+    _check_alike(outcomes)
+    weights = [or_nan(as_weight(o.weight)) for o in outcomes if o.weight is not None]
     metrics = {}
     # The names are equal in all, as was checked above
     for name in outcomes[-1].metrics:
@@ -91,44 +91,30 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
         loss=weighted_mean([o.loss for o in outcomes], outcomes),
         buffers=outcomes[-1].buffers,  # each micro-batch was given those of the one before
         metrics=metrics,
-        weight=_total_weight(outcomes),
+        weight=sum(weights[1:], weights[0]) if weights else None,
     )
 
 
-def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """The sum of the micro-batches' weights, 0-d float64; None if they have none."""
-    total: Tensor | None = None
-    # All have a weight or none has
-    for outcome in outcomes:
-        if outcome.weight is not None:
-            weight = or_nan(as_weight(outcome.weight))
-            total = weight if total is None else total + weight
-    return total
-
-
-def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
-    """Raise if some micro-batches have a weight and others have none."""
-    without = [i for i, outcome in enumerate(outcomes) if outcome.weight is None]
-    if without and len(without) < len(outcomes):
-        raise StructureError(
-            explain(
-                "some micro-batches have a weight, and others have none",
-                expected="Aux.weight from every call of the loss, or from none",
-                got=f"none from micro-batches {without} of {len(outcomes)}",
-                remedy="give each a weight; 1 counts as much as none",
+def _check_alike(outcomes: Sequence[Outcome]) -> None:
+    """Raise unless all micro-batches have a weight, or none has, and metrics of the same names:
+    else one has no mean."""
+    first, *others = outcomes
+    for i, outcome in enumerate(others, 1):
+        if (outcome.weight is None) != (first.weight is None):
+            raise StructureError(
+                explain(
+                    "some micro-batches have a weight, and others have none",
+                    expected="Aux.weight from every call of the loss, or from none",
+                    got=f"none from micro-batch {i if outcome.weight is None else 0} of "
+                    f"{len(outcomes)}",
+                    remedy="give each a weight; 1 counts as much as none",
+                )
             )
-        )
-
-
-def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
-    """Raise unless all micro-batches have metrics of the same names: else one has no mean."""
-    expected = outcomes[0].metrics.keys()
-    for i, outcome in enumerate(outcomes):
-        if outcome.metrics.keys() != expected:
+        if outcome.metrics.keys() != first.metrics.keys():
             raise StructureError(
                 explain(
                     "micro-batches have different metrics",
-                    expected=f"{sorted(expected)}, as from micro-batch 0",
+                    expected=f"{sorted(first.metrics)}, as from micro-batch 0",
                     got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
                     remedy="return the same metrics from every call of the loss",
                 )

@@ -16,7 +16,8 @@ from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.model import buffer_copies
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.buffers import ask_changes, check_sync_buffers, synchronize
+from functorch_zero.sharded.buffers import ask_changes, synchronize
+from functorch_zero.sharded.options import check_sync_buffers
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -136,7 +137,7 @@ def test_a_write_in_backward_to_a_buffer_that_a_device_knows(
 
 def test_unknown_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="buffers must be one of"):
-        check_sync_buffers("sum")
+        check_sync_buffers(train_step(lambda *given: given[0]["w"].sum(), optim.sgd(0.1)), "sum")
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))

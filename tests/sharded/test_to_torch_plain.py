@@ -277,9 +277,9 @@ def of_other_params(saved: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (without, r"path 0\.mu of embed\.weight, expected a tensor of shape \(13, 8\), got none"),
-        (of_another_shape, r"path 0\.mu of embed\.weight, .*got shape \(1, 8\)"),
-        (of_another_dtype, r"path 0\.mu of embed\.weight, .*got torch\.float32"),
+        (without, r"path 0\.mu of embed\.weight, expected a tensor of shape \(13, 8\), .*got none"),
+        (of_another_shape, r"path 0\.mu of embed\.weight, .*got one of shape \(1, 8\)"),
+        (of_another_dtype, r"path 0\.mu of embed\.weight, .*got .*torch\.float32"),
         (with_one_more, r"path nu of embed\.weight"),
         (of_other_params, r"path embed\.weight"),
     ],
