@@ -72,7 +72,9 @@ class Elsewhere:
         return Here(made)
 
     def leave(self, tensor: Tensor, into: Tensor) -> Here:
-        self.written += into.nbytes
+        # Params and states are counted by the engine, where they are worked on in their place, too
+        if self._kind in ("gradients", "saved"):
+            self.written += into.nbytes
         return Here(into)
 
     def _gone(self, key: int, nbytes: int, _: Any) -> None:
@@ -86,13 +88,11 @@ def with_imagined_places(
 ) -> tuple[Options, dict[str, Elsewhere]]:
     """The same with stand-ins for the user's places, which would be asked for real memory; and
     these, one per kind. `device`: of the params."""
-    made = {}
+    made, by_unit = {}, {}
     for kind, places in options.places.given.items():
         ahead = max(map(ahead_of, places.distinct))
         brings = any(brings_copies(place, device) for place in places.distinct)
-        made[kind] = Elsewhere(kind, watch, ahead=ahead, brings_copies=brings)
-    by_unit: dict[str, ByUnit] = {}
-    for kind, places in options.places.given.items():
-        rule = {p: None if own is None else made[kind] for p, own in places.rule.items()}
+        made[kind] = own = Elsewhere(kind, watch, ahead=ahead, brings_copies=brings)
+        rule = {p: None if place is None else own for p, place in places.rule.items()}
         by_unit[kind] = ByUnit(rule)
     return replace(options, places=replace(options.places, **by_unit)), made

@@ -215,9 +215,8 @@ class _AnnouncedEngine(ShardedEngine):
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
-        before = self._written
         found, after = super().update(transform, updates, state, params)
-        self._adopt_state(after, before)
+        self._adopt_state(after)
         self._watch.enter(BETWEEN)
         return found, after
 
@@ -230,41 +229,34 @@ class _AnnouncedEngine(ShardedEngine):
         **how: Any,
     ) -> tuple[ShardedTree, ShardedOptState]:
         self._watch.enter("optimizer")
-        before = self._written
         new, after = super().apply(transform, grads, state, params, **how)
-        self._adopt_params(new, before)
-        self._adopt_state(after, before)
+        self._adopt_params(new)
+        self._adopt_state(after)
         self._watch.enter(BETWEEN)
         return new, after
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
-        before = self._written
         new = super().apply_updates(params, updates)
-        self._adopt_params(new, before)
+        self._adopt_params(new)
         self._watch.enter(BETWEEN)
         return new
 
-    @property
-    def _written(self) -> dict[str, int]:
-        """The bytes written elsewhere so far, by kind."""
-        return {kind: elsewhere.written for kind, elsewhere in self._places.items()}
-
-    def _adopt_params(self, params: ShardedTree, before: Mapping[str, int]) -> None:
-        """Note params that were made, or written over, since this was `_written`."""
+    def _adopt_params(self, params: ShardedTree) -> None:
+        """Note params that were made, or written over."""
         self._watch.live.adopt(flats_here(params), "params")
-        if "params" in before:
+        if "params" in self._places:
             places, layout = self.options.places.params, params.sharding.layout
-            written = stored_flats(places, params.flats(), layout, trained=True)
-            written += stored_flats(places, params.published(), layout, trained=True)
-            self._places["params"].written = before["params"] + bytes_held(written)
+            for flats in (params.flats(), params.published()):
+                written = stored_flats(places, flats, layout, trained=True)
+                self._places["params"].written += bytes_held(written)
 
-    def _adopt_state(self, state: ShardedOptState, before: Mapping[str, int]) -> None:
-        """Note an optimizer's state that was made, or written over, since this was `_written`."""
+    def _adopt_state(self, state: ShardedOptState) -> None:
+        """Note an optimizer's state that was made, or written over."""
         self._watch.live.adopt(_tensors(state), "state")
-        if "state" in before:
+        if "state" in self._places:
             written = filter(self._places["state"].holds, _tensors(state))
-            self._places["state"].written = before["state"] + bytes_held(written)
+            self._places["state"].written += bytes_held(written)
 
 
 def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -115,11 +115,6 @@ class Balance(NamedTuple):
         return max(loads) * len(loads) / (sum(loads) or 1.0)
 
 
-def highest(samples: Sequence[Sample]) -> Sample:
-    """The first of the largest samples."""
-    return max(samples, key=lambda sample: sample.total)
-
-
 def bytes_text(nbytes: float) -> str:
     """Bytes for people: decimal units, three digits or so.
 
@@ -134,18 +129,15 @@ def bytes_text(nbytes: float) -> str:
 
 def format_collectives(collectives: Sequence[Collective]) -> str:
     """One line for all calls of a phase, kind and dtype."""
-    rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
     # (phase, kind, dtype) -> its calls, in the order of the first
-    grouped: dict[tuple[str, str, str], list[Collective]] = {}
-    for collective in collectives:
-        key = (collective.phase, collective.kind, short(collective.dtype))
-        grouped.setdefault(key, []).append(collective)
-    for key, calls in grouped.items():
-        nbytes = bytes_text(sum(call.nbytes for call in calls))
-        sent = bytes_text(sum(call.sent_bytes for call in calls))
-        rows.append([*key, str(len(calls)), nbytes, sent])
-    total = bytes_text(sum(call.sent_bytes for call in collectives))
-    rows.append(["total", "", "", str(len(collectives)), "", total])
+    grouped: dict[tuple[str, ...], list[Collective]] = {}
+    for call in collectives:
+        grouped.setdefault((call.phase, call.kind, short(call.dtype)), []).append(call)
+    rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
+    for key, calls in (*grouped.items(), (("total", "", ""), collectives)):
+        nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent_bytes for call in calls)
+        rows.append([*key, str(len(calls)), bytes_text(nbytes), bytes_text(sent)])
+    rows[-1][-2] = ""  # those of a gather and of a reduction have no sum
     return "\n".join("  " + line for line in align(rows, right=range(1, 6)))
 
 
@@ -227,7 +219,7 @@ class Plan:
     @property
     def peak(self) -> Sample:
         """The moment with most memory."""
-        return highest(self.samples)
+        return max(self.samples, key=lambda sample: sample.total)  # the first of them
 
     @property
     def activations(self) -> int:
@@ -276,12 +268,28 @@ class Plan:
 
     def to_json(self) -> str:
         """Everything in the plan, as a JSON object."""
-        return json.dumps(self._as_dict(), indent=1)
+        made = {name: getattr(self, name) for name in _NUMBERS}
+        made |= {"mesh": self.mesh, "notes": list(self.notes)}
+        if self.bandwidth is not None:
+            made |= {"bandwidth": self.bandwidth, "seconds": self.seconds()}
+        made["stored"] = [stored._asdict() for stored in self.stored]
+        # "bytes" is the sum; the kinds stand beside it
+        made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
+        made["samples"] = [sample._asdict() for sample in self.samples]
+        made["collectives"] = []
+        for call in self.collectives:
+            named = {"dtype": short(call.dtype), "bytes": call.nbytes}
+            made["collectives"].append(call._asdict() | named)
+        made["balance"] = None
+        if self.balance is not None:
+            leaves = [leaf._asdict() for leaf in self.balance.leaves]
+            made["balance"] = {"imbalance": self.balance.imbalance, "leaves": leaves}
+        return json.dumps(made, indent=1)
 
     def draw(self, path: str) -> None:
         """Draw one step's memory over its moments, stacked by kind, into a file. Needs matplotlib
         (extra `plot`)."""
-        draw(self.samples, path, title=self._title)
+        figure_of_step(self.samples, title=self._title).savefig(path)
 
     def __repr__(self) -> str:
         # At a prompt and in a notebook, too
@@ -304,11 +312,10 @@ class Plan:
             rows.append(["at least", f"{self.seconds():.3g} s of communication per step"])
         lines = [f"{self._title}, {self.num_params:,} params; of rank {self.rank}:"]
         lines += [f"  {name:12s} {value}" for name, value in rows]
-        balance = self.balance
-        if balance is not None:
+        if self.balance is not None:
             lines.append(
-                f"  owners of {len(balance.leaves)} leaves: the busiest has "
-                f"{balance.imbalance:.2f} of the mean"
+                f"  owners of {len(self.balance.leaves)} leaves: the busiest has "
+                f"{self.balance.imbalance:.2f} of the mean"
             )
         lines += [f"  {note}" for note in self.notes]
         lines += ["a step's collectives:", format_collectives(self.collectives)]
@@ -327,19 +334,6 @@ class Plan:
     @property
     def _title(self) -> str:
         return f"{level_in_words(self.level, self.levels)}, {self.num_ranks} ranks"
-
-    def _as_dict(self) -> dict[str, Any]:
-        made = {name: getattr(self, name) for name in _NUMBERS}
-        made |= {"mesh": self.mesh, "notes": list(self.notes)}
-        if self.bandwidth is not None:
-            made |= {"bandwidth": self.bandwidth, "seconds": self.seconds()}
-        made["stored"] = [stored._asdict() for stored in self.stored]
-        # "bytes" is the sum; the kinds stand beside it
-        made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
-        made["samples"] = [sample._asdict() for sample in self.samples]
-        made["collectives"] = [_collective_as_dict(call) for call in self.collectives]
-        made["balance"] = None if self.balance is None else _balance_as_dict(self.balance)
-        return made
 
 
 @dataclass(frozen=True)
@@ -378,23 +372,16 @@ class Comparison:
         return table_html("The peak of a rank in a step", ("", "peak"), bars, text=str(self))
 
 
-def _collective_as_dict(collective: Collective) -> dict[str, Any]:
-    named = {"dtype": short(collective.dtype), "bytes": collective.nbytes}
-    return collective._asdict() | named
-
-
-def _balance_as_dict(balance: Balance) -> dict[str, Any]:
-    return {"imbalance": balance.imbalance, "leaves": [leaf._asdict() for leaf in balance.leaves]}
-
-
-def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
-    """A step's memory over its moments, stacked by kind."""
-    figure_of_step(samples, title=title).savefig(path)
-
-
 def figure_of_step(samples: Sequence[Sample], *, title: str) -> Any:
-    """The figure of `draw`: one area per kind, one place per sample, in MB."""
-    figure, axes = _figure(title)
+    """A step's memory over its moments: one area per kind, one place per sample, in MB."""
+    try:
+        figure = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
+    except ImportError as error:
+        raise ImportError(
+            "pictures need matplotlib. Remedy: pip install 'functorch-zero[plot]'"
+        ) from error
+    axes = figure.add_subplot()
+    axes.set_title(title)
     areas = []
     for field in KINDS:
         areas.append([getattr(sample, field) / 1e6 for sample in samples])
@@ -406,18 +393,6 @@ def figure_of_step(samples: Sequence[Sample], *, title: str) -> Any:
     axes.set_ylabel("MB of a rank")
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
-
-
-def _figure(title: str) -> tuple[Any, Any]:
-    try:
-        figure = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib. Remedy: pip install 'functorch-zero[plot]'"
-        ) from error
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    return figure, axes
 
 
 def zero_bytes(
