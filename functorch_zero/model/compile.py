@@ -16,6 +16,7 @@ then hold a second copy of the model. So regions are compiled without graphs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,24 +27,17 @@ from .._torch_private import options_of_mode, transforms_active
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
-class CompiledForward:
-    """The same function, compiled at its first call. Inside torch.func transforms it runs as it is.
+def compiled(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The same function, compiled at its first call. Inside torch.func transforms it runs as it
+    is: torch doesn't compile under them."""
+    # Nothing is compiled yet: torch waits for the first call's shapes
+    region = torch.compile(forward, **options)
 
-    It is no function and has no dict, so that torch's references to it are not taken for a use of
-    its module; see Note [captured skeletons] in `skeleton`.
-    """
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (forward if transforms_active() else region)(*args, **kwargs)
 
-    __slots__ = ("__wrapped__", "_compiled")
-
-    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any]):
-        self.__wrapped__ = forward
-        # Nothing is compiled yet: torch waits for the first call's shapes
-        self._compiled: Callable[..., Any] = torch.compile(forward, **options)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if transforms_active():  # torch doesn't compile under them
-            return self.__wrapped__(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
+    return run
 
 
 def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 import weakref
 from types import CellType, FunctionType, MethodType
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
 from ..introspection import is_filled
-from ..shared_elements import share_elements
+from ..shared_elements import sharing_pairs
 from .references import Reference, behind, references
 
 
@@ -36,22 +35,25 @@ def without_values(model: nn.Module) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     # deepcopy refuses tensors with a history, and hooks make these anew
-    for x in _check_and_list_computed(model):
+    for x in _computed_by_hooks(model):
         memo[id(x)] = torch.empty_like(x, device="meta", requires_grad=False)
-    return copy_module(model, memo)
+    copied = copy_module(model, memo)
+    _check_references(model, copied)
+    return copied
 
 
-def _check_and_list_computed(model: nn.Module) -> list[Tensor]:
-    """Check that a copy can follow all references to tensors and modules. Return those tensors,
-    made of params or buffers, that hooks compute anew before each call, as
+def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
+    """The tensors made of params or buffers that hooks compute anew before each call, as
     `nn.utils.weight_norm`'s do.
 
     Raises:
-        StructureError: the module leads to such a tensor that nobody computes anew, or to a module
-            or tensor in a way that can't be copied.
+        StructureError: the module leads to such a tensor that nobody computes anew, or weakly to a
+            module or tensor in a way that can't be copied.
     """
-    leaves = _by_storage(model)
-    known = {id(x) for x in (*model.parameters(), *model.buffers())}
+    leaves = dict((*model.named_parameters(), *model.named_buffers()))
+    known = {*map(id, leaves.values())}
+    # Sparse tensors have no storage of their own
+    by_storage = {storage_id(x): path for path, x in leaves.items() if x.layout is torch.strided}
     # Modules with such hooks, by the id of their `__dict__`, which a reference calls `held`
     hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
     computed = []
@@ -62,15 +64,12 @@ def _check_and_list_computed(model: nn.Module) -> list[Tensor]:
             if isinstance(behind(x), nn.Module | Tensor | MethodType):
                 raise _not_followed(reference, "a module or tensor", f"a {type(x).__name__}")
         elif isinstance(x, Tensor) and id(x) not in known:
-            shared = []
-            if x.layout is torch.strided:
-                in_storage = leaves.get(storage_id(x), ())
-                shared = [path for path, y in in_storage if share_elements(x, y)]
-            if x.grad_fn is None and not shared:
+            leaf = by_storage.get(storage_id(x)) if x.layout is torch.strided else None
+            if leaf is None and x.grad_fn is None:
                 continue
             if id(reference.held) not in hooked:
-                leaf = shared[0] if shared else "params"
-                raise _not_followed(reference, leaf, "a tensor computed from it, or a view of it")
+                what = "a tensor computed from it, or a view of it"
+                raise _not_followed(reference, leaf or "params", what)
             computed.append(x)
     return computed
 
@@ -82,44 +81,39 @@ def check_apart(model: nn.Module) -> dict[str, str]:
     Returns: buffers that share elements with another leaf, and its path. They must not change.
     """
     sharing: dict[str, str] = {}
-    for near in _by_storage(model).values():
-        for (path, x), (other, y) in itertools.combinations(near, 2):
-            if not share_elements(x, y):
-                continue
-            if x.requires_grad or y.requires_grad:
-                raise StructureError(
-                    explain(
-                        "two leaves of the model lie in the same storage, and would part",
-                        path=other,
-                        expected="storage of its own",
-                        got=f"elements of {path}",
-                        remedy="tie them, by one nn.Parameter in both places; or clone one",
-                    )
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    names, leaves = [*named], [*named.values()]
+    for i, k in sharing_pairs(leaves):
+        if leaves[i].requires_grad or leaves[k].requires_grad:
+            raise StructureError(
+                explain(
+                    "two leaves of the model lie in the same storage, and would part",
+                    path=names[k],
+                    expected="storage of its own",
+                    got=f"elements of {names[i]}",
+                    remedy="tie them, by one nn.Parameter in both places; or clone one",
                 )
-            sharing |= {path: other, other: path}
+            )
+        sharing |= {names[i]: names[k], names[k]: names[i]}
     return sharing
-
-
-def _by_storage(model: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:
-    """The model's params and buffers, with their paths, by the storage that they lie in."""
-    found: dict[int, list[tuple[str, Tensor]]] = {}
-    for path, x in (*model.named_parameters(), *model.named_buffers()):
-        if x.layout is torch.strided:  # others have no storage of their own
-            found.setdefault(storage_id(x), []).append((path, x))
-    return found
 
 
 def _not_followed(reference: Reference, leaf: str, got: str) -> StructureError:
     """The error for a reference to a model's tensor that a copy of the model can't follow."""
-    way = f"{got}, by {reference.way}" if reference.way else got
+    # By the names of functions, and of objects' classes
+    names = [
+        getattr(x, "__qualname__", type(x).__name__) for x in (*reference.way, reference.value)
+    ]
     return StructureError(
         explain(
             f"the module holds {leaf} by another reference, which would not see the params and "
             "buffers that a call is given",
             path=reference.path,
-            expected="a parameter or buffer itself, in a list, dict or attribute",
-            got=way,
-            remedy="look it up in the module that has registered it when you need it",
+            expected="a parameter or buffer itself, in a list, dict or attribute; or a closure "
+            "over a module",
+            got=f"{got}, by {' -> '.join(names)}",
+            remedy="look it up in the module that has registered it when you need it; or make the "
+            "function a method",
         )
     )
 
@@ -132,9 +126,6 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     parameters. One that refers to the model plainly is made anew: over a module, a module's method,
     a weak reference to a module, or a function that does so.
 
-    Raises:
-        StructureError: something refers to the model in another way, a closure over a list say, or
-            to one of its tensors where no other can be put, as in a tuple.
     """
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
@@ -143,8 +134,14 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for value in attributes.values():
             if isinstance(value, dict):  # of hooks, and of submodules
                 _replace_functions(value, memo)
-    _check_references(model, copied)
     return copied
+
+
+def copied_functions(memo: dict[int, Any]) -> list[Any]:
+    """The functions and methods that `copy_module`, with this memo, has made about the copy. Others
+    are the original's, too."""
+    copies = [x for original, x in memo.items() if id(x) != original]
+    return [x for x in copies if isinstance(x, FunctionType | MethodType)]
 
 
 def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
@@ -157,24 +154,16 @@ def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
 def _check_references(model: nn.Module, copied: nn.Module) -> None:
     """Raise `StructureError` if the copy still leads to the model that was copied, or to a tensor
     of its own where no other can be put."""
-    originals = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    originals = {id(x): path or "the model" for path, x in named}
     names = {id(x): path for path, x in (*copied.named_parameters(), *copied.named_buffers())}
     for reference in references(copied):
-        if id(reference.value) in originals:
-            raise StructureError(
-                explain(
-                    "a function or object that a module holds refers to the model indirectly, so "
-                    "that it would go on using the model's own parameters",
-                    path=reference.path,
-                    expected="a closure over the module itself",
-                    got=reference.way or "the model's own",
-                    remedy="close over the module, and look up there what you need when called; "
-                    "or make it a method",
-                )
-            )
-        if id(reference.value) in names and reference.held is None:
+        value = id(reference.value)
+        if value in originals:
+            raise _not_followed(reference, originals[value], "a function or object as it was")
+        if value in names and reference.held is None:
             kind = "a tuple, set, slot, partial or weak reference"
-            raise _not_followed(reference, names[id(reference.value)], kind)
+            raise _not_followed(reference, names[value], kind)
 
 
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
@@ -184,7 +173,7 @@ def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) is weakref.ref and isinstance(value(), nn.Module):
         return weakref.ref(memo.get(id(value()), value()))
     if isinstance(value, MethodType) and id(value.__self__) in memo:
-        return MethodType(value.__func__, memo[id(value.__self__)])
+        return memo.setdefault(id(value), MethodType(value.__func__, memo[id(value.__self__)]))
     if isinstance(value, FunctionType) and id(value) not in memo:
         # Ends the recursion where a function is closed over itself. The copy's cell then holds the
         # original, which `_check_references` refuses if it leads to the model.

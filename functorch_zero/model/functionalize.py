@@ -123,7 +123,7 @@ class Apply:
                 return self._skeletons.pop(i)
         # The oldest are left to those that refer to them, and live as long as these do
         del self._skeletons[:-MAX_SKELETONS]
-        return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
+        return Skeleton(self._prototype, self._anatomy).settle()
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | str:
@@ -216,9 +216,9 @@ def functionalize(
 
     Raises:
         StructureError: a module is compiled or scripted already. Or the module leads to a param or
-            buffer in a way that a call can't fill, in six steps from an attribute: by a tuple, a
-            set, slots, a partial, a closure over the tensor, a weak reference to it, a global, or
-            by a view or a computed tensor. Or two leaves lie in the same storage.
+            buffer in a way that a call can't fill: by a tuple, a set, slots, a partial, a closure
+            over the tensor, a weak reference to it, a global, or by a view or a computed tensor. Or
+            two leaves lie in the same storage.
 
     No rank is involved and nothing is communicated. After torch.func.functional_call.
 

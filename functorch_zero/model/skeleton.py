@@ -3,12 +3,13 @@
 Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint
 in backward, holds on to skeleton modules and must find the same values there. So values stay in a
 skeleton after the call, and a skeleton is used again only when nothing outside refers to its
-modules any more.
+modules, or to functions about them, any more. Hooks don't count: only their own module runs those.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,9 +28,9 @@ from ..precision import Precision
 from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of, note_changed, note_kept
 from .casting import CastLeaf, Policies, cast_leaf
-from .compile import CompiledForward
+from .compile import compiled
+from .copying import copied_functions, copy_module
 from .fast_path import asked_about
-from .idle import Idle
 from .lazy_param import LazyParam, check_answered
 from .lazy_table import LazyTable
 from .references import references
@@ -51,19 +52,22 @@ class Anatomy(NamedTuple):
 
 
 class Skeleton:
-    """A copy of the model whose places can be filled; see Note [captured skeletons]."""
+    """A copy of the model whose places can be filled; see Note [captured skeletons].
 
-    def __init__(self, root: nn.Module, anatomy: Anatomy):
-        self.root = root
+    Args:
+        model: is copied; without values.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy):
+        memo: dict[int, Any] = {}
+        self.root = root = copy_module(model, memo)
         self._sharing = anatomy.sharing
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
         for unit in anatomy.units:
             self._policies |= unit.policies
         self._param_places = _places(root, anatomy.slots, params_dict)
-        self._param_places += _other_places(root, self._param_places)
-        # A buffer's registered places first
         self._buffer_places = _places(root, anatomy.buffer_slots, buffers_dict)
-        self._buffer_places += _other_places(root, self._buffer_places)
+        self._add_other_places()
         self._all_places = self._param_places + self._buffer_places
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
@@ -72,10 +76,23 @@ class Skeleton:
         self._in_regions = leaves_inside(anatomy.slots, anatomy.compiled)
         self._hooked = any(map(has_backward_hooks, root.modules()))
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
+        # Modules and functions about them: whoever keeps one may run a module later
+        self._held: list[Any] = [*root.modules(), *copied_functions(memo)]
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
-        self._idle = Idle(root)
+        self._held += filter(None, [vars(module).get("forward") for module in root.modules()])
+        self._refs: list[int] = []  # references to each while nothing runs
+
+    def _add_other_places(self) -> None:
+        """Add the places in attributes, lists and dicts that modules lead to."""
+        by_id: dict[int, tuple[str, list[Place]]] = {}  # a leaf's path, and the places of its kind
+        for places in self._param_places, self._buffer_places:
+            by_id |= {id(place.held[place.attribute]): (place.leaf, places) for place in places}
+        for reference in references(self.root):
+            if id(reference.value) in by_id:
+                leaf, places = by_id[id(reference.value)]
+                places.append(Place(reference.held, reference.key, leaf))
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
@@ -91,7 +108,7 @@ class Skeleton:
         # Innermost, so that gathering and hooks stay out of the region
         for path in anatomy.compiled:
             module = self.root.get_submodule(path)
-            module.forward = CompiledForward(module.forward, anatomy.compile_options)
+            module.forward = compiled(module.forward, anatomy.compile_options)
         self._wrap_askers(anatomy.units, inside_of)
         for unit in anatomy.units:
             inside = inside_of[unit.name]
@@ -99,6 +116,7 @@ class Skeleton:
             for path in unit.modules:
                 module = self.root.get_submodule(path)
                 module.forward = self._entering(path, inside, module.forward)
+                self._held.append(module.forward)
                 # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
                     buffers, modules = self._buffers_in(module), tuple(module.modules())
@@ -135,14 +153,14 @@ class Skeleton:
     def settle(self) -> Skeleton:
         """Note how often modules and functions are referred to while nothing runs.
 
-        Call it after `__init__`, whose frame and caller still refer to the root.
+        Call it after `__init__`, whose frame still refers to them.
         """
-        self._idle.note()
+        self._refs = [*map(sys.getrefcount, self._held)]
         return self
 
     def is_free(self) -> bool:
         """Whether nothing but this skeleton refers to its modules and their functions."""
-        return self._idle.is_free()
+        return [*map(sys.getrefcount, self._held)] == self._refs
 
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
@@ -307,17 +325,6 @@ def _places(
         module = root.get_submodule(slot.module)
         places.append(Place(held_by(module), slot.attribute, slot.leaf))
     return places
-
-
-def _other_places(root: nn.Module, places: list[Place]) -> list[Place]:
-    """The places of the same leaves in attributes, lists and dicts that modules lead to."""
-    leaves = {id(place.held[place.attribute]): place.leaf for place in places}
-    others = []
-    for reference in references(root):
-        leaf = leaves.get(id(reference.value))
-        if leaf is not None:
-            others.append(Place(reference.held, reference.key, leaf))
-    return others
 
 
 def _parted(path: str, other: str) -> StructureError:

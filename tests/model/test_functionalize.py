@@ -409,6 +409,23 @@ def test_skeletons_are_used_again() -> None:
     assert len(apply._skeletons) == 1
 
 
+def test_functions_that_modules_share_hold_no_skeleton() -> None:
+    """Another copy of the model refers to them, too."""
+
+    class Net(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = F.relu
+
+    apply, params, buffers = functionalize(Net())
+    apply(params, buffers, torch.randn(2, 7))
+    evaluate = apply.eval()
+    for _ in range(3):
+        evaluate(params, buffers, torch.randn(2, 7))
+        apply(params, buffers, torch.randn(2, 7))
+    assert len(apply._skeletons) == len(evaluate._skeletons) == 1
+
+
 def test_inference_mode() -> None:
     model = ConvNet()
     apply, params, buffers = functionalize(model)
@@ -563,14 +580,16 @@ def test_functions_that_refer_to_the_model_indirectly_are_refused(through: str) 
     """They would go on using the model's own parameters."""
     model = MLP()
     model.layers[1].register_forward_hook(INDIRECT[through](model))
-    with pytest.raises(StructureError, match=r"indirectly.*layers\.1\._forward_hooks.*Remedy"):
+    with pytest.raises(
+        StructureError, match=r"another reference.*layers\.1\._forward_hooks.*Remedy"
+    ):
         functionalize(model)
 
 
 def test_functions_in_a_list_of_a_module_are_refused() -> None:
     model = MLP()
     model.callbacks = [lambda: model.norm.bias]
-    with pytest.raises(StructureError, match=r"indirectly.*callbacks.*<lambda>: model"):
+    with pytest.raises(StructureError, match=r"holds the model by.*callbacks.*<lambda>"):
         functionalize(model)
 
 
