@@ -3,8 +3,9 @@ where a used-up tree is needed."""
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -47,8 +48,11 @@ def simple(value: Any, x: Tensor, optimizer: Any = adamw) -> Any:
     return optimizer.apply(grads, state, params), {"loss": mean}
 
 
-def init(params: Any) -> Any:
-    return params, adamw.init(params)
+def init_by(optimizer: Any) -> Any:
+    return lambda params: (params, optimizer.init(params))
+
+
+init = init_by(adamw)
 
 
 def trained_by(step: Any, group: Any, level: int, *, donate: bool) -> tuple[Any, list[bool]]:
@@ -77,27 +81,6 @@ def test_a_first_state_lies_in_flats(level: int) -> None:
         assert len(flats) == 1 and id(None) not in flats
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_donating_changes_no_bit(name: str, level: int) -> None:
-    optimizer = OPTIMIZERS[name]
-    step = fz.program_step(
-        lambda value, x: simple(value, x, optimizer),
-        init=lambda params: (params, optimizer.init(params)),
-    )
-
-    def run(group: Any) -> Any:
-        kept, never = trained_by(step, group, level, donate=False)
-        donated, used_up = trained_by(step, group, level, donate=True)
-        assert not any(never)
-        # The first step learns how many gradients there are
-        assert used_up == [False] + [True] * (len(BATCHES) - 1)
-        return kept, donated
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
 def test_a_wrong_number_of_gradients_is_told() -> None:
     step = fz.program_step(simple, init=init, num_gradients=2)
     with pytest.raises(StructureError, match=r"number of gradients.*expected num_gr.*=2, got 1"):
@@ -109,6 +92,9 @@ def test_a_wrong_number_of_gradients_is_told() -> None:
             sharded(sharded.init(FIRST), part(BATCHES[0], group))
 
     run_ranks(run, 2)
+
+
+# Programs whose steps give the same bits whether or not they donate
 
 
 def reads_params(value: Any, x: Tensor) -> Any:
@@ -131,69 +117,26 @@ def reads_state(value: Any, x: Tensor) -> Any:
     return (params, state), metrics
 
 
-def test_a_read_leaf_keeps_its_values() -> None:
-    """A step whose program has read the tree, or the state, is not updated in place."""
-    for program in (reads_params, reads_state):
-        step = fz.program_step(program, init=init)
-
-        def run(group: Any, step: Any = step) -> Any:
-            values = [trained_by(step, group, level, donate=True) for level in (1, 3)]
-            return values, trained_by(step, group, 3, donate=False)
-
-        for values, (kept, _) in run_ranks(run, 2):
-            for donated, used_up in values:
-                assert not any(used_up)
-                assert_equal_values(kept, donated, grade="bitwise")
-
-
 def averages(old: Any, new: Any) -> Any:
     """The mean of old and new params, which reads the old ones."""
     mean = tree_map(lambda a, b: (a + b) / 2, old, new)
     return tree_map(lambda m, b: m.detach().requires_grad_(b.requires_grad), mean, new)
 
 
-# Uses of the old params after their update: by the old and the new ones the next params
-USES = {
-    "tree_map": averages,
-    "unshard": lambda old, new: fz.unshard(old) and new,
-    "apply_updates": lambda old, new: fz.apply_updates(old, fz.zero_updates(new)),
-    "apply": lambda old, new: adamw.apply(fz.zero_updates(old), adamw.init(new), old)[0],
-}
-
-
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("name", USES)
-def test_old_params_that_a_program_uses_are_kept(name: str, level: int) -> None:
-    """The first step, which doesn't donate, finds out."""
+def using(use: Callable[[Any, Any], Any]) -> Any:
+    """It makes the next params of the old ones, after their update, and of the new ones."""
 
     def program(value: Any, x: Tensor) -> Any:
         (new, state), metrics = simple(value, x)
-        return (USES[name](value[0], new), state), metrics
+        return (use(value[0], new), state), metrics
 
-    step = fz.program_step(program, init=init)
-
-    def run(group: Any) -> Any:
-        kept, _ = trained_by(step, group, level, donate=False)
-        donated, used_up = trained_by(step, group, level, donate=True)
-        assert not any(used_up)
-        return kept, donated
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
+    return program
 
 
-def test_an_old_state_that_a_program_uses_is_kept() -> None:
-    def twice(value: Any, x: Tensor) -> Any:
-        (new, _), metrics = simple(value, x)
-        return adamw.apply(fz.zero_updates(new), value[1], new), metrics
-
-    step = fz.program_step(twice, init=init)
-
-    def run(group: Any) -> Any:
-        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
+def uses_state(value: Any, x: Tensor) -> Any:
+    """It takes a second update from the old state."""
+    (new, _), metrics = simple(value, x)
+    return adamw.apply(fz.zero_updates(new), value[1], new), metrics
 
 
 def keeps_old(value: Any, x: Tensor) -> Any:
@@ -203,11 +146,145 @@ def keeps_old(value: Any, x: Tensor) -> Any:
     return (new, state, params), metrics
 
 
-def test_old_params_may_stay_in_the_value() -> None:
-    step = fz.program_step(keeps_old, init=lambda params: (*init(params), params))
+def copies_state(value: Any, x: Tensor) -> Any:
+    """A copy by `tree_map` beside the state, which holds its very tensors."""
+    params, state, _ = value
+    new, metrics = simple((params, state), x)
+    return (*new, tree_map(lambda s: s, new[1])), metrics
+
+
+def follows(value: Any, x: Tensor, *, again: bool = False) -> Any:
+    """A slow copy. `apply_updates` hands frozen leaves on, so that both trees have them in one
+    storage. Nobody writes to them: the copy is not used up with the params, and may move
+    `again`."""
+    params, state, slow = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    small = tree_map(lambda g: -0.01 * g, grads)
+    slow = fz.apply_updates(slow, small)
+    new = adamw.apply(grads, state, params)
+    return (*new, fz.apply_updates(slow, small) if again else slow), {"loss": mean}
+
+
+def delayed(value: Any, x: Tensor) -> Any:
+    """It keeps gradients. Those of donated params know them, and so do trees of numbers made of
+    them."""
+    params, state, last = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    halves = tree_map(lambda g: 0.5, last)
+    last = tree_map(lambda g, half: half * g, last, halves)
+    return (*adamw.apply(last, state, params), grads), {"loss": mean}
+
+
+def gives_away(value: Any, x: Tensor, optimizer: Any = adamw, *, then: bool = False) -> Any:
+    """Gradients go with params and state, and the updates are seen on their way."""
+    params, state = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    found: dict[str, Tensor] = fz.optim.norms(grads=grads)
+
+    def see(updates: Any) -> None:
+        found.update(fz.optim.norms(updates=updates, params=params))
+
+    params, state = optimizer.apply(grads, state, params, see=see, donate=True)
+    if then:
+        found |= fz.optim.norms(grads=grads)
+    return (params, state), {"loss": mean, **found}
+
+
+def joint(value: Any, x: Tensor, optimizers: Any) -> Any:
+    """One gradient of two trees. The first tree is used up when the second one's update asks which
+    storage is free; and the states of one optimizer share their rate."""
+    trees, states = value
+    mean, grads = fz.value_and_grad(lambda pair, x: loss(pair[0], x) * loss(pair[1], x))(trees, x)
+    rows = zip(optimizers, grads, states, trees, strict=True)
+    new = [optimizer.apply(*row) for optimizer, *row in rows]
+    return tuple(zip(*new, strict=True)), {"loss": mean}
+
+
+def first_pair(params: Any, optimizers: Any) -> Any:
+    half = tree_map(lambda p: (p / 2).detach().requires_grad_(p.requires_grad), params)
+    rows = zip(optimizers, (params, half), strict=True)
+    return (params, half), tuple(optimizer.init(tree) for optimizer, tree in rows)
+
+
+# Which of the steps use their states up. The first one learns how many gradients there are
+AFTER_FIRST = [False] + [True] * (len(BATCHES) - 1)
+NEVER, ALWAYS = [False] * len(BATCHES), [True] * len(BATCHES)
+
+
+class Donating(NamedTuple):
+    program: Any
+    used_up: list[bool] = AFTER_FIRST
+    init: Any = init
+    levels: tuple[int, ...] = (1, 3)
+    num_gradients: int | None = None
+
+
+def with_copy(params: Any) -> Any:
+    return *init(params), fz.apply_updates(params, fz.zero_updates(params))
+
+
+PAIRS = {
+    "two trees of one optimizer": [adamw, adamw],
+    "two trees": [OPTIMIZERS["lamb"], OPTIMIZERS["momentum"]],
+}
+PROGRAMS = {
+    **{
+        name: Donating(partial(simple, optimizer=of), AFTER_FIRST, init_by(of), (0, 1, 3))
+        for name, of in OPTIMIZERS.items()
+    },
+    **{
+        f"{name}, gradients, too": Donating(
+            partial(gives_away, optimizer=of), ALWAYS, init_by(of), (0, 1, 3), num_gradients=1
+        )
+        for name, of in OPTIMIZERS.items()
+    },
+    **{
+        name: Donating(
+            partial(joint, optimizers=pair),
+            init=partial(first_pair, optimizers=pair),
+            levels=(1,),
+        )
+        for name, pair in PAIRS.items()
+    },
+    "reads params": Donating(reads_params, NEVER),
+    "reads its state": Donating(reads_state, NEVER),
+    # The first step, which doesn't donate, finds out
+    "maps old params": Donating(using(averages), NEVER),
+    "unshards old params": Donating(using(lambda old, new: fz.unshard(old) and new), NEVER),
+    "updates old params": Donating(
+        using(lambda old, new: fz.apply_updates(old, fz.zero_updates(new))), NEVER
+    ),
+    "applies to old params": Donating(
+        using(lambda old, new: adamw.apply(fz.zero_updates(old), adamw.init(new), old)[0]), NEVER
+    ),
+    "uses its old state": Donating(uses_state, NEVER, levels=(3,)),
+    "keeps old params": Donating(
+        keeps_old, NEVER, lambda params: (*init(params), params), levels=(3,)
+    ),
+    "copies its state": Donating(
+        copies_state, NEVER, lambda params: (*init(params), adamw.init(params)), levels=(3,)
+    ),
+    "a slow copy": Donating(follows, init=with_copy),
+    "a slow copy, moved again": Donating(partial(follows, again=True), init=with_copy),
+    "keeps gradients": Donating(
+        delayed, init=lambda params: (*init(params), fz.zero_updates(params)), levels=(3,)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [(name, level) for name, case in PROGRAMS.items() for level in case.levels]
+)
+def test_donating_changes_no_bit(name: str, level: int) -> None:
+    """A step whose program needs the tree, or the state, is not updated in place."""
+    case = PROGRAMS[name]
+    step = fz.program_step(case.program, init=case.init, num_gradients=case.num_gradients)
 
     def run(group: Any) -> Any:
-        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
+        kept, never = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert not any(never) and used_up == case.used_up
+        return kept, donated
 
     for kept, donated in run_ranks(run, 2):
         assert_equal_values(kept, donated, grade="bitwise")
@@ -294,78 +371,6 @@ def test_another_structure_is_told_as_in_the_first_step(level: int) -> None:
             assert told[0] == told[1], kind
 
     run_ranks(run, 2)
-
-
-def test_a_slow_copy_beside_a_frozen_leaf() -> None:
-    """`apply_updates` hands frozen leaves on, so that both trees have them in one storage."""
-
-    def follows(value: Any, x: Tensor) -> Any:
-        params, state, slow = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        slow = fz.apply_updates(slow, tree_map(lambda g: -0.01 * g, grads))
-        return (*adamw.apply(grads, state, params), slow), {"loss": mean}
-
-    def first(params: Any) -> Any:
-        return (*init(params), fz.apply_updates(params, fz.zero_updates(params)))
-
-    step = fz.program_step(follows, init=first)
-
-    def run(group: Any) -> Any:
-        found = []
-        for level in (1, 3):
-            kept, _ = trained_by(step, group, level, donate=False)
-            donated, used_up = trained_by(step, group, level, donate=True)
-            assert used_up == [False] + [True] * (len(BATCHES) - 1)
-            found.append((kept, donated))
-        return found
-
-    for found in run_ranks(run, 2):
-        for kept, donated in found:
-            assert_equal_values(kept, donated, grade="bitwise")
-
-
-def test_an_average_that_shares_storage_is_left_alone() -> None:
-    """The state's copies by `tree_map` hold its very tensors."""
-
-    def snapshots(value: Any, x: Tensor) -> Any:
-        params, state, _ = value
-        new, metrics = simple((params, state), x)
-        return (*new, tree_map(lambda s: s, new[1])), metrics
-
-    step = fz.program_step(snapshots, init=lambda params: (*init(params), adamw.init(params)))
-
-    def run(group: Any) -> Any:
-        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_copy_may_share_frozen_leaves(level: int) -> None:
-    """Nobody writes to them, so the copy is not used up with the params."""
-
-    def slow(value: Any, x: Tensor) -> Any:
-        params, state, copy = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        copy = fz.apply_updates(copy, tree_map(lambda g: -0.01 * g, grads))
-        new = adamw.apply(grads, state, params)
-        copy = fz.apply_updates(copy, tree_map(lambda g: -0.01 * g, grads))
-        return (*new, copy), {"loss": mean}
-
-    def first(params: Any) -> Any:
-        return *init(params), fz.apply_updates(params, fz.zero_updates(params))
-
-    step = fz.program_step(slow, init=first)
-
-    def run(group: Any) -> Any:
-        kept, _ = trained_by(step, group, level, donate=False)
-        donated, used_up = trained_by(step, group, level, donate=True)
-        assert used_up == [False] + [True] * (len(BATCHES) - 1)
-        return kept, donated
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
 
 
 def test_a_failure_before_the_last_gradient_loses_nothing() -> None:
@@ -583,62 +588,6 @@ def test_a_first_step_that_fails_on_one_rank_is_taken_again(level: int) -> None:
         assert_equal_values(expected.value, value)
 
 
-def test_a_state_with_gradients_is_made_whole() -> None:
-    """Gradients of donated params know them, and so do trees of numbers made of them."""
-
-    def delayed(value: Any, x: Tensor) -> Any:
-        params, state, last = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        halves = tree_map(lambda g: 0.5, last)
-        last = tree_map(lambda g, half: half * g, last, halves)
-        return (*adamw.apply(last, state, params), grads), {"loss": mean}
-
-    step = fz.program_step(delayed, init=lambda params: (*init(params), fz.zero_updates(params)))
-
-    def run(group: Any) -> Any:
-        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
-def test_one_gradient_of_two_trees_donates_both() -> None:
-    """The first tree is used up when the second one's update asks which storage is free; and the
-    states of one optimizer share their rate."""
-
-    def joint_loss(trees: Any, x: Tensor) -> Tensor:
-        return loss(trees[0], x) * loss(trees[1], x)
-
-    def joint(value: Any, x: Tensor, optimizers: Any) -> Any:
-        trees, states = value
-        mean, grads = fz.value_and_grad(joint_loss)(trees, x)
-        rows = zip(optimizers, grads, states, trees, strict=True)
-        new = [optimizer.apply(*row) for optimizer, *row in rows]
-        return tuple(zip(*new, strict=True)), {"loss": mean}
-
-    def run(group: Any) -> Any:
-        found = []
-        for optimizers in ([adamw, adamw], [OPTIMIZERS["lamb"], OPTIMIZERS["momentum"]]):
-
-            def first(params: Any, own: Any = optimizers) -> Any:
-                half = tree_map(lambda p: (p / 2).detach().requires_grad_(p.requires_grad), params)
-                trees = params, half
-                rows = zip(own, trees, strict=True)
-                return trees, tuple(optimizer.init(tree) for optimizer, tree in rows)
-
-            step = fz.program_step(
-                lambda value, x, own=optimizers: joint(value, x, own), init=first
-            )
-            kept, _ = trained_by(step, group, 1, donate=False)
-            donated, used_up = trained_by(step, group, 1, donate=True)
-            assert used_up == [False] + [True] * (len(BATCHES) - 1)
-            found.append((kept, donated))
-        return found
-
-    for kept, donated in chain(*run_ranks(run, 2)):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_leaf_that_is_read_after_a_gradient_keeps_its_values(level: int) -> None:
     """In steps that are looked at, too, where the library's calls pause the watch."""
@@ -708,45 +657,8 @@ def test_gradients_of_trees_that_the_program_cuts_are_counted(level: int) -> Non
     assert run_ranks(run, 2) == [4, 4]
 
 
-def gives_away(value: Any, x: Tensor, optimizer: Any, *, then: bool = False) -> Any:
-    """Gradients go with params and state, and the updates are seen on their way."""
-    params, state = value
-    mean, grads = fz.value_and_grad(loss)(params, x)
-    found: dict[str, Tensor] = fz.optim.norms(grads=grads)
-
-    def see(updates: Any) -> None:
-        found.update(fz.optim.norms(updates=updates, params=params))
-
-    params, state = optimizer.apply(grads, state, params, see=see, donate=True)
-    if then:
-        found |= fz.optim.norms(grads=grads)
-    return (params, state), {"loss": mean, **found}
-
-
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_that_are_given_away(name: str, level: int) -> None:
-    optimizer = OPTIMIZERS[name]
-    step = fz.program_step(
-        lambda value, x: gives_away(value, x, optimizer),
-        init=lambda params: (params, optimizer.init(params)),
-        num_gradients=1,
-    )
-
-    def run(group: Any) -> Any:
-        kept, _ = trained_by(step, group, level, donate=False)
-        donated, used_up = trained_by(step, group, level, donate=True)
-        assert all(used_up)
-        return kept, donated
-
-    for kept, donated in run_ranks(run, 2):
-        assert_equal_values(kept, donated, grade="bitwise")
-
-
 def test_gradients_that_were_given_away_are_not_read() -> None:
-    step = fz.program_step(
-        lambda value, x: gives_away(value, x, adamw, then=True), init=init, num_gradients=1
-    )
+    step = fz.program_step(partial(gives_away, then=True), init=init, num_gradients=1)
     step(step.init(FIRST), BATCHES[0])
 
     def run(group: Any) -> None:
