@@ -69,10 +69,7 @@ class Equality:
             return 0.0
         if self.bound is not None:
             return self.bound
-        real = set()
-        for dtype in dtypes:
-            if dtype.is_floating_point or dtype.is_complex:
-                real.add(dtype.to_real())
+        real = {d.to_real() for d in dtypes if d.is_floating_point or d.is_complex}
         if refused := real - REORDERED.keys():
             names = ", ".join(sorted(map(str, refused)))
             raise ValueError(
@@ -151,21 +148,26 @@ def assert_equal_updates(
     tolerance = equality.tolerance(leaf.dtype for leaf in optree.tree_leaves(old))
     # In flatten order, as all lists below
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
-    slacks = slack or [0.0] * len(mask)
     may_rest = (*unused, *resting)
     found: list[Different] = []
     # Rows of four tensors; the other run has its own params before
-    leaves = _leaf_updates(old, expected, old if old_got is None else old_got, got)
-    for leaf, moves, extra in zip(leaves, mask, slacks, strict=True):
+    trees = map(_leaves, (old, expected, old if old_got is None else old_got, got))
+    rows = zip(paths(old), *trees, mask, slack or [0.0] * len(mask), strict=True)
+    for path, before, new, before_got, new_got, moves, extra in rows:
         # Shapes and dtypes first: the arithmetic below would broadcast or promote
-        _check_kind(leaf.path, leaf.new, leaf.new_got, context)
+        _check_kind(path, new, new_got, context)
         if moves:
-            excused = any(fnmatchcase(leaf.path, pattern) for pattern in may_rest)
-            _check_update(leaf, equality, context, excused=excused)
-            difference = _compare_update(leaf, tolerance, extra)
-        else:
-            difference = _compare_update(leaf, tolerance=0.0, slack=0.0)  # frozen: bit by bit
-        if difference is not None:
+            excused = any(fnmatchcase(path, pattern) for pattern in may_rest)
+            _check_update(path, before, new, equality, context, excused=excused)
+        # Frozen leaves bit by bit
+        allowed = None
+        update, update_got = wide(new) - wide(before), wide(new_got) - wide(before_got)
+        if moves and tolerance and new.numel():
+            # A part for the leaf, and one for each element; see Note [reordered]
+            allowed = tolerance * largest(update) + extra + last_places(before, new)
+        # Bits are the params': a rounded update may hide a difference
+        bits = new, new_got
+        if difference := _compare(path, update, update_got, allowed, bits):
             found.append(difference)
     # All are compared before one is raised, so that the error can name the others
     _raise_if(found, "updates", equality, context)
@@ -200,13 +202,17 @@ def assert_equal_values(
     # Else leaves would be paired wrongly
     same_structure(expected, got, what=what)
     wanted, given = _leaves(as_local(expected)), _leaves(as_local(got))
-    tolerance = equality.tolerance([*dtypes, *_dtypes(wanted)])
+    own = [leaf.dtype for leaf in wanted if isinstance(leaf, Tensor)]
+    tolerance = equality.tolerance([*dtypes, *own])
     slacks = slack or [0.0] * len(wanted)
     found: list[Different] = []
     for path, a, b, extra in zip(paths(expected), wanted, given, slacks, strict=True):
         if isinstance(a, Tensor):
             _check_kind(path, a, b, context)
-            if difference := _compare_values(path, a, b, tolerance, extra):
+            allowed = None
+            if tolerance and a.numel() and _is_rounded(a):
+                allowed = wide(a).abs().fill_(tolerance * largest(a) + extra)
+            if difference := _compare(path, a, b, allowed, (a, b)):
                 found.append(difference)
         elif a != b:
             found.append(Unlike(path, a, b))
@@ -238,42 +244,10 @@ def _leaves(tree: PyTree[Any]) -> list[Any]:
     return [x.detach() if isinstance(x, Tensor) else x for x in optree.tree_leaves(tree)]
 
 
-def _dtypes(leaves: Iterable[Any]) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def _trained(tree: PyTree[Tensor]) -> list[bool]:
     """Which leaves are trained: those with `requires_grad`, or all where none has it."""
     flags = [leaf.requires_grad for leaf in optree.tree_leaves(tree)]
     return flags if any(flags) else [True] * len(flags)
-
-
-class _LeafUpdate(NamedTuple):
-    """One param's update, the oracle's and the other's; all four tensors are detached."""
-
-    path: str
-    old: Tensor  # the oracle's, before, in the param's shape and dtype
-    new: Tensor  # and after
-    old_got: Tensor  # the other's, before
-    new_got: Tensor  # and after
-
-    @property
-    def expected(self) -> Tensor:
-        """The oracle's update, in the param's shape, float64 or complex128."""
-        return wide(self.new) - wide(self.old)
-
-    @property
-    def got(self) -> Tensor:
-        """The other's update, likewise."""
-        return wide(self.new_got) - wide(self.old_got)
-
-
-def _leaf_updates(
-    old: PyTree[Tensor], new: PyTree[Tensor], old_got: PyTree[Tensor], new_got: PyTree[Tensor]
-) -> list[_LeafUpdate]:
-    """The updates of the trees' leaves, in flatten order."""
-    trees = [_leaves(tree) for tree in (old, new, old_got, new_got)]
-    return [_LeafUpdate(*row) for row in zip(paths(old), *trees, strict=True)]
 
 
 def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any] | None) -> None:
@@ -288,14 +262,20 @@ def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any
 
 
 def _check_update(
-    leaf: _LeafUpdate, equality: Equality, context: Mapping[str, Any] | None, *, excused: bool
+    path: str,
+    old: Tensor,
+    new: Tensor,
+    equality: Equality,
+    context: Mapping[str, Any] | None,
+    *,
+    excused: bool,
 ) -> None:
     """Refuse an expected update that would prove nothing; an excused one may be zero or invisible,
     but must be finite."""
     # An empty leaf can't move
-    if not leaf.old.numel():
+    if not old.numel():
         return
-    update = leaf.expected
+    update = wide(new) - wide(old)
     if not bool(torch.isfinite(update).all()):
         story = "the expected update is not finite"
         remedy = "look at the oracle's loss first"
@@ -305,13 +285,13 @@ def _check_update(
         story = "the expected update is zero, so the comparison would prove nothing"
         remedy = "give this leaf a gradient; or freeze it, by requires_grad_(False) or "
         remedy += "train_step(trainable=...); or name it in `unused`"
-    elif equality.grade == "reordered" and not is_visible(leaf.old, leaf.new):
+    elif equality.grade == "reordered" and not is_visible(old, new):
         size = largest(update)
         story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
         remedy = "take a larger learning rate, or float64, or name it in `unused`"
     else:
         return
-    raise ProvesNothing(explain(story + _told(context), path=leaf.path, remedy=remedy))
+    raise ProvesNothing(explain(story + _told(context), path=path, remedy=remedy))
 
 
 def is_visible(old: Tensor, new: Tensor) -> bool:
@@ -324,40 +304,17 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
     return size > 0 and size >= VISIBLE * hidden
 
 
-def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Wrong | None:
-    """See Note [reordered]; `slack` is allowed besides."""
-    expected, got = leaf.expected, leaf.got
-    # No tolerance: bitwise, or a frozen leaf
-    if not tolerance or not leaf.old.numel():
-        # Bit by bit goes by the params: a rounded update may hide a difference
-        return _compare_bits(leaf.path, leaf.new, leaf.new_got, expected, got)
-    # (the leaf's shape) float64: a part for the leaf, and one for each element
-    allowed = tolerance * largest(expected) + slack + last_places(leaf.old, leaf.new)
-    return compare_within(leaf.path, expected, got, allowed)
-
-
-def _compare_values(
-    path: str, expected: Tensor, got: Tensor, tolerance: float, slack: float
+def _compare(
+    path: str,
+    expected: Tensor,
+    got: Tensor,
+    allowed: Tensor | None,  # elementwise, float64
+    bits: tuple[Tensor, Tensor],
 ) -> Wrong | None:
-    """As for updates, but a value has no last places of a param around it."""
-    # Integers and booleans are exact in every grade
-    is_rounded = expected.is_floating_point() or expected.is_complex()
-    if not tolerance or not expected.numel() or not is_rounded:
-        return _compare_bits(path, expected, got, expected, got)
-    distances = _distances(expected, got)
-    allowed = torch.full_like(distances, tolerance * largest(expected) + slack)
-    return compare_within(path, expected, got, allowed)
-
-
-def _compare_bits(
-    path: str, new: Tensor, new_got: Tensor, expected: Tensor, got: Tensor
-) -> Wrong | None:
-    """The element that is furthest off, of those whose new values aren't the same bits."""
-    if not new.numel():
-        return None
-    bad = ~same_bits(new, new_got)  # (the leaf's shape) bool
-    nothing = torch.zeros_like(_distances(expected, got))
-    return _furthest(path, bad, expected, got, nothing)
+    """The element that is furthest off; without `allowed`, of those whose bits aren't the same."""
+    if allowed is not None:
+        return compare_within(path, expected, got, allowed)
+    return _furthest(path, ~same_bits(*bits), expected, got, torch.zeros_like(_distances(*bits)))
 
 
 def compare_within(
@@ -385,12 +342,9 @@ def _furthest(
     if not bool(bad.any()):
         return None
     error = _distances(expected, got)
-    # NaN is further off than any number
-    excess = torch.nan_to_num(error - allowed, nan=torch.inf)
-    # Elements that are fine can't be the furthest
-    excess = torch.where(bad, excess, -torch.inf)
-    index = torch.unravel_index(excess.argmax(), excess.shape)
-    at = tuple(int(i) for i in index)
+    # NaN is further off than any number, and an element that is fine nearer
+    excess = torch.nan_to_num(error - allowed, nan=torch.inf).where(bad, -torch.inf)
+    at = tuple(map(int, torch.unravel_index(excess.argmax(), excess.shape)))
     values = f"expected {expected[at].item()}, got {got[at].item()}"
     distance = f"{float(error[at]):.3g} apart, {float(allowed[at]):.3g} allowed"
     text = f"leaf {path or '(root)'}{list(at) if at else ''}: {values}, {distance}"
@@ -406,6 +360,11 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
         return elements.view(torch.uint8).reshape(*x.shape, x.element_size())
 
     return (bits(a) == bits(b)).all(-1)
+
+
+def _is_rounded(x: Tensor) -> bool:
+    """Integers and booleans are exact in every grade."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -437,7 +396,7 @@ def largest(x: Tensor) -> float:
 
 def last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
-    if not (old.is_floating_point() or old.is_complex()):
+    if not _is_rounded(old):
         return old.new_zeros(old.shape, dtype=torch.float64)  # integers are not rounded
     sizes = torch.maximum(wide(old).abs(), wide(new).abs())
     # eps times a size is between one and two last places

@@ -114,7 +114,7 @@ def trees(
     # A second leaf of its own, so that a tree of None alone has one
     drawn, last = draw(nested), draw(leaf)
     # Nothing trained would leave nothing to compare
-    if not _has_trained_elements([drawn, last]):
+    if not any(x.requires_grad and x.numel() for x in optree.tree_leaves([drawn, last])):
         last = torch.arange(1.0, 7.0, dtype=last.dtype, device="cpu").view(2, 3).requires_grad_()
     return {"drawn": drawn, "last": last}
 
@@ -125,10 +125,6 @@ def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     dicts = st.dictionaries(keys, inside, min_size=1, max_size=3)
     lists = st.lists(inside, min_size=1, max_size=3)
     return st.one_of(dicts, lists, lists.map(tuple))
-
-
-def _has_trained_elements(tree: PyTree[Tensor]) -> bool:
-    return any(leaf.requires_grad and leaf.numel() for leaf in optree.tree_leaves(tree))
 
 
 def world_sizes(max_ranks: int = 5) -> st.SearchStrategy[int]:
@@ -147,67 +143,42 @@ def modules(kinds: Sequence[str] | None = None) -> st.SearchStrategy[Case]:
         kinds: of "mlp", "frozen_mlp", "gpt", "convnet", "shared", "unused", "scalars", "mixed";
             None for all.
     """
-    chosen = kinds or list(_STRATEGY_OF_KIND)
-    return st.one_of([_STRATEGY_OF_KIND[kind]() for kind in chosen])
+    return st.one_of([_STRATEGY_OF_KIND[kind] for kind in kinds or _STRATEGY_OF_KIND])
 
 
-def _mlps() -> st.SearchStrategy[Case]:
-    dims = st.lists(_DIM, min_size=2, max_size=4).map(tuple)
-    return st.builds(models.mlp, dims, _SEED)
+def _gpt(head_width: int, heads: int, **others: Any) -> Case:
+    return models.gpt(width=head_width * heads, heads=heads, **others)
 
 
-def _frozen_mlps() -> st.SearchStrategy[Case]:
-    dims = st.lists(_DIM, min_size=4, max_size=5).map(tuple)  # the model has at least three layers
-    return st.builds(models.frozen_mlp, dims, _SEED)
-
-
-@st.composite
-def _gpts(draw: st.DrawFn) -> Case:
-    vocab = draw(st.sampled_from([5, 11]))
-    # Odd, so that heads don't fall on the borders of pieces
-    width_of_head = draw(st.sampled_from([3, 5]))
-    num_heads = draw(st.sampled_from([1, 2]))
-    depth = draw(st.integers(1, 2))
-    length = draw(_SMALL_WIDTH)
-    tied = draw(st.booleans())
-    seed = draw(_SEED)
-    return models.gpt(vocab, width_of_head * num_heads, num_heads, depth, length, tied, seed)
-
-
-@st.composite
-def _convnets(draw: st.DrawFn) -> Case:
-    channels = draw(st.integers(1, 4))
-    kernel = draw(st.sampled_from([2, 3]))
-    num_classes = draw(_SMALL_WIDTH)
-    size = draw(st.sampled_from([5, 6]))  # rows and columns of an image
-    return models.convnet(channels, kernel, num_classes, size, draw(_SEED))
-
-
-def _shared() -> st.SearchStrategy[Case]:
-    return st.builds(models.shared, _SMALL_WIDTH, _SEED)
-
-
-def _unused() -> st.SearchStrategy[Case]:
-    return st.builds(models.unused, _DIM, _SEED)
-
-
-def _scalars() -> st.SearchStrategy[Case]:
-    return st.builds(models.scalars, _SEED)
-
-
-def _mixed() -> st.SearchStrategy[Case]:
-    return st.builds(models.mixed, _SMALL_WIDTH, _SEED)
-
-
-_STRATEGY_OF_KIND: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
-    "mlp": _mlps,
-    "frozen_mlp": _frozen_mlps,
-    "gpt": _gpts,
-    "convnet": _convnets,
-    "shared": _shared,
-    "unused": _unused,
-    "scalars": _scalars,
-    "mixed": _mixed,
+_STRATEGY_OF_KIND: dict[str, st.SearchStrategy[Case]] = {
+    "mlp": st.builds(models.mlp, st.lists(_DIM, min_size=2, max_size=4).map(tuple), _SEED),
+    # The model has at least three layers
+    "frozen_mlp": st.builds(
+        models.frozen_mlp, st.lists(_DIM, min_size=4, max_size=5).map(tuple), _SEED
+    ),
+    "gpt": st.builds(
+        _gpt,
+        # Odd, so that heads don't fall on the borders of pieces
+        head_width=st.sampled_from([3, 5]),
+        heads=st.sampled_from([1, 2]),
+        vocab=st.sampled_from([5, 11]),
+        depth=st.integers(1, 2),
+        length=_SMALL_WIDTH,
+        tied=st.booleans(),
+        seed=_SEED,
+    ),
+    "convnet": st.builds(
+        models.convnet,
+        channels=st.integers(1, 4),
+        kernel=st.sampled_from([2, 3]),
+        classes=_SMALL_WIDTH,
+        size=st.sampled_from([5, 6]),  # rows and columns of an image
+        seed=_SEED,
+    ),
+    "shared": st.builds(models.shared, _SMALL_WIDTH, _SEED),
+    "unused": st.builds(models.unused, _DIM, _SEED),
+    "scalars": st.builds(models.scalars, _SEED),
+    "mixed": st.builds(models.mixed, _SMALL_WIDTH, _SEED),
 }
 
 
@@ -247,22 +218,22 @@ def optimizers(names: Sequence[str] | None = None) -> st.SearchStrategy[NamedOpt
             `allow_round_off=True`.
     """
     known = known_optimizers()
-    if not names:
-        names = [name for name in known if name not in AMPLIFYING]
-    return st.sampled_from([known[name] for name in names])
+    return st.sampled_from([known[name] for name in names or sorted(known.keys() - AMPLIFYING)])
 
 
 def known_optimizers() -> dict[str, NamedOptimizer]:
     """Every function of `functorch_zero.optim` that makes an optimizer from a learning rate, and
     some chains."""
-    makers: dict[str, Callable[[], Transform]] = {}
     # By signature, so that a new optimizer is drawn without being listed here
-    for name, function in public_functions().items():
-        is_part = name.startswith("scale_by_")  # of a chain, and no optimizer by itself
-        if inspect.isfunction(function) and not is_part and _needs_only_a_rate(function):
-            makers[name] = partial(function, LEARNING_RATE)
+    makers: dict[str, Callable[[], Transform]] = {
+        name: partial(function, LEARNING_RATE)
+        for name, function in public_functions().items()
+        # A part of a chain is no optimizer by itself
+        if not name.startswith("scale_by_") and _needs_only_a_rate(function)
+    }
     makers |= {
-        "prodigy": _prodigy,
+        # Its own first estimate of a rate, 1e-6, would hardly move a param in a few steps
+        "prodigy": partial(optim.prodigy, 1.0, estim_lr0=LEARNING_RATE),
         "sgd, momentum": partial(optim.sgd, LEARNING_RATE, momentum=0.9),
         "clip + adamw": partial(_clipped, optim.adamw),
         "clip + lamb": partial(_clipped, optim.lamb),
@@ -280,15 +251,12 @@ def public_functions() -> dict[str, Any]:
 
 
 def _needs_only_a_rate(function: Any) -> bool:
-    """Whether the function has an argument `learning_rate`, and requires no other."""
+    """Whether this is a function with an argument `learning_rate`, and requires no other."""
+    if not inspect.isfunction(function):
+        return False
     parameters = inspect.signature(function).parameters
     required = {name for name, p in parameters.items() if p.default is p.empty}
     return "learning_rate" in parameters and required <= {"learning_rate"}
-
-
-def _prodigy() -> Transform:
-    # Its own first estimate of a rate, 1e-6, would hardly move a param in a few steps
-    return optim.prodigy(1.0, estim_lr0=LEARNING_RATE)
 
 
 def _clipped(make: Callable[[float], Transform]) -> Transform:

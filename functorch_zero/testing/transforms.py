@@ -24,11 +24,17 @@ from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
 from ..optim.claims.operators import OperatorWatch
-from ..optim.claims.pretended import REPEAT_REMEDY
 from ..optim.local import Local, one_leaf
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
-from .equality import Equality, Grade, as_equality, assert_equal_updates, assert_equal_values
+from .equality import (
+    Equality,
+    Grade,
+    apart,
+    as_equality,
+    assert_equal_updates,
+    assert_equal_values,
+)
 from .slicing import all_gather_tree, slice_tree
 
 
@@ -287,30 +293,14 @@ def unchanged(inputs: Any, name: str) -> Iterator[None]:
     for path, leaf in zip(paths(inputs), leaves, strict=True):
         if isinstance(leaf, Tensor):
             # The copy catches writes that bypass the version counter
-            before.append(_Snapshot(path, leaf, leaf.clone(), version_of(leaf)))
+            before.append((path, leaf, leaf.clone(), version_of(leaf)))
     yield
-    for snapshot in before:
-        if snapshot.is_outdated():
+    for path, leaf, copy, version in before:
+        # The counter first: a write of equal values is a write, too
+        if version_of(leaf) != version or apart(leaf, copy):
             raise TransformError(
-                f"{name} changes its input {snapshot.path} in place. Remedy: return new tensors"
+                f"{name} changes its input {path} in place. Remedy: return new tensors"
             )
-
-
-class _Snapshot(NamedTuple):
-    """A tensor, and how it was."""
-
-    path: str
-    leaf: Tensor
-    copy: Tensor
-    version: int
-
-    def is_outdated(self) -> bool:
-        """Whether it has been written to, or has other values or another shape."""
-        leaf, copy = self.leaf, self.copy
-        # The counter first: a write of equal values is a write too
-        if version_of(leaf) != self.version or leaf.shape != copy.shape:
-            return True
-        return not torch.equal(leaf.nan_to_num(), copy.nan_to_num())
 
 
 class _Checking(Local):
@@ -332,62 +322,37 @@ class _Checking(Local):
         return super().run_whole(part, updates, state, params)
 
     def _try(self, part: WholeLeaf, path: str, update: Tensor, owned: Owned, param: Tensor) -> None:
-        """Repeat one leaf's update, and run it in a batch."""
+        """Compare one leaf's update by itself and in a batch."""
         who = f"{self._name}, a whole-leaf function,"
-        # Twice on the same inputs: a hidden state or a random number would show
-        with unchanged({path: {"update": update, "state": owned.state, "param": param}}, who):
-            first = one_leaf(part, update, owned, param)
-            second = one_leaf(part, update, owned, param)
-        if first[0].shape != update.shape:
+        first, new = one_leaf(part, update, owned, param)
+        if first.shape != update.shape:
             raise TransformError(
-                f"{who} makes an update of shape {tuple(first[0].shape)} of leaf {path}"
+                f"{who} makes an update of shape {tuple(first.shape)} of leaf {path}"
             )
-        with _as_transform_error(
-            f"{who} is not a function: the same inputs give different results", REPEAT_REMEDY
-        ):
-            _compare_leaf(path, first, second, BITWISE)
         if not part.batched:
             return
         # Another update, so that a function that mixes its batch's items shows it
-        other = update * -0.5
-        in_batch = _in_a_batch(part, [update, other], owned, param)
-        # One by one, as the batch's expected results
-        alone = [first, one_leaf(part, other, owned, param)]
-        story = f"{who} makes something else of leaf {path} in a batch of two than alone"
-        for expected, got in zip(alone, in_batch, strict=True):
-            with _as_transform_error(story):
-                _compare_leaf(path, expected, got, self._equality)
+        other, other_new = one_leaf(part, update * -0.5, owned, param)
+        alone = [(first, new.state), (other, other_new.state)]
+        in_batch = part.update(
+            torch.stack([update, update * -0.5]),
+            tree_map(_twice, owned.state),
+            _twice(param) if part.wants_param else None,
+        )
+        with _as_transform_error(
+            f"{who} makes something else of leaf {path} in a batch of two than alone"
+        ):
+            assert_equal_values(
+                {path: tree_map(lambda *xs: torch.stack(xs), *alone)},
+                {path: in_batch},
+                grade=self._equality,
+                what="results",
+                dtypes={first.dtype},
+            )
 
 
-def _in_a_batch(
-    part: WholeLeaf, updates: list[Tensor], owned: Owned, param: Tensor
-) -> list[tuple[Tensor, Owned]]:
-    """The updates of one leaf as a batch: each one's result."""
-    num = len(updates)
-    # (num, *shape) of each leaf of the state
-    states = tree_map(lambda x: torch.stack([x] * num), owned.state)
-    params = torch.stack([param] * num) if part.wants_param else None
-    made, new_states = part.update(torch.stack(updates), states, params)
-    results = []
-    for k, update in enumerate(made):
-        state = tree_map(partial(_row, k=k), new_states)
-        results.append((update, Owned(state, 0)))  # 0: an owner that nobody asks for
-    return results
-
-
-def _row(x: Tensor, k: int) -> Tensor:
-    return x[k]
-
-
-def _compare_leaf(
-    path: str, expected: tuple[Tensor, Owned], got: tuple[Tensor, Owned], equality: Equality
-) -> None:
-    """Compare two results of one leaf: its update and its new state."""
-    # As trees with the leaf's path, for errors
-    trees: list[Any] = []
-    for update, owned in (expected, got):
-        trees.append({path: {"update": update, "state": owned.state}})
-    assert_equal_values(*trees, grade=equality, what="results", dtypes={expected[0].dtype})
+def _twice(x: Tensor) -> Tensor:
+    return torch.stack([x, x])
 
 
 # A transform's kernel for donated storage
