@@ -50,9 +50,9 @@ class Home(Lease):
 
     def handed_on(self) -> Home:
         """Its flat in a home of its own, for somebody who writes over it; this one has ended."""
-        flat = self.flat
+        flat, leaves = self.flat, self.leaves
         self.end()
-        return Home(flat, self.kind)
+        return Home(flat, self.kind, leaves)
 
     def is_of(self, leaves: Sequence[Any]) -> bool:
         """Whether just these are cut from it."""

@@ -614,16 +614,19 @@ class ShardedTree(OnEngine):
 
         `published`: of flats that stay as they are, as of `note_published`.
         """
-        # Leaves are cut anew: those of this node may have gradients by now. Frozen flats stay with
-        # all that have leaves of them, so that a load which writes over them uses these up
+        # Frozen flats stay with all that have leaves of them, so that a load which writes over them
+        # uses these up
         self._check_not_used_up()
         # Rows of tables stay rows
         own, homes = self._homes if self.is_uncut else self.homes(), list[Home | None]()
+        # Views of the same flats, unless users may have leaves of this node
+        local = self._local if self.is_uncut else None
         for home, bucket in zip(own, self.sharding.layout.buckets, strict=True):
             if home is not None and bucket.trainable:
                 home = home.handed_on()
             homes.append(home)
         made = ShardedTree.of_homes(homes, self.holding)
+        made._local = local
         made.note_published(published)
         return made
 

@@ -33,7 +33,7 @@ from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
 from ..sharded.placed import stored_flats
-from ..sharded.program.agreement import Agreement
+from ..sharded.program.agreement import AgreementOfRanks
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, finish, is_fine
 from ..sharded.program.ledger import Ledger
@@ -148,12 +148,13 @@ class ImaginedStep:
         self.watch.live.adopt([*held, *buffers], "params")
 
 
-class _ImaginedAgreement(Agreement):
+class _ImaginedAgreement:
     """An `Agreement` of ranks that are not there. Nothing has a value that could be compared; what
     a step sends is sent."""
 
     def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
-        super().__init__(step, options, BackgroundTasks())
+        self._agreement = AgreementOfRanks(step, options, BackgroundTasks())
+        self.is_by_gradients, self.own = self._agreement.is_by_gradients, self._agreement.own
         self._watch = watch
 
     def on_arguments(self, *given: Any) -> None:
@@ -171,7 +172,7 @@ class _ImaginedAgreement(Agreement):
         if label == "step/agreement":
             self._watch.enter("metrics")
         with self._watch.live.paused():
-            return super().compare(ledger, label, flags=flags, batch=batch)
+            return self._agreement.compare(ledger, label, flags=flags, batch=batch)
 
 
 class _AnnouncedEngine(ShardedEngine):

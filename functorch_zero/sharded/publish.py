@@ -78,10 +78,11 @@ def publish(
             piece, out = (own_piece(x, bucket, piece_number) for x in (flat, new))
             own = [given[n] for n in bucket.leaves]
             _add(piece, own, added[b], bucket, piece_number, out=out)
-        # The all-gather runs while the next bucket is added
-        name = f"{params.holding.name}.{bucket.name}".lstrip(".")
         over = _published_along(bucket, axes)
-        started[b] = _Publishing(new, bucket, name, over, axes.shard.group, empty[b])
+        # The all-gather runs while the next bucket is added
+        if over or bucket.is_published:
+            name = f"{params.holding.name}.{bucket.name}".lstrip(".")
+            started[b] = _Publishing(new, bucket, name, over, axes.shard.group, empty[b])
     _finish([*started.values()])
     for b, publishing in started.items():
         published[b] = publishing.published

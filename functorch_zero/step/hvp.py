@@ -68,8 +68,8 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
     def run(
         params: Any, vector: Any, *args: Any, buffers: Any = None, batch: Any = None
     ) -> tuple[Any, Any, Any]:
-        check_callable_here("fz.hvp", params, vector)
         engine = engine_of(params, vector)
+        check_callable_here("fz.hvp", engine)
         rank = None if engine is None else engine.rank
         has_aux = False  # known once the loss has returned: whether the caller wants metrics
 

@@ -25,7 +25,7 @@ from ..in_a_loss import OF_THIS_RANK, refuse, refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
-from ..params import engine_of, is_on_engine
+from ..params import Engine, engine_of, is_on_engine
 from ..shared_elements import check_apart
 from ..tree import (
     PyTree,
@@ -119,24 +119,23 @@ def value_and_grad(
 
 def differentiate(call: LossCall, tree: Any) -> tuple[Any, Any]:
     """The results of a loss, and its gradients; see `value_and_grad`."""
-    check_callable_here("fz.value_and_grad", tree, call.args)
     # Sharded trees among tree or args decide for all: one engine answers
     engine = engine_of(tree, call.args)
+    check_callable_here("fz.value_and_grad", engine)
     if engine is not None:
         return engine.value_and_grad(call, tree)
     return _value_and_grad(call, tree)
 
 
-def check_callable_here(name: str, *trees: Any) -> None:
+def check_callable_here(name: str, engine: Engine | None) -> None:
     """Raise where a gradient can't be taken: inside of a loss, or of a transform of torch.func.
 
     Args:
         name: of the function that was called.
-        trees: its arguments.
+        engine: of its arguments.
     """
     refuse_gradient(f"{name} was called")
     if transforms_active():
-        engine = engine_of(trees)
         raise StructureError(
             explain(
                 f"{name} was called inside of a transform of torch.func, such as vmap or grad, and "

@@ -74,7 +74,10 @@ class TrainProgram:
         fine = all(told)  # told only where steps are skipped
         finite = self.policy.next(finite, fine=fine)
         seen, sees_updates = Norms(), "update_norm" in self.metrics
-        seen.take(**self._wanted(grads=grads, params=params))
+        if "grad_norm" in self.metrics:
+            seen.take(grads=grads)
+        if "param_norm" in self.metrics:
+            seen.take(params=params)
         if fine:
             see = (lambda updates: seen.take(updates=updates)) if sees_updates else None
             # Without `see` perhaps by one kernel
@@ -90,11 +93,6 @@ class TrainProgram:
 
     def _loss(self, params: Any, *, buffers: Any, batch: Any = None) -> Any:
         return self.loss_fn(params, buffers, batch)
-
-    def _wanted(self, **trees: Any) -> dict[str, Any]:
-        """Those whose norms were asked for."""
-        names = {name.removesuffix("_norm") + "s" for name in NORMS if name in self.metrics}
-        return {name: tree for name, tree in trees.items() if name in names}
 
 
 _ANSWERS: dict[NonFinite, NonFiniteGradient] = {"raise": "raise", "skip": "tell", "pass": "pass"}
@@ -121,6 +119,7 @@ class TrainStep(ProgramStep):
             trainable={"params": trainable},
             buffers=("buffers",),
             facts={
+                "optimizer": program.optimizer,
                 "accumulate": program.accumulate,
                 "metrics": list(program.metrics),
                 "finite": described(program.policy),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from ...groups import labelled
 from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
+from ...optim.base import Transform
+from ...optim.naming import described
 from ...params import as_local
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
@@ -25,11 +27,27 @@ from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
-from .ledger import Ledger
+from .ledger import Compare, Ledger
 from .value import unsharded_leaves
 
 
-class Agreement:
+class Agreement(Protocol):
+    """The comparison of a program's ranks, as `AgreementOfRanks` makes it. A plan has another."""
+
+    is_by_gradients: bool
+    own: Sequence[str]
+
+    def on_arguments(self, given: Any, layouts: Any, seed: int | None, facts: Any) -> None: ...
+
+    def on_first_value(self, value: Any, fills: Any) -> None: ...
+
+    def looks_at(self, call: int) -> bool: ...
+
+    @property
+    def compare(self) -> Compare: ...
+
+
+class AgreementOfRanks:
     """The comparison of a program's ranks. Each method is one exchange, or one all-reduce of words,
     and raises, on every rank, where they differ.
 
@@ -67,7 +85,7 @@ class Agreement:
             given: the trees that are cut.
             layouts: of these.
             seed: of the first state.
-            facts: of `program_step`.
+            facts: of `program_step`; the optimizer of a training step among them.
         """
         options = self._options
         # Plain data, and causes before their effects
@@ -75,9 +93,10 @@ class Agreement:
         found |= {
             "level": options.levels.describe(),
             "options": options.describe(),
-            "facts of program_step": dict(facts),
+            "facts of program_step": {n: x for n, x in facts.items() if not _is_transform(x)},
             "seed": seed,
         }
+        found |= {name: described(x) for name, x in facts.items() if _is_transform(x)}
         for name, layout in layouts.items():
             found[f"layout of {name}"] = layout.describe()
             found[f"levels of {name}"] = {leaf.path: leaf.cut.level_name for leaf in layout.leaves}
@@ -127,6 +146,10 @@ class Agreement:
         self._background.raise_if(has_failed)
         self._batches.note(digest, told.same_batch, group.rank)
         return raised
+
+
+def _is_transform(fact: Any) -> bool:
+    return isinstance(fact, Transform)
 
 
 class _Findings(NamedTuple):

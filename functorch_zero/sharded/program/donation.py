@@ -106,8 +106,11 @@ class Donation:
             for function in self._agree:
                 function()
             self._agreed = True
-        if not (self._is_unneeded(params) and self._is_unneeded(state)):
-            return False
+        for node in (params, state):
+            places = self._places_of(node)
+            # Leaves that the program has read are its own
+            if len(places) != 1 or node.are_leaves_shown or not self.needed.isdisjoint(places):
+                return False
         of_others = set[int]()
         for node in self._nodes:
             # One that an update has used up before has no storage any more
@@ -118,11 +121,6 @@ class Donation:
         of_params, of_state = _storages_of(params), _storages_of(state)
         written = of_state if by_any else _written_of(state)
         return of_params.isdisjoint(of_others | of_state) and written.isdisjoint(of_others)
-
-    def _is_unneeded(self, node: ShardedTree | ShardedOptState) -> bool:
-        places = self._places_of(node)
-        # Leaves that the program has read are its own
-        return len(places) == 1 and not node.are_leaves_shown and self.needed.isdisjoint(places)
 
 
 def _written_of(state: ShardedOptState) -> set[int]:

@@ -93,6 +93,8 @@ class ShardedEngine:
         # may do
         self._updates: Recent[tuple[Transform, int, bool, bool], PreparedUpdate] = Recent(_MOST)
         self.announce: Callable[[str], None] = _nobody_listens  # told the phase that begins
+        # While a step's `init` runs: that which ranks have compared with its arguments
+        self.agreed: Transform | None = None
         # Of those that ranks have compared
         self._descriptions: Recent[Transform, Any] = Recent(_MOST)
 
@@ -147,10 +149,11 @@ class ShardedEngine:
                     )
                 )
             layout = params.sharding.layout
-            # First: other transforms ask other questions, whose collectives would not meet
-            group = labelled(axes.world, "optimizer/agreement")
             description = described(transform)
-            agree(group, {"optimizer": description})
+            # First: other transforms ask other questions, whose collectives would not meet
+            if transform is not self.agreed:
+                group = labelled(axes.world, "optimizer/agreement")
+                agree(group, {"optimizer": description})
             self._descriptions.note(transform, description)
             check_claims(transform, _trained_on_meta(layout))
             return self.first_state(transform, params)
@@ -249,8 +252,11 @@ class ShardedEngine:
             if over and donate and not grads.are_leaves_shown:
                 layout = params.sharding.layout
                 prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
-            fuses = may_fuse and prepared.fuses(params.pieces())
-            result = self._applied(prepared, grads, state, params, over=over, fuses=fuses, see=see)
+            own = params.pieces()
+            fuses = may_fuse and prepared.fuses(own)
+            result = self._applied(
+                prepared, grads, state, params, own, over=over, fuses=fuses, see=see
+            )
             if donation is not None and not over:
                 donation.note_update(params, state)
             return result
@@ -261,17 +267,20 @@ class ShardedEngine:
         grads: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
+        own: ShardedTree,
         *,
         over: bool,
         fuses: bool,
         see: Callable[[ShardedTree], object] | None,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """The next params and state; `fuses`: by a kernel. `over`: params are used up, and the
-        state is where a kernel runs or it has a place; else those given stay as they are. Gradients
-        are used up where the update is one of all that it is given."""
+        """The next params and state, of params whose pieces are `own`; `fuses`: by a kernel.
+
+        `over`: params are used up, and the state is where a kernel runs or it has a place; else
+        those given stay as they are. Gradients are used up where the update is one of all that it
+        is given.
+        """
         axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
         empty, flats = emptied(self.options.places.params, layout), params.flats()
-        own = params.pieces()
         uses_up = over and (fuses or is_placed(state) or prepared.donates)
         if prepared.donates:
             grads = grads.handed_on()

@@ -26,6 +26,7 @@ from ...layout.layout import Layout
 from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
+from ...optim.base import Transform
 from ...params import Engine, as_local, is_on_engine
 from ...places import moved
 from ...runtime.prefetch import PrefetchOrders
@@ -68,7 +69,7 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement
+from .agreement import Agreement, AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
@@ -92,6 +93,7 @@ class ProgramEngine(Engine, Protocol):
     """The engine of a program's trees, as far as the program's step knows it."""
 
     orders: PrefetchOrders  # in which passes have gathered units
+    agreed: Transform | None  # while `init` runs: the optimizer, if its facts have it
 
     def placed(self, state: ShardedOptState) -> ShardedOptState:
         """An optimizer's state where it lies between updates; `tree` lies beside the params."""
@@ -124,7 +126,7 @@ class ShardedStep:
         self.unsharded, self.options, self._layout = step, options, layout
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
-        self._agreement = agreement or Agreement(step, options, self.background)
+        self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._parts = PartsOfValues(options, step.nameless)
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
@@ -256,7 +258,11 @@ class ShardedStep:
             cut[name] = moved_tree(self.options.places.params, held)
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
-        value = without_pieces(self.unsharded.first_value(*own))
+        try:
+            self.engine.agreed = self.unsharded.facts.get("optimizer")
+            value = without_pieces(self.unsharded.first_value(*own))
+        finally:
+            self.engine.agreed = None
         check_value(value, self.group.rank)
         self.unsharded.check_buffers(value)
         marked = Nodes.of(as_marked(value, self.unsharded.nameless))
