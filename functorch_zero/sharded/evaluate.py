@@ -32,7 +32,7 @@ from .average import average
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
 from .checks import check_batch, check_not_donated, check_place
-from .failures import number_of, sharing_failures
+from .failures import sharing_failures
 from .options import Options
 from .params import make_unit_flats
 from .program.engine import ShardedEngine
@@ -91,7 +91,7 @@ class ShardedEvalStep:
         Collectives: at level 3 one all-gather per bucket, on use of its unit; two all-reduces of
         metrics and words; and those of `publish`, where other params than the state's are chosen.
         """
-        groups, step = self.options.axes.groups, number_of(state)
+        groups, step = self.options.axes.groups, getattr(state, "step", None)
         failures = sharing_failures(*groups, call="evaluation", step=step)
         with failures, self.gather_order.forgotten_on_failure():
             check_place(state, self.options)

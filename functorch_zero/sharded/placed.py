@@ -184,17 +184,24 @@ def stored_flats(
     return found
 
 
-def moved_tree(places: ByUnit | None, params: ShardedTree) -> ShardedTree:
-    """Params whose flats lie in their places, published ones, too."""
-    if places is None:
-        return params
-    flats: list[Tensor] = []
+def moved_tree(places: ByUnit, tree: ShardedTree, frozen: dict[int, Tensor]) -> ShardedTree:
+    """A tree whose flats lie in their places, published ones, too.
+
+    Args:
+        frozen: by the id of a frozen flat, which trees may share, where it lies now.
+    """
+    layout = tree.sharding.layout
+    flats: list[Tensor | None] = []
     published: list[Tensor | None] = []
-    of_buckets = places_of_buckets(places, params.sharding.layout)
-    for place, flat, whole in zip(of_buckets, params.flats(), params.published(), strict=True):
-        flats.append(moved(place, flat))
+    of_buckets = places_of_buckets(places, layout)
+    rows = zip(of_buckets, layout.buckets, tree.flats(), tree.published(), strict=True)
+    for place, bucket, flat, whole in rows:
+        if flat is not None:
+            now = moved(place, flat)
+            flat = now if bucket.trainable else frozen.setdefault(id(flat), now)
+        flats.append(flat)
         published.append(None if whole is None else moved(place, whole))
-    return params.with_flats(flats, published)
+    return tree.with_flats(flats, published)
 
 
 def emptied(places: ByUnit | None, layout: Layout) -> list[Callable[[Tensor], Tensor]]:

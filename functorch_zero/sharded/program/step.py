@@ -28,7 +28,6 @@ from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...optim.base import Transform
 from ...params import Engine, as_local, is_on_engine
-from ...places import moved
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
@@ -56,10 +55,10 @@ from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
 from ..checks import check_not_donated, check_place
 from ..deferred_values import DigestedFill
-from ..failures import number_of, sharing_failures
+from ..failures import sharing_failures
 from ..options import Options
 from ..parts import ReductionParts
-from ..placed import check_places_work, moved_tree, places_of_buckets
+from ..placed import check_places_work, moved_tree
 from ..refit import (
     agree_on_refit,
     carried,
@@ -255,7 +254,8 @@ class ShardedStep:
                 held = hold(
                     given[name], sharding, engine=engine, number=number, name=own_name, fill=fill
                 )
-            cut[name] = moved_tree(self.options.places.params, held)
+            places = self.options.places.params
+            cut[name] = held if places is None else moved_tree(places, held, {})
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(own_copy, arg) for n, arg in given.items()]
         try:
@@ -267,47 +267,28 @@ class ShardedStep:
         self.unsharded.check_buffers(value)
         marked = Nodes.of(as_marked(value, self.unsharded.nameless))
         state = State.first(
-            self._placed(marked.value),
+            self._placed(marked).value,
             seed,
             sharding=self._sharding(layouts),
             parts=self._parts.of(marked).parts.init(marked.device),
         )
         return state, cut
 
-    def _placed(self, value: Any) -> Any:
+    def _placed(self, value: Nodes) -> Nodes:
         """A value whose optimizers' states lie in their place, and its params in theirs, where
         there is one: also those that the program has made by `tree_map`."""
-        places = self.options.places
+        places = self.options.places.params
         frozen: dict[int, Tensor] = {}
 
         def placed(node: Any) -> Any:
-            if places.params is not None and isinstance(node, ShardedTree):
-                return self._moved(node, frozen)
-            if places.state is None or not isinstance(node, ShardedOptState) or is_placed(node):
-                return node
-            return self.engine.placed(node)
+            if places is not None and isinstance(node, ShardedTree):
+                return moved_tree(places, node, frozen)
+            # States have no place, say, and the engine leaves them where they are
+            if isinstance(node, ShardedOptState) and not is_placed(node):
+                return self.engine.placed(node)
+            return node
 
-        if places.state is None and places.params is None:
-            return value
-        return tree_map(placed, value, is_leaf=is_on_engine)
-
-    def _moved(self, tree: ShardedTree, frozen: dict[int, Tensor]) -> ShardedTree:
-        """A tree whose flats lie in the params' place.
-
-        Args:
-            frozen: by the id of a frozen flat, which trees may share, where it lies now.
-        """
-        layout, made = tree.sharding.layout, list[Tensor | None]()
-        places = places_of_buckets(self.options.places.params, layout)
-        for flat, bucket, place in zip(tree.flats(), layout.buckets, places, strict=True):
-            if flat is None:
-                made.append(None)
-            elif bucket.trainable:
-                made.append(moved(place, flat))
-            else:
-                made.append(frozen.setdefault(id(flat), moved(place, flat)))
-        # Published flats are made where they lie, and those of `init` move with their tree
-        return tree.with_flats(made, tree.published())
+        return value._replace(nodes=[*map(placed, value.nodes)])
 
     def refit(self, state: State, *args: Any, **named: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -322,7 +303,7 @@ class ShardedStep:
             NotImplementedError: a reduction keeps tensors between steps.
         """
         axes = self.options.axes
-        step = number_of(state)
+        step = getattr(state, "step", None)
         failures = sharing_failures(*axes.groups, call="refit", step=step, settles=True)
         with failures, torch.no_grad():
             check_is_state(state)
@@ -357,9 +338,10 @@ class ShardedStep:
             old = tree_map(lambda node: came.get(id(node), node), old, is_leaf=is_on_engine)
             # Elements travel beside the params
             new = beside_params(fresh.value)
-            value = self._placed(carried(new, old, self._refit_group, "the value"))
+            value = carried(new, old, self._refit_group, "the value")
             # A refit that fails changes nothing
             self._note_structure(_structure_of(fresh))
+            value = self._placed(Nodes.of(value)).value
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
 
     @property
@@ -388,12 +370,15 @@ class ShardedStep:
                 rank.
         """
         groups, rank = self.options.axes.groups, self.group.rank
-        failures = sharing_failures(*groups, call="step", step=number_of(state))
+        failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             as_given, nameless = self._checked(state), self.unsharded.nameless
             given, number = as_given.marked(nameless), int(state.step)
-            kept = self._kept_in(given, state.parts)
+            kept = None
+            # Parts that it doesn't keep are refused
+            if self.options.reduction.keeps or state.parts is not None:
+                kept = KeptTensors(self._parts.of(given), state.parts)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
@@ -443,27 +428,16 @@ class ShardedStep:
             if donation is not None:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
-            after = made._replace(nodes=self._placed(made.nodes)).marked(nameless)
+            placed = self._placed(made) if self.options.places.given else made
+            after = placed.marked(nameless)
             name_nodes(after.by_path, number + 1, are_given=False)
             parts = None if kept is None else kept.next_parts(made, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
-    def _kept_in(self, given: Nodes, parts: Any) -> KeptTensors | None:
-        """The tensors that the reduction has kept; None: it keeps nothing.
-
-        Args:
-            given: those of the state's value, for the program.
-            parts: of the state.
-        """
-        # Parts that it doesn't keep are refused
-        if not self.options.reduction.keeps and parts is None:
-            return None
-        return KeptTensors(self._parts.of(given), parts)
-
     def _structure_of(self, state: State) -> ValueStructure | None:
         """How a state's value is cut: as that of the first state with such trees, or else as `init`
         makes it of the state's own. None: this step has made others."""
-        noted = self._noted(state)
+        noted = self._noted(state.sharding)
         if noted is not None:
             return noted
         made = self._outlined(state)
@@ -486,9 +460,9 @@ class ShardedStep:
         made = structure_made_of(self.unsharded, cut, state.sharding, self.engine)
         return made if made is not None and made.fits(state.value) else None
 
-    def _noted(self, state: State) -> ValueStructure | None:
+    def _noted(self, sharding: Sharding | None) -> ValueStructure | None:
         """That of the first state with such trees; None: this step has made none."""
-        noted = [known for known in self._structures if known.sharding == state.sharding]
+        noted = [known for known in self._structures if known.sharding == sharding]
         return noted[-1] if noted else None
 
     def _own_args(self, value: Any) -> dict[str, Any] | None:
@@ -520,7 +494,7 @@ class ShardedStep:
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
         axes = self.options.axes
-        step = number_of(state)
+        step = getattr(state, "step", None)
         failures = sharing_failures(*axes.groups, call="unshard", step=step, settles=True)
         with failures, torch.no_grad():
             marked = self._checked(state).marked(self.unsharded.nameless)
@@ -555,7 +529,7 @@ class ShardedStep:
             self._note_structure(structure)
             return State(
                 step=state.step.clone(),
-                value=self._placed(value),
+                value=self._placed(nodes).value,
                 seed=tree_map(torch.clone, state.seed),
                 sharding=structure.sharding,
                 parts=parts,
@@ -601,8 +575,7 @@ class ShardedStep:
 
     def _checked(self, state: State) -> Nodes:
         """The nodes of a state that is one of this step's, on this rank."""
-        check_place(state, self.options)
-        structure = self._noted(state)
+        structure = self._noted(check_place(state, self.options))
         if structure is None:
             structure = self._structure_of(state)
             if structure is None:
