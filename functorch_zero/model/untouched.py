@@ -41,7 +41,7 @@ class Untouched:
 
     def __init__(self, tensors: Sequence[Tensor], *, look: bool):
         self._tensors = tensors
-        self._before = [_marks(tensor) for tensor in tensors]
+        self._before = _marks(tensors)
         # Of each tensor's values; empty: they aren't compared
         self._values: list[Tensor] = []
         if look and all(map(has_values, tensors)):
@@ -62,18 +62,24 @@ class Untouched:
 
     def first_changed(self) -> int | None:
         """The number of the first tensor that has changed; None: none has."""
-        for i, (tensor, before) in enumerate(zip(self._tensors, self._before, strict=True)):
-            same = _marks(tensor) == before
-            if same and self._values:
-                same = torch.equal(marks_of_values(tensor), self._values[i])
-            if not same:
+        now = _marks(self._tensors)
+        if now != self._before:
+            return next(i for i, marks in enumerate(now) if marks != self._before[i])
+        for i, values in enumerate(self._values):
+            if not torch.equal(marks_of_values(self._tensors[i]), values):
                 return i
         return None
 
 
-def _marks(tensor: Tensor) -> tuple[int, int | None]:
-    """The storage and the version, which tensors of inference mode don't count."""
-    return storage_id(tensor), None if tensor.is_inference() else version_of(tensor)
+def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int | None]]:
+    """Of each the storage and the version, which tensors of inference mode don't count."""
+    versions: list[int | None]
+    # With `map`, since this runs for every leaf at every step
+    if any(map(Tensor.is_inference, tensors)):
+        versions = [None if x.is_inference() else version_of(x) for x in tensors]
+    else:
+        versions = [*map(version_of, tensors)]
+    return [*zip(map(storage_id, tensors), versions, strict=True)]
 
 
 def marks_of_values(tensor: Tensor) -> Tensor:

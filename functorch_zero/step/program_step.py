@@ -17,7 +17,7 @@ from optree import tree_map
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_private import transforms_active, version_of
+from .._torch_private import transforms_active
 from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
@@ -471,8 +471,7 @@ def check_result(result: Any, rank: int | None = None) -> tuple[Any, Metrics]:
 
 class Unwritten:
     """The tensors of a value from before a call of its program, which may write to none of them:
-    the state that was given would change. Operators in place always show; writes by `.data`, or
-    through numpy, show in calls that are looked at.
+    the state that was given would change. See `Untouched`.
 
     Args:
         nodes: of each node of the value its leaves; a value of whole leaves is one node.
@@ -480,13 +479,13 @@ class Unwritten:
     """
 
     def __init__(self, nodes: Sequence[Sequence[Any]], *, look: bool):
+        # Of each node: the numbers of its tensors, and these
+        self._nodes: list[tuple[list[int], Untouched]] = []
         # Under a transform of torch.func tensors stand for others
-        self._tensors = [] if transforms_active() else [_counted(leaves) for leaves in nodes]
-        self._versions = [_versions(tensors) for tensors in self._tensors]
-        self._untouched: list[Untouched] = []  # of each node; empty: values aren't compared
-        if look:
-            for tensors in self._tensors:
-                self._untouched.append(Untouched([*tensors.values()], look=True))
+        for leaves in () if transforms_active() else nodes:
+            counted = _counted(leaves)
+            untouched = Untouched([*counted.values()], look=look)
+            self._nodes.append(([*counted], untouched))
 
     def check(
         self,
@@ -502,15 +501,15 @@ class Unwritten:
             rank: for errors.
             used_up: numbers of nodes that a step which donates has written over.
         """
-        for node in range(len(self._tensors)):
-            leaf = None if node in used_up else self._first_written(node)
+        for node, (numbers, untouched) in enumerate(self._nodes):
+            leaf = None if node in used_up else untouched.first_changed()
             if leaf is None:
                 continue
             raise StructureError(
                 explain(
                     "a program has written to its value in place, and the state that it was given "
                     "has changed with it",
-                    path=path_of(node, leaf),
+                    path=path_of(node, numbers[leaf]),
                     expected="new tensors: a step is a pure function",
                     got="a write to the value's own",
                     rank=rank,
@@ -521,34 +520,14 @@ class Unwritten:
                 )
             )
 
-    def _first_written(self, node: int) -> int | None:
-        """The number of the first leaf of a node that has been written to."""
-        tensors, before = self._tensors[node], self._versions[node]
-        now = _versions(tensors)
-        first = None
-        if now != before:
-            first = next(i for i, version in enumerate(now) if version != before[i])
-        elif self._untouched:
-            first = self._untouched[node].first_changed()
-        return None if first is None else [*tensors][first]
-
 
 def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
-    """By their numbers, the leaves that are tensors which count writes. To tensors of inference
-    mode nobody can write outside of it."""
+    """By their numbers, the leaves that are tensors which count writes."""
     # The usual case, without a call of Python for each leaf: a state may have many
-    is_usual = _PLAIN.issuperset(map(type, leaves)) and not any(map(Tensor.is_inference, leaves))
-    if is_usual and {torch.strided}.issuperset(map(operator.attrgetter("layout"), leaves)):
+    layouts = map(operator.attrgetter("layout"), leaves)
+    if _PLAIN.issuperset(map(type, leaves)) and {torch.strided}.issuperset(layouts):
         return dict(enumerate(leaves))
-    return {
-        n: x
-        for n, x in enumerate(leaves)
-        if type(x) in _PLAIN and x.layout == torch.strided and not x.is_inference()
-    }
-
-
-def _versions(tensors: Mapping[int, Tensor]) -> list[int]:
-    return [*map(version_of, tensors.values())]
+    return {n: x for n, x in enumerate(leaves) if type(x) in _PLAIN and x.layout == torch.strided}
 
 
 _PLAIN = {Tensor, Parameter}  # subclasses may be of several tensors
