@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from ..groups import labelled
@@ -67,6 +68,7 @@ class PreparedUpdate:
         self.optimizer = optimizer
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
+        self._fuses_on: dict[torch.device, bool] = {}
         plain = optimizer.plain
         is_of_all = self._split is not None or (plain is not None and not plain.keeps_zeros)
         self.takes_rows = optimizer.takes_rows and not is_of_all
@@ -187,12 +189,15 @@ class PreparedUpdate:
         own = [[leaves[n] for n in bucket.leaves] for bucket in self.layout.buckets]
         return [*map(self._owned.updates.home_of, own)]
 
-    def fuses(self, params: ShardedTree) -> bool:
-        """Whether one kernel adds all updates to these pieces itself."""
+    def fuses(self, device: torch.device) -> bool:
+        """Whether one kernel adds all updates to params on this device itself."""
         if self._split is None:
             return False
-        _, fused = self._split
-        return self.across.fuses(fused, _trained_flats(params))
+        if device not in self._fuses_on:
+            dtypes = {bucket.dtype for bucket in self.layout.buckets if bucket.trainable}
+            likes = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+            self._fuses_on[device] = self.across.fuses(self._split[1], likes)
+        return self._fuses_on[device]
 
 
 def _trained_flats(pieces: ShardedTree) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 
 from ...layout.sharded_tree import ShardedTree
-from ...params import as_local, is_on_engine
+from ...params import is_on_engine
 from ...sharded_optim.ferry import is_moved
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...tree import storages
@@ -134,7 +134,7 @@ def _written_of(state: ShardedOptState) -> set[int]:
 def _storages_of(node: Any) -> set[int]:
     """The storages of a node, or of a leaf."""
     if not isinstance(node, ShardedTree):
-        return storages(as_local(node))
+        return storages(node.as_it_lies if is_on_engine(node) else node)
     # Frozen flats go from tree to tree
     rows = zip(node.flats(), node.sharding.layout.buckets, strict=True)
     return storages([flat for flat, bucket in rows if bucket.trainable])

@@ -252,11 +252,8 @@ class ShardedEngine:
             if over and donate and not grads.are_leaves_shown:
                 layout = params.sharding.layout
                 prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
-            own = params.pieces()
-            fuses = may_fuse and prepared.fuses(own)
-            result = self._applied(
-                prepared, grads, state, params, own, over=over, fuses=fuses, see=see
-            )
+            fuses = may_fuse and prepared.fuses(params.flats()[0].device)
+            result = self._applied(prepared, grads, state, params, over=over, fuses=fuses, see=see)
             if donation is not None and not over:
                 donation.note_update(params, state)
             return result
@@ -267,13 +264,12 @@ class ShardedEngine:
         grads: ShardedTree,
         state: ShardedOptState,
         params: ShardedTree,
-        own: ShardedTree,
         *,
         over: bool,
         fuses: bool,
         see: Callable[[ShardedTree], object] | None,
     ) -> tuple[ShardedTree, ShardedOptState]:
-        """The next params and state, of params whose pieces are `own`; `fuses`: by a kernel.
+        """The next params and state; `fuses`: by a kernel.
 
         `over`: params are used up, and the state is where a kernel runs or it has a place; else
         those given stay as they are. Gradients are used up where the update is one of all that it
@@ -281,6 +277,7 @@ class ShardedEngine:
         """
         axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
         empty, flats = emptied(self.options.places.params, layout), params.flats()
+        own = params.pieces()
         uses_up = over and (fuses or is_placed(state) or prepared.donates)
         if prepared.donates:
             grads = grads.handed_on()
@@ -520,7 +517,8 @@ class ShardedEngine:
         order in which the last pass over them gathered units."""
         for sharded in trees:
             self._check_held(sharded)
-        layouts, names = [sharded.sharding.layout for sharded in trees], _prefixes(trees)
+        layouts = [sharded.sharding.layout for sharded in trees]
+        names = _prefixes([sharded.holding.name for sharded in trees])
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
         joined = self._joined.get(key)
@@ -635,19 +633,19 @@ def _is_of_no_updates(tree: ShardedTree) -> bool:
     return tree.holding.read_only and all(flat is None for flat in tree.flats())
 
 
-def _prefixes(trees: Sequence[ShardedTree]) -> list[str] | None:
-    """The trees' names, each once: "net", "net#2". None: they have none, since no program's step
-    has cut them."""
-    names: list[str] = []
-    for tree in trees:
-        name, count = tree.holding.name, 1
+def _prefixes(names: Sequence[str]) -> list[str] | None:
+    """The names of trees, each once: "net", "net#2". None: a tree has none, since no program's step
+    has cut it."""
+    found: list[str] = []
+    for name in names:
         if not name:
             return None
-        while name in names:
+        prefix, count = name, 1
+        while prefix in found:
             count += 1
-            name = f"{tree.holding.name}#{count}"
-        names.append(name)
-    return names
+            prefix = f"{name}#{count}"
+        found.append(prefix)
+    return found
 
 
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:

@@ -46,23 +46,19 @@ def differentiate(run: GradientRun) -> LocalGradient:
     """
     parts = micro_batches(run.call.data, run.call.options.accumulate)
     outcomes: list[Outcome] = []  # of the losses so far
-    units = None if run.options.reshard_after_forward else _unit_flats(run)
-    local, buffers = None, run.call.buffers
-    for i, part in enumerate(parts):
-        with run.streams(i), noting_lost_graphs():
-            own = _unit_flats(run) if units is None else units
-            local = _run_pass(run, own, part, buffers, outcomes, len(parts))
-        buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
-    run.reminder.compare_parts(parts, outcomes[0].weight, run.options.axes.world.rank)
-    assert local is not None
-    return local._replace(reduced=run.reduction.finish())
-
-
-def _unit_flats(run: GradientRun) -> list[UnitFlats]:
-    trees = run.trees.trees
+    trees, axes, layout = run.trees.trees, run.options.axes, run.joined.layout
     # The only tree's own leaves, as they were cut before
     held = trees[0] if len(trees) == 1 else None
-    return make_unit_flats(run.flats, run.joined.layout, run.options.axes, run.log, held)
+    local, buffers, units = None, run.call.buffers, list[UnitFlats]()
+    for i, part in enumerate(parts):
+        with run.streams(i), noting_lost_graphs():
+            if not units or run.options.reshard_after_forward:
+                units = make_unit_flats(run.flats, layout, axes, run.log, held)
+            local = _run_pass(run, units, part, buffers, outcomes, len(parts))
+        buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
+    run.reminder.compare_parts(parts, outcomes[0].weight, axes.world.rank)
+    assert local is not None
+    return local._replace(reduced=run.reduction.finish())
 
 
 def _run_pass(

@@ -67,8 +67,10 @@ class Nodes(NamedTuple):
         writes to them."""
         found = []
         for node in self.nodes:
-            is_uncut = isinstance(node, ShardedTree) and node.is_uncut
-            found.append(node.flats() if is_uncut else optree.tree_leaves(as_local(node)))
+            if isinstance(node, ShardedTree) and node.is_uncut:
+                found.append(node.flats())
+            else:
+                found.append(optree.tree_leaves(node.as_it_lies if is_on_engine(node) else node))
         return found
 
     def used_up(self) -> set[int]:
