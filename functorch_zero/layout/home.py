@@ -98,9 +98,10 @@ class Homes:
         return known
 
     @property
-    def flats(self) -> set[int]:
-        """The ids of those that were given."""
-        return {id(home.flat) for home in filter(None, self._homes)}
+    def ids(self) -> set[int]:
+        """Of the flats that were given, and of their leaves."""
+        found = {id(home.flat) for home in filter(None, self._homes)}
+        return found.union(self._by_leaf)
 
     def home_of(self, leaves: Sequence[Any]) -> Home | None:
         """That which just these leaves are cut from; of one among others, its part of it. None:

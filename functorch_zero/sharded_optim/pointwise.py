@@ -153,6 +153,7 @@ class PointwiseOnFlats:
         ferry, device = self._ferry, param_leaves[0].device
         old_state, owned = optree.tree_leaves(state), self._owned
         new_state, may_write_updates = list(old_state), self._may_write(new_updates)
+        own_state = self._own_of(old_state) if self._donate else set()
         # The operands beside the updates: flats (piece,), and counts that groups share
         tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
@@ -170,8 +171,8 @@ class PointwiseOnFlats:
             for i, here in zip(batch.state, arrived, strict=True):
                 place = regrouping.places[i]
                 # A count is never written over: each batch reads the same old one
-                is_own = self._donate and self._is_own(place, old_state, here.stored)
-                may_write = bool(is_own) if here.place is None else ferry.writes_to(here)
+                is_own = id(here.stored) in own_state
+                may_write = is_own if here.place is None else ferry.writes_to(here)
                 donated = place.follows and may_write
                 operands.append(_Operand(here.tensor, place.follows, donated))
 
@@ -220,12 +221,11 @@ class PointwiseOnFlats:
         home = self._owned.updates.home_of(own) or self._owned.params.home_of(own)
         return group.pack(own) if home is None else home.flat
 
-    def _is_own(self, place: _Place, leaves: Sequence[Tensor], flat: Tensor) -> bool:
-        """Whether a flat of the state is the state's own, and its leaves are cut from it."""
-        own = _at(place.positions, leaves)
-        # Nobody else has the leaves of a state that is donated by itself
-        is_leaf = self._donate == "state" and own[0] is flat
-        return is_leaf or self._owned.state.flat_of(own) is flat
+    def _own_of(self, leaves: Sequence[Tensor]) -> set[int]:
+        """The ids of the flats that are a state's own. Nobody else has the leaves of one that is
+        donated by itself."""
+        own = self._owned.state.ids
+        return own.union(map(id, leaves)) if self._donate == "state" else own
 
     def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
         made = place.group.cut(flat)
@@ -237,14 +237,10 @@ class PointwiseOnFlats:
     ) -> tuple[Tree, Any]:
         """Run a kernel, if it can take these leaves, else the pointwise update. Returns the updates
         that are left to be added, and the state."""
-        flats, leaves = self.flats(params), optree.tree_leaves(params)
-        known = self._owned.params
+        flats = self.flats(params)
         # A kernel that wrote to a copy would leave the params as they are
-        may_write = bool(self._donate) and all(
-            known.flat_of(_at(group.positions, leaves)) is flat
-            or (group.bucket is None and leaves[group.positions[0]] is flat)
-            for group, flat in zip(self._groups, flats, strict=True)
-        )
+        own = self._owned.params.ids.union(map(id, optree.tree_leaves(params)))
+        may_write = bool(self._donate) and own.issuperset(map(id, flats))
         if not (may_write and self.fuses(fused, plain, flats)):
             return self.update(plain, updates, state, params)
         state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)
@@ -292,7 +288,7 @@ class PointwiseOnFlats:
         ferry, device = self._ferry, params[0].device
         leaves = regrouping.full.flatten_up_to(state)
         flats = self._flats_of(regrouping, leaves, device, to_write=donate)
-        tensors = regrouping.tensors(flats, leaves)
+        tensors, known = regrouping.tensors(flats, leaves), self._own_of(leaves)
 
         def call(batch: _Batch, given: Sequence[Tensor]) -> None:
             # A plan's: a kernel works in place and takes no room
@@ -319,7 +315,7 @@ class PointwiseOnFlats:
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
-                    if flat is not here.stored or not self._is_own(place, leaves, flat):
+                    if flat is not here.stored or id(flat) not in known:
                         self._put_state(flat, place, leaves)
 
         # One group at a time, where its state has a place
@@ -332,7 +328,6 @@ class PointwiseOnFlats:
         # One call for all groups, where a kernel may launch once for many tensors
         for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
             call(batch, _at(batch.state, tensors))
-        known = self._owned.state.flats
         for flat, place in zip(flats, regrouping.following, strict=True):
             # A copy, where the leaves lay in no flat, or aren't donated
             if id(flat) not in known and flat is not leaves[place.positions[0]]:
@@ -689,13 +684,8 @@ def _write(given: Sequence[Tensor], made: Sequence[_Result]) -> None:
 def _is_at(value: Tensor, target: Tensor) -> bool:
     """Whether a value lies where it is to be written already."""
     return (
-        _share(value, target)
+        storage_id(value) == storage_id(target)
         and value.storage_offset() == target.storage_offset()
         and value.stride() == target.stride()
         and not is_flagged(value)
     )
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
-    return storage_id(a) == storage_id(b)
