@@ -26,7 +26,7 @@ from ..params import Names, Params, as_local, is_on_engine
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.program_step import ProgramStep
-from ..step.state import State, trained
+from ..step.state import State
 from ..step.train import TrainStep
 from ..tree import check_savable, is_within, paths
 
@@ -178,7 +178,7 @@ def frozen_in(step: Step, state: State) -> frozenset[str]:
         specs = state.sharding.layout.leaves
         names = [spec.path for spec in specs if not spec.trainable]
     else:
-        rows = zip(paths(state.params), optree.tree_leaves(trained(state)), strict=True)
+        rows = zip(paths(state.params), state.trained.flags(state.params), strict=True)
         names = [path for path, on in rows if not on]
     # Of a tree that is one leaf, the path is empty
     return frozenset(f"params.{name}".rstrip(".") for name in names)

@@ -512,7 +512,9 @@ def _misfits(name: str, held: Held, given: Source | NoTensor, allowed: Allowed) 
 def first_optimizer_state(optimizer: Transform, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
-    params = marked(state) if state.sharding is None else state.params.as_noted()
+    params = state.params
+    # Trained as the state says, whatever its leaves say
+    params = marked(state) if state.sharding is None else params.held_as(params.holding)
     return state.replace(opt_state=optimizer.init(params))
 
 

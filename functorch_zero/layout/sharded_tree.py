@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -17,7 +17,7 @@ from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine, Story
-from ..tree import PyTree, own_copy
+from ..tree import PyTree, own_copy, requiring_grad
 from .extent import Extent, Rows
 from .flat_buffers import (
     Fill,
@@ -73,6 +73,12 @@ class Holding:
         return f"{self.name!r} (tree {self.number})" if self.name else f"tree {self.number}"
 
     @cached_property
+    def trained(self) -> Sequence[bool]:
+        """Per leaf in tree order, whether it is trained."""
+        trained = self.sharding.layout.seen.trainable
+        return [False] * len(trained) if self.read_only else [*trained]
+
+    @cached_property
     def in_pieces(self) -> Holding:
         """The same of gradients and updates; with the same engine and number."""
         return replace(self, form="pieces")
@@ -92,7 +98,8 @@ class Holding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the engine, which is bound to this process's groups and connections
-        return _holding_without_engine, (self.sharding, self.form, self.read_only, self.name)
+        made = partial(Holding, read_only=self.read_only, name=self.name)
+        return made, (self.sharding, self.form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
         """Itself: copies of a tree lie on the ranks that the tree lies on."""
@@ -155,12 +162,6 @@ class Holding:
         if bucket.cut.holds_pieces:
             return pack_pieces(leaves, bucket.held, bucket.held_by(piece_number))
         return pack(leaves, bucket, device=leaves[0].device)
-
-
-def _holding_without_engine(
-    sharding: Sharding, form: Form, read_only: bool, name: str = ""
-) -> Holding:
-    return Holding(sharding, form, read_only=read_only, name=name)
 
 
 class ShardedTree(OnEngine):
@@ -297,24 +298,26 @@ class ShardedTree(OnEngine):
     def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
         """Of local tensors the pieces, which require grad where leaves are trained."""
         layout, holding = self.sharding.layout, self.holding
-        is_trained = holding.form == "held" and not holding.read_only
+        # Gradients and updates have none themselves
+        trained = holding.trained if holding.form == "held" else [False] * len(layout.leaves)
         leaves = layout.treedef.flatten_up_to(local)
-        rows = zip(leaves, layout.leaves, holding.extents(), holding.are_whole(), strict=True)
+        columns = leaves, trained, layout.paths, holding.extents(), holding.are_whole()
+        rows = zip(*columns, layout.places, strict=True)
         made: list[Piece | None] = []
-        for (leaf, spec, extent, is_whole), (b, k) in zip(rows, layout.places, strict=True):
+        for leaf, on, path, extent, is_whole, (b, k) in rows:
             if leaf is None:
                 made.append(None)
                 continue
             local = leaf.view(extent.shape) if is_whole else leaf
-            text = text_from(self.origin, spec.path)
-            place = None if self.place is None else text_from(self.place, spec.path)
+            text = text_from(self.origin, path)
+            place = None if self.place is None else text_from(self.place, path)
             history = History(text, path=place, lease=self._homes[b], number=k)
             piece = Piece(
                 local,
                 extent,
                 is_whole=is_whole,
                 history=history,
-                requires_grad=is_trained and spec.trainable,
+                requires_grad=on,
             )
             made.append(piece)
         self._made = AsMade.of(self.origin, layout.paths, [*made])
@@ -474,66 +477,40 @@ class ShardedTree(OnEngine):
                     )
                 )
 
-    def check_frozen(self) -> None:
-        """Raise if a frozen leaf requires grad: in a whole tree it would be trained."""
+    @property
+    def trained(self) -> Sequence[bool]:
+        """Per leaf of a held tree, in tree order, whether it is trained: as the tree was cut; of
+        leaves that somebody has read, whether it requires grad, as of a whole tree."""
         self._check_not_used_up()
-        if self._tree is None:
-            return
-        for leaf, spec in zip(self._shown(), self.sharding.layout.leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not spec.trainable:
-                raise StructureError(
-                    explain(
-                        "a leaf of a sharded tree requires grad, and is frozen",
-                        path=spec.path,
-                        rank=self.sharding.rank,
-                        remedy="set requires_grad before the tree is cut: it stays as it was then",
-                    )
-                )
+        return requiring_grad(self._shown()) if self.are_leaves_shown else self.holding.trained
 
     @property
     def is_read_only(self) -> bool:
-        """Whether no leaf of a held tree is trained: whether none requires grad, as of a whole
-        tree. What `tree_map` makes of params without gradients is such a tree.
+        """Whether no leaf of a held tree is trained. What `tree_map` makes of params without
+        gradients is such a tree.
 
         Raises:
-            StructureError: some of the leaves that the layout trains require grad, and others
-                don't.
+            StructureError: some leaves are trained, and not those that the tree was cut for.
             DonatedError: a step has taken its storage.
         """
-        self._check_not_used_up()
-        if not self.are_leaves_shown:
-            buckets = self.sharding.layout.buckets
-            return self.holding.read_only or not any(bucket.trainable for bucket in buckets)
-        rows = zip(self._flags(), self.sharding.layout.leaves, strict=True)
-        flags = {spec.path: on for on, spec in rows if spec.trainable}
-        frozen = [path for path, on in flags.items() if not on]
-        if frozen and len(frozen) < len(flags):
-            self.check_leaves()  # one that is no tensor, say
-            raise StructureError(
-                explain(
-                    "some leaves of a sharded tree require grad, and others don't",
-                    path=frozen[0],
-                    expected="requires_grad=True, as of the tree's other leaves",
-                    got="requires_grad=False",
-                    rank=self.sharding.rank,
-                    remedy="freeze leaves in the tree that is cut, or change all of them alike",
+        trained, layout = self.trained, self.sharding.layout
+        if not any(trained):
+            return True
+        for leaf, on in zip(layout.leaves, trained, strict=True):
+            if on != leaf.trainable:
+                self.check_leaves()  # one that is no tensor, say
+                raise StructureError(
+                    explain(
+                        "other leaves of a sharded tree require grad than when it was cut",
+                        path=leaf.path,
+                        expected=f"requires_grad={leaf.trainable}",
+                        got=f"requires_grad={on}",
+                        rank=self.sharding.rank,
+                        remedy="choose trained leaves in the tree that is cut; later change all of "
+                        "them alike",
+                    )
                 )
-            )
-        return len(frozen) == len(flags)
-
-    @property
-    def trained(self) -> PyTree[bool]:
-        """Per leaf of a held tree, whether it is trained: whether it requires grad."""
-        return self.sharding.layout.treedef.unflatten(self._flags())
-
-    def _flags(self) -> list[bool]:
-        """Per leaf of a held tree, whether it requires grad."""
-        self._check_not_used_up()
-        # Nobody has seen the leaves, so they are as the library makes them
-        if not self.are_leaves_shown:
-            read_only = self.holding.read_only
-            return [spec.trainable and not read_only for spec in self.sharding.layout.leaves]
-        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._shown()]
+        return False
 
     @property
     def is_uncut(self) -> bool:
@@ -545,23 +522,22 @@ class ShardedTree(OnEngine):
         """Whether somebody has read the leaves, which become pieces when that happens."""
         return self._tree is not None
 
+    def held_as(self, holding: Holding) -> ShardedTree:
+        """The same leaves under another holding of the same cut. Those of params that somebody has
+        read are cut anew, without the gradients that theirs may have by now."""
+        if self.are_leaves_shown and holding.form == "held":
+            return ShardedTree.of_homes(self.homes(), holding)
+        if holding is self.holding:
+            return self
+        made = ShardedTree(self._tree, holding)
+        made._local, made._homes = self._local, self._homes
+        made._is_packed, made.leases = self._is_packed, self.leases
+        return made
+
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same in a tree that is read only, or isn't, whatever its leaves say. Leaves that
-        somebody has read are cut anew, without the gradients that theirs may have by now."""
-        if read_only == self.holding.read_only and not self.are_leaves_shown:
-            return self
-        return ShardedTree.of_homes(self.homes(), replace(self.holding, read_only=read_only))
-
-    def as_noted(self) -> ShardedTree:
-        """The same, trained as the tree was when it was cut. A state's trees are: users may have
-        changed their leaves between steps, without gradients or with them."""
-        return self.as_read_only(self.holding.read_only)
-
-    def named(self, name: str) -> ShardedTree:
-        """The same under this name."""
-        if name == self.holding.name or self.is_used_up:
-            return self
-        return self._held_as(name=name)
+        """The same leaves in a tree that is read only, or isn't, whatever they say."""
+        is_so = read_only == self.holding.read_only
+        return self.held_as(self.holding if is_so else replace(self.holding, read_only=read_only))
 
     def with_flats(
         self, flats: Sequence[Any], published: Sequence[Tensor | None] = ()
@@ -638,17 +614,6 @@ class ShardedTree(OnEngine):
     def _check_not_used_up(self) -> None:
         if self.is_used_up:
             raise _donated()
-
-    def on(self, engine: Engine) -> ShardedTree:
-        """The same leaves on an engine."""
-        return self._held_as(engine=engine)
-
-    def _held_as(self, **changes: Any) -> ShardedTree:
-        """The same leaves under a holding with these changes."""
-        made = ShardedTree(self._tree, replace(self.holding, **changes))
-        made._local, made._homes = self._local, self._homes
-        made._is_packed, made.leases = self._is_packed, self.leases
-        return made
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
@@ -818,21 +783,12 @@ def _local_misfit(leaf: Tensor, extent: Extent, is_whole: bool, form: Form) -> _
 _ELEMENTWISE = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
 
 
-def hold(
-    params: PyTree[Tensor],
-    sharding: Sharding,
-    *,
-    engine: Engine | None = None,
-    number: int = 0,
-    name: str = "",
-    fill: Fill | None = None,
-) -> ShardedTree:
+def hold(params: PyTree[Tensor], holding: Holding, fill: Fill | None = None) -> ShardedTree:
     """Whole leaves -> this rank's part of them, as held between steps, in storage of its own.
 
-    `engine`, `number` and `name` are those of `Holding`. `fill` gives the values of one bucket's
-    leaves at a time, for trees without.
+    `fill` gives the values of one bucket's leaves at a time, for trees without.
     """
-    layout, piece_number = sharding.layout, sharding.piece_number
+    layout, piece_number = holding.sharding.layout, holding.sharding.piece_number
     leaves = optree.tree_leaves(params)
     flats: list[Tensor] = []
     published: list[Tensor | None] = []
@@ -847,7 +803,7 @@ def hold(
         # The first time without communication: all ranks have the whole leaves
         whole = pack(own, bucket, device=own[0].device) if bucket.is_published else None
         published.append(None if whole is None else messages_of(whole, bucket))
-    made = ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number, name=name))
+    made = ShardedTree.of_flats(flats, holding)
     made.note_published(published)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -14,7 +15,7 @@ from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
-from ..layout.sharded_tree import Holding, ShardedTree, is_held
+from ..layout.sharded_tree import ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import check_one_group, is_on_engine
@@ -107,10 +108,8 @@ class ShardedEvalStep:
             )
             look = is_looked_at(next(self.unsharded.calls))
             options = self.options
-            # Users may have changed whether leaves require grad
-            trees = [tree.as_noted() for tree in given.trees]
-            joined, order = self.engine.join(trees, [True] * len(trees))
-            flats = flats_of_pass(trees, order, options.axes, log, options.places.params)
+            joined, order = self.engine.join(given.trees, [True] * len(given.trees))
+            flats = flats_of_pass(given.trees, order, options.axes, log, options.places.params)
             device = flats[0].device
             check_batch(batch, device, self.group.rank)
             # Without a reduction: leaves bring no gradients, so units are used and freed
@@ -224,7 +223,8 @@ class ShardedEvalStep:
         `publish`."""
         assert state.sharding is not None
         _check_known_as_cut(state.value, self.group.rank)
-        params = trained_like(state.params, Holding(state.sharding, "held"))
+        noted = replace(state.params.holding, sharding=state.sharding)
+        params = trained_like(state.params, noted)
         pieces = params.pieces()
         device = next(flat.device for flat in params.flats())
         # As in a program, of numbers that are the same on every rank

@@ -40,10 +40,9 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     whole = to_tree(
         [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
     )
+    trained = layout.treedef.unflatten(params.trained)
     # The state's own flats are among them, so leaves are copied
-    return tree_map(
-        lambda p, train: p.detach().clone().requires_grad_(train), whole, params.trained
-    )
+    return tree_map(lambda p, on: p.detach().clone().requires_grad_(on), whole, trained)
 
 
 def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:

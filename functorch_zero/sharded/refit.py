@@ -22,8 +22,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout
 from ..layout.sharded_tree import Holding, ShardedTree
-from ..layout.sharding import Sharding
-from ..params import Engine, as_local, is_on_engine, map_local
+from ..params import as_local, is_on_engine, map_local
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf
@@ -93,10 +92,9 @@ def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> N
     agree(labelled(options.axes.world, "refit/agreement"), facts)
 
 
-def first_parts(
-    params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int, name: str
-) -> Any:
+def first_parts(params: PyTree[Tensor], holding: Holding) -> ShardedTree:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
+    sharding = holding.sharding
     layout = sharding.layout
     made = []
     for leaf, (b, k) in zip(optree.tree_leaves(params), layout.places, strict=True):
@@ -105,7 +103,6 @@ def first_parts(
         if bucket.cut.holds_pieces:
             leaf = leaf.reshape(-1)[extent.in_leaf]
         made.append(leaf.detach().clone())
-    holding = Holding(sharding, "held", engine, number, name=name)
     return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
 
 

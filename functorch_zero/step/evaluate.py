@@ -34,7 +34,7 @@ from .program_step import device_of
 from .reminder import Reminder
 from .rng import Streams, replayed
 from .scope import given_batch
-from .state import State, TrainValue, check_policies, check_state, trained
+from .state import State, TrainValue, check_policies, check_state
 from .train import optimizer_view
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
 
@@ -107,7 +107,7 @@ class EvalStep:
 
     def _chosen(self, state: State) -> PyTree[Tensor]:
         """The params that a whole state is evaluated on. Frozen leaves are its own."""
-        view, _ = optimizer_view(state.params, trained(state))
+        view, _ = optimizer_view(state.params, state.trained.names(state.params))
         # The same numbers on every rank, if it draws some
         with Streams(state.seed, state.step).of_program(device_of(state.params)):
             found = self.chosen(state.opt_state, view)

@@ -153,8 +153,7 @@ class ProgramStep:
     def as_trained(self, state: State) -> Any:
         """The value for the program: leaves without a history, which require grad where they are
         trained."""
-        known = state.trained or Trained(())
-        flags = known.flags(self.known_tree(state.value))
+        flags = state.trained.flags(self.known_tree(state.value))
         leaves, treedef = optree.tree_flatten(state.value)
         value = treedef.unflatten(detached(leaves))
         for leaf in compress(optree.tree_leaves(self.known_tree(value)), flags):
@@ -166,11 +165,10 @@ class ProgramStep:
         """Raise if the rule for the tree without a name chooses other leaves than are trained."""
         if self.nameless is None:
             return
-        leaves, treedef = optree.tree_flatten(self.known_tree(value))
+        params = self.known_tree(value)
         # A gradient names leaves that are no tensors
-        if are_tensors(leaves):
-            mask = treedef.unflatten(requiring_grad(leaves))
-            check_trained(self.trainable.get(self.nameless), treedef.unflatten(leaves), mask)
+        if are_tensors(optree.tree_leaves(params)):
+            check_trained(self.trainable.get(self.nameless), params)
 
     def check_taken(self, streams: Streams, rank: int | None = None) -> None:
         """Raise unless a step has taken as many gradients as the program has said."""

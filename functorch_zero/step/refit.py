@@ -161,7 +161,7 @@ def _shapes_of_value(
     rank: int | None,
 ) -> dict[str, tuple[int, ...]]:
     """By path, the shapes of a first value's tensors, if these leaves of a tree were trained."""
-    bare = {n: tree_map(_without_values, arg) for n, arg in given.items()}
+    bare = {n: tree_map(without_values, arg) for n, arg in given.items()}
     for path, leaf in zip(paths(bare[name]), optree.tree_leaves(bare[name]), strict=True):
         if isinstance(leaf, Tensor):
             leaf.requires_grad_(path in chosen)
@@ -185,7 +185,8 @@ def _shapes_of_value(
     return {path: tuple(leaf.shape) for path, leaf in rows if isinstance(leaf, Tensor)}
 
 
-def _without_values(leaf: Any) -> Any:
+def without_values(leaf: Any) -> Any:
+    """A tensor's form on the meta device, trained where the tensor is; anything else itself."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)

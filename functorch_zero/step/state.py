@@ -57,8 +57,8 @@ class Trained:
         return [path for path, on in self.by_path if on]
 
     def names(self, tree: PyTree[Any]) -> PyTree[bool]:
-        """Which leaves are trained of a tree whose leaves may be others by now: by path. One of a
-        path that is not known is trained if it requires grad."""
+        """Which leaves are trained of a tree whose leaves `tree_map` may have made anew, detached
+        say: by path. One of a path that is not known is trained if it requires grad."""
         return optree.tree_structure(tree).unflatten(self.flags(tree))
 
     def flags(self, tree: PyTree[Any]) -> list[bool]:
@@ -98,9 +98,9 @@ class State:
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
     sharding: Sharding | None = None  # how it is cut, the same on every rank; None: whole
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
-    # Of a training step's whole params, or of a program's whole value; None: the sharding says, or
-    # each leaf's requires_grad
-    trained: Trained | None = None
+    # Of a training step's whole params, or of a program's whole value. Of a leaf that it doesn't
+    # name the sharding says it, or requires_grad
+    trained: Trained = Trained(())
 
     @classmethod
     def first(cls, value: Any, seed: int | None, **others: Any) -> State:
@@ -211,17 +211,10 @@ optree.register_pytree_node(
 register_in_torch(Trained, lambda trained: ([], trained), lambda _, trained: trained)
 
 
-def trained(state: State) -> PyTree[bool]:
-    """Which leaves of a whole state's params are trained. Leaves that `tree_map` has made, detached
-    say, are trained as those were; one of a path that the state doesn't know, if it requires
-    grad."""
-    known = Trained(()) if state.trained is None else state.trained
-    return known.names(state.params)
-
-
 def marked(state: State) -> PyTree[Tensor]:
     """A whole state's params, detached, with `requires_grad` where they are trained."""
-    return tree_map(lambda p, on: p.detach().requires_grad_(on), state.params, trained(state))
+    flags = state.trained.names(state.params)
+    return tree_map(lambda p, on: p.detach().requires_grad_(on), state.params, flags)
 
 
 def check_state(state: Any) -> None:
@@ -256,7 +249,7 @@ def check_whole_state(state: Any) -> None:
 def check_policies(state: State, tree: PyTree[Any]) -> None:
     """Raise, naming the first leaf, if the tree of a whole state whose trained leaves it knows, its
     params or its value, has lost its policies."""
-    known = () if state.trained is None else state.trained.policies
+    known = state.trained.policies
     if not known:
         return
     found = _policies_of(tree)

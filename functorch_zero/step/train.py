@@ -30,7 +30,7 @@ from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFiniteGradient, NonFinitePolicy
 from .program import value_and_grad, zero_updates
 from .program_step import ProgramStep
-from .state import State, TrainValue, check_whole_state, trained
+from .state import State, TrainValue, check_whole_state
 from .trainable import Trainable
 
 
@@ -158,7 +158,7 @@ class TrainStep(ProgramStep):
     def refit(self, state: State, *args: Any, **named: Any) -> State:
         """As `ProgramStep.refit`, of a state whose optimizer is this step's."""
         check_whole_state(state)
-        view, _ = optimizer_view(state.params, trained(state))
+        view, _ = optimizer_view(state.params, state.trained.names(state.params))
         self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
         return super().refit(state, *args, **named)
 

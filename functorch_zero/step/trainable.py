@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import optree
-import torch
 from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..shared_elements import check_apart
 from ..tree import PyTree, mask_of, named_leaves, paths, select
-from .state import check_params
+from .refit import without_values
+from .state import Trained, check_params
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
@@ -31,44 +31,51 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
     return params
 
 
-def check_trained(
-    trainable: Trainable, params: PyTree[Tensor], mask: PyTree[bool], rank: int | None = None
-) -> None:
+def check_trained(trainable: Trainable, params: PyTree[Tensor], rank: int | None = None) -> None:
     """Raise, naming a leaf, if a step's rule chooses other leaves than its state says are trained:
     the state is another step's.
 
     Args:
         trainable: the step's. A function sees meta tensors, so one that goes by values or by
             identity can't be asked again; those choose all leaves then, or none, or raise.
-        params: tensors of the whole leaves' shapes and dtypes.
-        mask: the leaves that the state says are trained.
+        params: tensors of the whole leaves' shapes and dtypes, trained as the state says.
     """
     if trainable is None:
         return
-    metas = tree_map(
-        lambda p, on: torch.empty_like(p, device="meta", requires_grad=on), params, mask
-    )
     try:
-        asked = optree.tree_leaves(mask_of(metas, trainable))
+        asked = optree.tree_leaves(mask_of(tree_map(without_values, params), trainable))
     except Exception:
         # A function's own error, a KeyError by identity say, is no answer
         if callable(trainable):
             return
         raise
-    known = optree.tree_leaves(mask)
     if callable(trainable) and (all(asked) or not any(asked)):
         return
-    for path, wanted, found in zip(paths(params), asked, known, strict=True):
-        if bool(wanted) != found:
+    check_alike(
+        Trained(tuple(zip(paths(params), map(bool, asked), strict=True))),
+        Trained.of(params),
+        "the state is of a step that trains other leaves",
+        rank=rank,
+        remedy="call this step's own init, and carry the params over: "
+        "state.replace(params=other.params)",
+    )
+
+
+def check_alike(
+    expected: Trained, got: Trained, what: str, *, rank: int | None, remedy: str
+) -> None:
+    """Raise, naming the first leaf, unless the same leaves of one tree are trained. `what` and
+    `remedy`: of the error."""
+    for (path, wanted), (_, found) in zip(expected.by_path, got.by_path, strict=True):
+        if wanted != found:
             raise StructureError(
                 explain(
-                    "the state is of a step that trains other leaves",
+                    what,
                     path=path,
                     expected="trained" if wanted else "frozen",
                     got="trained" if found else "frozen",
                     rank=rank,
-                    remedy="call this step's own init, and carry the params over: "
-                    "state.replace(params=other.params)",
+                    remedy=remedy,
                 )
             )
 

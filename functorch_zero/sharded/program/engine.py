@@ -327,12 +327,13 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
+            read_only = params.is_read_only
             self._check_pieces(updates, params, some=True)
             empty = emptied(self.options.places.params, params.sharding.layout)
             self.announce("publish")
             with ranged("publish"):
                 made = publish(params, params.flats(), updates, axes, donate=False, empty=empty)
-            return made.as_read_only(params.is_read_only)
+            return made.as_read_only(read_only)
 
     @compared
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
@@ -551,7 +552,6 @@ class ShardedEngine:
                     "updates) makes params of them; of several trees pass one at a time",
                 )
             )
-        tree.check_frozen()
 
     def _prepared(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree

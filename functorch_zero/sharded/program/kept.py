@@ -141,8 +141,7 @@ def _keeps(node: Any) -> bool:
     engine = node.holding.engine
     # A pickled tree has none, and whatever is asked of it says so
     goes_by_reduction = engine is None or engine.keeps_tensors
-    is_trainable = any(bucket.trainable for bucket in node.sharding.layout.buckets)
-    return goes_by_reduction and is_trainable and not node.holding.read_only
+    return goes_by_reduction and any(node.holding.trained)
 
 
 def _same(known: Mapping[str, Layout], layouts: Mapping[str, Layout]) -> bool:

@@ -4,6 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,12 +62,4 @@ def structure_made_of(
 
 def _outlined(holding: Holding, engine: Engine) -> ShardedTree:
     """A tree without values that is cut so."""
-    layout = holding.sharding.layout
-    made = hold(
-        without_values(layout),
-        holding.sharding,
-        engine=engine,
-        number=holding.number,
-        name=holding.name,
-    )
-    return made.as_read_only(holding.read_only)
+    return hold(without_values(holding.sharding.layout), replace(holding, engine=engine))

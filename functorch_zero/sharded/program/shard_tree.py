@@ -11,7 +11,7 @@ from ...errors import StructureError, explain
 from ...groups import as_group, labelled
 from ...groups.mesh import axes_of
 from ...layout.levels import LevelRule, Levels
-from ...layout.sharded_tree import ShardedTree, hold
+from ...layout.sharded_tree import Holding, ShardedTree, hold
 from ...shared_elements import check_apart
 from ...step.program import check_like, copied_like
 from ...tree import PyTree, check_tensors
@@ -101,8 +101,8 @@ def shard_tree(
             "values": told_values(tree),
         }
         agree(labelled(axes.world, "shard_tree/agreement"), facts)
-        made = hold(tree, sharding, engine=engine, number=next_number(axes.world))
-        return made.as_read_only(read_only)
+        number = next_number(axes.world)
+        return hold(tree, Holding(sharding, "held", engine, number, read_only=read_only))
 
 
 def _new_engine(level: Any, group: Any) -> ShardedEngine:

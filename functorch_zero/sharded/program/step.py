@@ -245,15 +245,13 @@ class ShardedStep:
         numbers = {name: next_number(self.group) for name in layouts}
         cut = {}
         for name, layout in layouts.items():
-            sharding, fill = self.options.sharding(layout), fills.get(name)
-            engine, number, own_name = self.engine, numbers[name], self._name_of(name)
+            sharding, own_name = self.options.sharding(layout), self._name_of(name)
+            holding = Holding(sharding, "held", self.engine, numbers[name], name=own_name)
             if name in known:
-                first = first_parts(given[name], sharding, engine, number, own_name)
+                first = first_parts(given[name], holding)
                 held = carried(first, known[name], self._refit_group, name)
             else:
-                held = hold(
-                    given[name], sharding, engine=engine, number=number, name=own_name, fill=fill
-                )
+                held = hold(given[name], holding, fills.get(name))
             places = self.options.places.params
             cut[name] = held if places is None else moved_tree(places, held, {})
         # Copies of all that isn't cut, too: nobody who holds it can change the state
@@ -314,7 +312,7 @@ class ShardedStep:
             # The states of a program of any number of optimizers may be others
             if self.unsharded.is_training_step:
                 nodes.check_states(self.group.rank)
-            old = beside_params(nodes.marked(self.unsharded.nameless).value)
+            old = beside_params(nodes.as_noted().value)
             given = args_of_refit(self.unsharded.first_value, args, old, named)
             known, begun = {}, {}
             for name, arg in given.items():
@@ -373,8 +371,8 @@ class ShardedStep:
         failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
-            as_given, nameless = self._checked(state), self.unsharded.nameless
-            given, number = as_given.marked(nameless), int(state.step)
+            as_given = self._checked(state)
+            given, number = as_given.as_noted(), int(state.step)
             kept = None
             # Parts that it doesn't keep are refused
             if self.options.reduction.keeps or state.parts is not None:
@@ -421,7 +419,7 @@ class ShardedStep:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             if kept is not None:
-                kept.check_next(self._parts.of(made.marked(nameless)))
+                kept.check_next(self._parts.of(made.as_noted()))
             if not ledger.is_by_gradients:
                 ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
                 ledger.settle_at_end(args)
@@ -429,7 +427,7 @@ class ShardedStep:
                 self._earlier.note(donation)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made
-            after = placed.marked(nameless)
+            after = placed.as_noted()
             name_nodes(after.by_path, number + 1, are_given=False)
             parts = None if kept is None else kept.next_parts(made, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
@@ -497,7 +495,7 @@ class ShardedStep:
         step = getattr(state, "step", None)
         failures = sharing_failures(*axes.groups, call="unshard", step=step, settles=True)
         with failures, torch.no_grad():
-            marked = self._checked(state).marked(self.unsharded.nameless)
+            marked = self._checked(state).as_noted()
             value = whole_value(marked.value)
             return State(
                 step=state.step.clone(),
@@ -567,7 +565,7 @@ class ShardedStep:
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
         nodes = _nodes_of(state, self._structure_of(state))
-        return self._parts.of(nodes.marked(self.unsharded.nameless)).parts
+        return self._parts.of(nodes.as_noted()).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
@@ -597,8 +595,7 @@ class ShardedStep:
         for path, noted in zip(structure.paths, structure.nodes, strict=True):
             rule = self.unsharded.trainable.get(path)
             if rule is not None and isinstance(noted, Holding):
-                layout = noted.sharding.layout
-                check_trained(rule, without_values(layout), layout.trainable, self.group.rank)
+                check_trained(rule, without_values(noted.sharding.layout), self.group.rank)
 
 
 def _nodes_of(state: State, structure: ValueStructure | None) -> Nodes:

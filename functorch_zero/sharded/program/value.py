@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -26,6 +25,7 @@ from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...sharded_optim.state_plan import state_like
 from ...step.program_step import check_next_structure, check_next_value, device_of, leaf_form
 from ...step.state import Trained
+from ...step.trainable import check_alike
 from ...tree import paths, same_structure, settled
 from ..state import part_of_state
 
@@ -126,20 +126,10 @@ class Nodes(NamedTuple):
             if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
                 check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
 
-    def marked(self, nameless: str | None) -> Nodes:
-        """The same, whose trees have the names of their places, and are trained, or read only, as
-        is noted of those there; without a note, as each tree was made."""
-        return self.named([*map(_marked_like, self.nodes, self.noted)], nameless)
-
-    def named(self, nodes: Sequence[Any], nameless: str | None) -> Nodes:
-        """The same of these nodes, of which sharded trees are named by their paths: one that the
-        value holds twice has a node for each. One that is the whole value, or lies in the nameless
-        place, keeps its name."""
-        named = []
-        for path, node in zip(self.paths, nodes, strict=True):
-            is_named = isinstance(node, ShardedTree) and path not in ("", nameless)
-            named.append(node.named(path) if is_named else node)
-        return self._replace(nodes=named)
+    def as_noted(self) -> Nodes:
+        """The same as is noted of those there: trees are trained, or read only, and have names, as
+        they had in the first value, whatever their leaves say. Without a note, as each was made."""
+        return self._replace(nodes=[*map(_as_noted, self.nodes, self.noted)])
 
 
 class ValueStructure(NamedTuple):
@@ -244,58 +234,76 @@ def _state_like(noted: StateHolding) -> Any:
     return state_like(noted.plan, sharding.layout, sharding.piece_number)
 
 
-def _marked_like(node: Any, noted: Any) -> Any:
+def _as_noted(node: Any, noted: Any) -> Any:
     # Pickled, it has lost its engine
-    if is_on_engine(node) and node.holding.engine is None and _is_cut(noted):
-        node = node.on(noted.engine)
-    if not is_held(node):
+    if isinstance(node, ShardedOptState) and node.holding.engine is None and _is_cut(noted):
+        return node.on(noted.engine)
+    if not isinstance(node, ShardedTree):
         return settled(node)
     if not isinstance(noted, Holding):
-        return node.as_noted()
-    return trained_like(node, noted).as_read_only(noted.read_only)
-
-
-def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
-    """A tree of which those leaves are trained that were in its place: it may come from a step that
-    trains others. Then it is copied, where its pieces are of the same elements."""
-    theirs, ours = tree.sharding.layout, noted.sharding.layout
-    # By identity first: comparing leaves takes longer
-    if theirs is ours or [x.trainable for x in theirs.leaves] == [x.trainable for x in ours.leaves]:
-        return tree
-    if tree.holding != noted:
-        raise StructureError(
-            explain(
-                "a tree of the value trains other leaves than the one that was in its place, and "
-                "is cut in another way",
-                path=noted.name or None,
-                expected=[leaf.path for leaf in ours.leaves if leaf.trainable],
-                got=[leaf.path for leaf in theirs.leaves if leaf.trainable],
-                rank=tree.sharding.rank,
-                remedy="give both steps one level; or go by whole trees, step.shard(whole), where "
-                "whole has the tree that other.unshard(...) gives",
-            )
-        )
-    copies = tree_map(torch.clone, tree.local_tree)
-    return ShardedTree.of_local(copies, replace(tree.holding, sharding=noted.sharding))
+        return node.held_as(node.holding)
+    # In another form it doesn't fit, as `check_fits` tells
+    if node.holding.form != noted.form:
+        return node
+    engine = node.holding.engine
+    own = engine is not None and engine is not noted.engine
+    return trained_like(node, replace(noted, engine=engine) if own else noted)
 
 
 def as_marked(value: Any, nameless: str | None) -> Any:
-    """The value of `init`: its trees remember whether their leaves are trained, and their paths as
-    names, but for the tree in the nameless place. Other tensors are not trained. The same as of
-    whole trees: a clone that is made without gradients isn't trained."""
-
-    def mark(node: Any) -> Any:
-        if is_held(node):
-            return node.as_read_only(node.is_read_only)
-        return settled(node.detach()) if isinstance(node, Tensor) else map_local(_detached, node)
-
+    """The value of `init`, whose leaves are asked once which of them are trained: its trees know it
+    from now on, and their paths as names, but for the tree in the nameless place. Other tensors are
+    not trained. The same as of whole trees: a clone that is made without gradients isn't
+    trained."""
     made = Nodes.of(value)
-    return made.named([*map(mark, made.nodes)], nameless).value
+
+    def mark(node: Any, path: str) -> Any:
+        if not isinstance(node, ShardedTree):
+            return settled(map_local(_detached, node))
+        holding = node.holding
+        return node.held_as(
+            replace(
+                holding,
+                read_only=node.is_read_only if is_held(node) else holding.read_only,
+                # One that is the whole value keeps its name, too
+                name=holding.name if path in ("", nameless) else path,
+            )
+        )
+
+    # A tree that the value holds twice has a node for each
+    return made.treedef.unflatten(map(mark, made.nodes, made.paths))
 
 
 def _detached(leaf: Any) -> Any:
     # Others stay as they are: a detached view no longer knows the flat that it lies in
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
+    """A tree in the place of another one, of which this is noted. A tree from a step that trains
+    other leaves is copied, where its pieces are of the same elements."""
+    theirs, ours = tree.sharding.layout, noted.sharding.layout
+    # By identity first: comparing leaves takes longer
+    is_alike = theirs is ours or theirs.seen.trainable == ours.seen.trainable
+    if tree.holding == noted:
+        if is_alike:
+            return tree.held_as(noted)
+        # As leaves from elsewhere, which are copied
+        return ShardedTree.of_homes(ShardedTree.of_local(tree.local_tree, noted).homes(), noted)
+    if is_alike:
+        return tree
+    raise StructureError(
+        explain(
+            "a tree of the value trains other leaves than the one that was in its place, and is "
+            "cut in another way",
+            path=noted.name or None,
+            expected=[leaf.path for leaf in ours.leaves if leaf.trainable],
+            got=[leaf.path for leaf in theirs.leaves if leaf.trainable],
+            rank=tree.sharding.rank,
+            remedy="give both steps one level; or go by whole trees, step.shard(whole), where "
+            "whole has the tree that other.unshard(...) gives",
+        )
+    )
 
 
 def beside_params(value: Any) -> Any:
@@ -326,7 +334,9 @@ def trained_of(value: Any) -> Trained:
     """Which leaves of the whole value are trained."""
 
     def trained(node: Any) -> Any:
-        return node.trained if is_held(node) else tree_map(lambda leaf: False, as_local(node))
+        if is_held(node):
+            return node.sharding.layout.treedef.unflatten(node.trained)
+        return tree_map(lambda leaf: False, as_local(node))
 
     flags = tree_map(trained, value, is_leaf=is_on_engine)
     return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
@@ -335,20 +345,14 @@ def trained_of(value: Any) -> Trained:
 def check_trained_alike(whole: Any, part: Any, rank: int) -> None:
     """Raise, naming the first leaf, unless of a whole value those leaves require grad that are
     trained in its part, which is cut as another state's."""
-    asked = [on for _, on in Trained.of(whole).by_path]
-    for (path, expected), got in zip(trained_of(part).by_path, asked, strict=True):
-        if expected != got:
-            raise StructureError(
-                explain(
-                    "the whole state trains other leaves than the program's last init or refit",
-                    path=path,
-                    expected="trained" if expected else "frozen",
-                    got="trained" if got else "frozen",
-                    rank=rank,
-                    remedy="step.refit of the unsharded step makes a state of this program; or "
-                    "step.init of params that are trained alike, before step.shard",
-                )
-            )
+    check_alike(
+        trained_of(part),
+        Trained.of(whole),
+        "the whole state trains other leaves than the program's last init or refit",
+        rank=rank,
+        remedy="step.refit of the unsharded step makes a state of this program; or step.init of "
+        "params that are trained alike, before step.shard",
+    )
 
 
 def without_pieces(value: Any) -> Any:
@@ -424,15 +428,8 @@ def _part_like(path: str, noted: Any, whole: Any) -> Any:
 
 def _part_of_tree(holding: Holding, whole: Any) -> ShardedTree:
     """This rank's part of a whole tree that fits the holding: copies."""
-    cut = partial(
-        hold,
-        sharding=holding.sharding,
-        engine=holding.engine,
-        number=holding.number,
-        name=holding.name,
-    )
     if holding.form == "held":
-        return cut(whole).as_read_only(holding.read_only)
+        return hold(whole, holding)
     given = _with_none(holding, whole)
     device = next(leaf.device for leaf in given if leaf is not None)
     filled = []
@@ -441,7 +438,7 @@ def _part_of_tree(holding: Holding, whole: Any) -> ShardedTree:
         if leaf is None:
             leaf = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         filled.append(leaf)
-    return cut(filled).pieces()
+    return hold(filled, replace(holding, form="held")).pieces()
 
 
 def _check_like(path: str, holding: Holding, whole: Any) -> None:

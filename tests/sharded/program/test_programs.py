@@ -392,7 +392,7 @@ def test_leaves_that_are_not_what_the_layout_says_are_refused(level: int) -> Non
         for message, tree in {
             "(another shape|is a plain tensor): path a": set_leaf(params, "a", torch.ones(2)),
             "another dtype: path a": tree_map(Tensor.double, params),
-            "requires grad, and is frozen: path frozen": tree_map(
+            "require grad than when it was cut: path frozen": tree_map(
                 lambda p: p.clone().requires_grad_(), params
             ),
             "is no tensor: path b": set_leaf(params, "b", None),
