@@ -376,7 +376,7 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[H
     holders: Counter[int] = Counter()  # by the id of a home or a lease; empty: nothing is used up
     if donates(step):
         assert like.sharding is not None  # only sharded steps donate
-        like.sharding.donations.take()
+        like.sharding.take_storage()
         for node, own in zip(nodes, homes, strict=True):
             holders.update({*map(id, (*own, *node.leases))})
     remaining = iter(homes)

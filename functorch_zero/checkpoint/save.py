@@ -99,7 +99,7 @@ def async_save(
                 snapshot = snapshot.copied()
             # Forward and backward of the next step go on meanwhile
             assert state.sharding is not None
-            state.sharding.donations.before_taking(snapshot.copies.hold_streams)
+            state.sharding.waits.append(snapshot.copies.hold_streams)
     except Exception as error:  # to be told to the other ranks, in the save's own exchange
         problem = error
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
-import torch
 
 from ..compress import block_of, dtype_of
 from ..errors import StructureError, explain
@@ -205,26 +204,17 @@ def _buckets_of(
     return [_bucket(unit, specs, own, has_levels=has_levels, aligned=aligned) for own in groups]
 
 
-class _Kind(NamedTuple):
-    """Equal for the leaves of a unit that may share a bucket."""
-
-    dtype: torch.dtype
-    dtypes: Dtypes | None
-    trainable: bool
-    cut: Cut
-
-
 def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
     """A unit's leaves bucket by bucket; those that are alone in theirs come last."""
     # Leaves in tree order, per kind in the order of its first leaf
-    shared: dict[_Kind, list[int]] = {}
+    shared: dict[Any, list[int]] = {}
     alone: list[list[int]] = []
     for n in numbers:
         spec = specs[n]
         if _stands_alone(spec):
             alone.append([n])
         else:
-            kind = _Kind(spec.dtype, spec.dtypes, spec.trainable, spec.cut)
+            kind = spec.dtype, spec.dtypes, spec.trainable, spec.cut
             shared.setdefault(kind, []).append(n)
     return [*shared.values(), *alone]
 

@@ -38,12 +38,13 @@ def pack(
         dtype = _common_dtype(leaves, bucket.dtype)
     # (num_pieces * piece,), on the leaves' device
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
+    parts = flat.split_with_sizes(bucket.parts(0, bucket.numel))
     # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
-    for start, stop in bucket.padding:
-        flat[start:stop].zero_()
+    torch._foreach_zero_(parts[::2])
     # One kernel for all copies: a model has many small leaves
     sources, targets = [], []
-    for leaf, view in zip(leaves, unpack(flat, bucket), strict=True):
+    for leaf, part, shape in zip(leaves, parts[1::2], bucket.shapes, strict=True):
+        view = part.view(shape)
         if leaf is None:
             view.zero_()
         else:
@@ -114,11 +115,8 @@ def messages_of(flat: Tensor, bucket: Bucket) -> Tensor:
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
     """The flat piece (piece,) that these 1-D pieces are cut from; packed into a new one when they
     are from elsewhere."""
-    base = base_of(pieces[0])
-    start = bucket.first(piece_number)
-    if base is not None and base.shape == (bucket.piece,) and _lie_in(pieces, base, bucket, start):
-        return base
-    return pack_pieces(pieces, bucket, piece_number)
+    flat = _flat_of(pieces, bucket.piece, lambda flat: cut(flat, bucket, piece_number))
+    return pack_pieces(pieces, bucket, piece_number) if flat is None else flat
 
 
 def pack_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
@@ -132,35 +130,24 @@ def pack_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> 
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The whole flat that these whole leaves lie in; packed into a new one when they don't lie in
     one."""
-    base = base_of(leaves[0])
-    if base is not None and base.shape == (bucket.numel,):
-        shapes = tuple(leaf.shape for leaf in leaves)
-        if shapes == bucket.shapes and _lie_in(leaves, base, bucket, 0):
-            return base
-    return pack(leaves, bucket, device=leaves[0].device)
+    flat = _flat_of(leaves, bucket.numel, lambda flat: unpack(flat, bucket))
+    return pack(leaves, bucket, device=leaves[0].device) if flat is None else flat
 
 
-def _lie_in(given: Sequence[Tensor], base: Tensor, bucket: Bucket, start: int) -> bool:
-    """Whether the given views of a flat are just those that it would be cut into.
+def _flat_of(
+    leaves: Sequence[Tensor], numel: int, views: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor | None:
+    """The flat (numel,) whose `views` lie just where the leaves do; None: it isn't found."""
+    flat = base_of(leaves[0])
+    if flat is None or flat.shape != (numel,):
+        return None
+    is_theirs = [*map(_place_of, leaves)] == [*map(_place_of, views(flat))]
+    return flat if is_theirs else None
 
-    Args:
-        start: the bucket's element that the flat begins with.
-    """
-    dtype, storage = base.dtype, storage_id(base)
-    sizes = bucket.parts(start, start + base.numel())
-    paddings, numels = sizes[:-1:2], sizes[1::2]  # before each leaf, and of each leaf
-    offset = base.storage_offset()  # elements from the start of the storage
-    for leaf, padding, numel in zip(given, paddings, numels, strict=True):
-        offset += padding
-        # `leaf.data = other` changes the storage, and leaves the base
-        if base_of(leaf) is not base or storage_id(leaf) != storage or leaf.dtype != dtype:
-            return False
-        if leaf.storage_offset() != offset or leaf.numel() != numel or not leaf.is_contiguous():
-            return False
-        if is_flagged(leaf):
-            return False
-        offset += numel
-    return True
+
+def _place_of(x: Tensor) -> tuple[Any, ...]:
+    # The storage, too: `leaf.data = other` changes it, and leaves the base
+    return storage_id(x), x.storage_offset(), x.shape, x.stride(), x.dtype, is_flagged(x)
 
 
 def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
@@ -175,13 +162,11 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
 
 def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
     """A bucket's whole leaves -> its `piece_number`-th piece (piece,), a copy."""
-    # Zeros: what no leaf fills is padding
-    flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
-    for k, view in enumerate(cut(flat, bucket, piece_number)):
-        extent = bucket.extent(k, piece_number)
+    pieces = []
+    for k, leaf in enumerate(leaves):
         # A copy only where the leaf doesn't lie row by row
-        view.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
-    return flat
+        pieces.append(leaf.detach().reshape(-1)[bucket.extent(k, piece_number).in_leaf])
+    return pack_pieces(pieces, bucket, piece_number)
 
 
 def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:

@@ -203,17 +203,6 @@ class Bucket:
         return known
 
     @cached_property
-    def padding(self) -> tuple[tuple[int, int], ...]:
-        """The runs [start, stop) of the whole flat that belong to no leaf."""
-        runs, end = [], 0  # the end of the leaf before, in elements
-        for offset, numel in zip(self.offsets, self.numels, strict=True):
-            runs.append((end, offset))
-            end = offset + numel
-        # The last run pads the bucket to equal pieces
-        runs.append((end, self.numel))
-        return tuple((start, stop) for start, stop in runs if start < stop)
-
-    @cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The sizes that `parts` has found, by its arguments: steps ask for the same few."""
         return {}
@@ -336,8 +325,10 @@ class Layout:
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether some leaf is used in another dtype than it is stored in."""
-        return any(bucket.dtypes is not None for bucket in self.buckets)
+        """Whether some leaf is stored in a half precision, or used in another dtype than it is
+        stored in."""
+        halves = torch.float16, torch.bfloat16
+        return any(bucket.dtypes is not None or bucket.dtype in halves for bucket in self.buckets)
 
     @cached_property
     def publishes(self) -> bool:
@@ -348,11 +339,6 @@ class Layout:
     def has_tables(self) -> bool:
         """Whether gradients of some bucket may be `Rows`."""
         return any(bucket.cut.by_rows for bucket in self.buckets)
-
-    @cached_property
-    def stores_halves(self) -> bool:
-        """Whether some leaf is stored in a half precision."""
-        return any(bucket.dtype in (torch.float16, torch.bfloat16) for bucket in self.buckets)
 
     @cached_property
     def leaf_cuts(self) -> tuple[tuple[LeafSpec, int, int], ...]:

@@ -122,46 +122,44 @@ class Holding:
             flat: in pieces (piece,); held, (numel,), or (bucket.held.piece,) where ranks hold
                 pieces.
         """
-        piece_number = self.sharding.piece_number
         if isinstance(flat, Rows):
             return [flat]
+        if self.form == "held" and self.is_whole(bucket):
+            return unpack(flat, bucket)
+        return cut(flat, *self.cut_of(bucket))
+
+    def cut_of(self, bucket: Bucket) -> tuple[Bucket, int]:
+        """A bucket as the tree is cut, and the number of this rank's piece of it. See Note [two
+        cuts] in `layout`."""
+        number = self.sharding.piece_number
         if self.form == "pieces":
-            return cut(flat, bucket, piece_number)
-        # See Note [two cuts] in `layout`
-        if bucket.cut.holds_pieces:
-            return cut(flat, bucket.held, bucket.held_by(piece_number))
-        return unpack(flat, bucket)
+            return bucket, number
+        return bucket.held, bucket.held_by(number)
+
+    def is_whole(self, bucket: Bucket) -> bool:
+        """Whether every rank holds all of the bucket, by its cut."""
+        if self.form == "pieces":
+            return not level_of(bucket).cuts_state
+        return not bucket.cut.holds_pieces
 
     def extents(self) -> list[Extent]:
         """Per leaf in tree order, the part of it that is here."""
-        layout, piece_number = self.sharding.layout, self.sharding.piece_number
-        found = []
+        layout, found = self.sharding.layout, []
         for b, k in layout.places:
-            bucket, number = layout.buckets[b], piece_number
-            # See Note [two cuts] in `layout`: where all ranks hold all, this is the whole leaf
-            if self.form == "held":
-                bucket, number = bucket.held, bucket.held_by(piece_number)
+            bucket, number = self.cut_of(layout.buckets[b])
             found.append(bucket.extent(k, number))
         return found
 
     def are_whole(self) -> list[bool]:
         """Per leaf in tree order, whether every rank holds all of it, by its cut."""
-        found = []
-        for b, _ in self.sharding.layout.places:
-            bucket = self.sharding.layout.buckets[b]
-            is_held = self.form == "held"
-            is_cut = bucket.cut.holds_pieces if is_held else level_of(bucket).cuts_state
-            found.append(not is_cut)
-        return found
+        layout = self.sharding.layout
+        return [self.is_whole(layout.buckets[b]) for b, _ in layout.places]
 
     def pack(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: a new flat, that the leaves are copied to."""
-        piece_number = self.sharding.piece_number
-        if self.form == "pieces":
-            return pack_pieces(leaves, bucket, piece_number)
-        if bucket.cut.holds_pieces:
-            return pack_pieces(leaves, bucket.held, bucket.held_by(piece_number))
-        return pack(leaves, bucket, device=leaves[0].device)
+        if self.form == "held" and self.is_whole(bucket):
+            return pack(leaves, bucket, device=leaves[0].device)
+        return pack_pieces(leaves, *self.cut_of(bucket))
 
 
 class ShardedTree(OnEngine):
@@ -219,9 +217,8 @@ class ShardedTree(OnEngine):
     def of_flats(cls, flats: Sequence[Tensor | Rows | None], holding: Holding) -> ShardedTree:
         """The tree whose leaves are views of these flats, one per bucket of the layout; None: the
         bucket's leaves are None. Rows are their bucket's one leaf."""
-        homes: list[Home | None] = []
-        for flat, bucket in zip(flats, holding.sharding.layout.buckets, strict=True):
-            homes.append(None if flat is None else Home(flat, (holding.form, bucket)))
+        rows = zip(flats, holding.sharding.layout.buckets, strict=True)
+        homes = [None if x is None else Home(x, (holding.form, bucket)) for x, bucket in rows]
         return cls.of_homes(homes, holding)
 
     @classmethod
@@ -360,18 +357,14 @@ class ShardedTree(OnEngine):
         if self._tree is not None or self.holding.form == "held" or not layout.has_tables:
             return
         leaves: list[Any] = layout.treedef.flatten_up_to(self.local_rows)
-        rows = [isinstance(leaves[bucket.leaves[0]], Rows) for bucket in layout.buckets]
-        if not any(rows):
-            return
-        homes: list[Home | None] = [*self._homes] if self._is_packed else [None] * len(rows)
         for b, bucket in enumerate(layout.buckets):
-            if rows[b]:
-                (n,) = bucket.leaves
-                flat = leaves[n].values.new_zeros(bucket.piece)
-                leaves[n].add_to(flat)
-                homes[b] = Home(flat, (self.holding.form, bucket))
-                (leaves[n],) = self.holding.views(flat, bucket)
-        self._homes, self._local = homes, layout.treedef.unflatten(leaves)
+            rows = leaves[bucket.leaves[0]]
+            if isinstance(rows, Rows):
+                flat = rows.values.new_zeros(bucket.piece)
+                rows.add_to(flat)
+                self._homes[b] = Home(flat, (self.holding.form, bucket))
+                (leaves[bucket.leaves[0]],) = self.holding.views(flat, bucket)
+        self._local = layout.treedef.unflatten(leaves)
 
     @property
     def told(self) -> str:
@@ -461,10 +454,11 @@ class ShardedTree(OnEngine):
                 continue
             fault = _fault_of(leaf, layout.buckets[b], holding.form)
             if fault is None and leaf is not None:
-                if are_shown:
-                    fault = _misfit(leaf, extent, is_whole)
-                else:
-                    fault = _local_misfit(leaf, extent, is_whole, holding.form)
+                # This library's own are 1-D in the form of pieces
+                is_shaped = is_whole and (are_shown or holding.form == "held")
+                shape = extent.shape if is_shaped else (extent.num_here,)
+                may_be_plain = is_whole or not are_shown
+                fault = _misfit(leaf, extent, is_whole, shape if may_be_plain else None)
             if fault:
                 raise StructureError(
                     explain(
@@ -539,9 +533,7 @@ class ShardedTree(OnEngine):
         is_so = read_only == self.holding.read_only
         return self.held_as(self.holding if is_so else replace(self.holding, read_only=read_only))
 
-    def with_flats(
-        self, flats: Sequence[Any], published: Sequence[Tensor | None] = ()
-    ) -> ShardedTree:
+    def with_flats(self, flats: Sequence[Any], published: Sequence[Tensor | None]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already.
 
@@ -558,52 +550,36 @@ class ShardedTree(OnEngine):
         made.note_published(published)
         return made
 
-    def published(self, *, trained: bool = True) -> list[Tensor | None]:
+    def published(self) -> list[Tensor | None]:
         """By bucket, the published flat; None where there is none, or none any more, since
-        somebody has written to the piece. See Note [published flats] in `layout`.
-
-        `trained`: whether those of trained buckets are asked for, too.
-        """
-        layout = self.sharding.layout
-        if not layout.publishes:
-            return [None] * len(layout.buckets)
+        somebody has written to the piece. See Note [published flats] in `layout`."""
         return [
-            None
-            if home is None or home.published is None or (bucket.trainable and not trained)
-            else home.published.of(home.flat)
-            for home, bucket in zip(self.known_homes, layout.buckets, strict=True)
+            None if home is None or home.published is None else home.published.of(home.flat)
+            for home in self.known_homes
         ]
 
     def note_published(self, published: Sequence[Tensor | None]) -> None:
-        """Note the published flats of the leaves as they are now, by bucket; () has none. Leaves
-        that lie in no flats have no place for them."""
-        if not self.sharding.layout.publishes:
-            return
-        homes = self.known_homes
-        for home, x in zip(homes, published or [None] * len(homes), strict=True):
+        """Note the published flats of the leaves as they are now, by bucket. Leaves that lie in no
+        flats have no place for them."""
+        for home, x in zip(self.known_homes, published, strict=True):
             if home is not None:
                 home.published = None if x is None else Published(x, home.flat)
 
-    def handed_on(self, published: Sequence[Tensor | None] = ()) -> ShardedTree:
+    def handed_on(self) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to its flats, where leaves are
-        trained; this node is used up, and all that have leaves of those flats.
-
-        `published`: of flats that stay as they are, as of `note_published`.
-        """
+        trained; this node is used up, and all that have leaves of those flats."""
         # Frozen flats stay with all that have leaves of them, so that a load which writes over them
         # uses these up
         self._check_not_used_up()
         # Rows of tables stay rows
-        own, homes = self._homes if self.is_uncut else self.homes(), list[Home | None]()
+        homes = [*self._homes] if self.is_uncut else [*self.homes()]
         # Views of the same flats, unless users may have leaves of this node
         local = self._local if self.is_uncut else None
-        for home, bucket in zip(own, self.sharding.layout.buckets, strict=True):
-            if home is not None and bucket.trainable:
-                home = home.handed_on()
-            homes.append(home)
+        for b, bucket in enumerate(self.sharding.layout.buckets):
+            if bucket.trainable and (home := homes[b]) is not None:
+                homes[b] = home.handed_on()
         made = ShardedTree.of_homes(homes, self.holding)
         made._local = local
-        made.note_published(published)
         return made
 
     @property
@@ -756,53 +732,48 @@ def _fault_of(leaf: Any, bucket: Bucket, form: Form) -> _Fault | None:
     return None
 
 
-def _misfit(leaf: Tensor, extent: Extent, is_whole: bool) -> _Fault | None:
-    """The fault of a leaf that users see, in a place of this extent."""
+def _misfit(
+    leaf: Tensor, extent: Extent, is_whole: bool, shape: tuple[int, ...] | None
+) -> _Fault | None:
+    """The fault of a leaf in a place of this extent; `shape`: of a plain tensor there, if it may be
+    one."""
     if isinstance(leaf, Piece):
         if (leaf.extent, leaf.is_whole) == (extent, is_whole):
             return None
         remedy = "combine leaves of trees that are cut alike, by tree_map"
         return _Fault("is a part of another one", extent, leaf.extent, remedy)
-    if not is_whole:
+    if shape is None:
         remedy = "make it by tree_map of a tree that is cut alike, torch.zeros_like say"
         return _Fault("is a plain tensor", "a piece", f"shape {(*leaf.shape,)}", remedy)
-    if leaf.shape != extent.shape:
-        return _Fault("has another shape", extent.shape, (*leaf.shape,), _ELEMENTWISE)
-    return None
-
-
-def _local_misfit(leaf: Tensor, extent: Extent, is_whole: bool, form: Form) -> _Fault | None:
-    """The fault of a plain tensor of this library's own, in a place of this extent."""
-    # In the form of pieces all are 1-D
-    shape = extent.shape if is_whole and form == "held" else (extent.num_here,)
     if leaf.shape != shape:
-        return _Fault("has another shape", shape, (*leaf.shape,), _ELEMENTWISE)
+        remedy = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
+        return _Fault("has another shape", shape, (*leaf.shape,), remedy)
     return None
 
 
-_ELEMENTWISE = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
-
-
-def hold(params: PyTree[Tensor], holding: Holding, fill: Fill | None = None) -> ShardedTree:
-    """Whole leaves -> this rank's part of them, as held between steps, in storage of its own.
+def hold(whole: PyTree[Tensor | None], holding: Holding, fill: Fill | None = None) -> ShardedTree:
+    """Whole leaves -> this rank's part of them, in storage of its own. None stays None.
 
     `fill` gives the values of one bucket's leaves at a time, for trees without.
     """
-    layout, piece_number = holding.sharding.layout, holding.sharding.piece_number
-    leaves = optree.tree_leaves(params)
-    flats: list[Tensor] = []
+    layout = holding.sharding.layout
+    leaves = layout.treedef.flatten_up_to(whole)
+    flats: list[Tensor | None] = []
     published: list[Tensor | None] = []
     for b, bucket in enumerate(layout.buckets):
-        # Whole leaves, in bucket order
-        own = [leaf.detach() for leaf in filled(leaves, layout, b, fill)]
-        if bucket.cut.holds_pieces:
-            # (held piece,), this rank's
-            flats.append(slice_flat(own, bucket.held, bucket.held_by(piece_number)))
-        else:
-            flats.append(pack(own, bucket, device=own[0].device))  # (numel,), the whole bucket
+        # Whole leaves, in bucket order; all None, or none
+        own = filled(leaves, layout, b, fill)
+        if own[0] is None:
+            flats.append(None)
+            published.append(None)
+            continue
+        # (held piece,), this rank's; where every rank holds all of it, (numel,)
+        flats.append(slice_flat(own, *holding.cut_of(bucket)))
         # The first time without communication: all ranks have the whole leaves
-        whole = pack(own, bucket, device=own[0].device) if bucket.is_published else None
-        published.append(None if whole is None else messages_of(whole, bucket))
+        message = None
+        if holding.form == "held" and bucket.is_published:
+            message = messages_of(pack(own, bucket, device=own[0].device), bucket)
+        published.append(message)
     made = ShardedTree.of_flats(flats, holding)
     made.note_published(published)
     return made

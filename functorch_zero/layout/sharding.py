@@ -12,23 +12,6 @@ from .layout import Layout
 from .levels import level_in_words, levels_of
 
 
-class Donations:
-    """What waits for the storage of a step's states to be written over."""
-
-    def __init__(self) -> None:
-        self._waits: list[Callable[[], None]] = []  # for those that read a state's storage
-
-    def before_taking(self, wait: Callable[[], None]) -> None:
-        """Call this before the storage of a state is reused the next time."""
-        self._waits.append(wait)
-
-    def take(self) -> None:
-        """The storage of a state is about to be reused."""
-        waits, self._waits = self._waits, []
-        for wait in waits:
-            wait()
-
-
 @dataclass(frozen=True)
 class Sharding:
     """How a state is cut: a pytree node without leaves, equal for states that fit each other."""
@@ -37,7 +20,8 @@ class Sharding:
     level: int | None  # None: leaves differ in it, and the layout says
     rank: int  # among all ranks
     mesh: tuple[int, int, int]  # the number of replicas, the ranks in each, `piece_number`
-    donations: Donations = field(default_factory=Donations, compare=False, repr=False)
+    # To call before a step writes over the state's storage: they wait for those that read it
+    waits: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
     # Waits until the host may read the state, of a step whose state has a place; None: it may
     settle: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
@@ -46,7 +30,12 @@ class Sharding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """That of a copied state, for which nothing waits."""
-        return replace(self, donations=Donations())
+        return replace(self, waits=[])
+
+    def take_storage(self) -> None:
+        """Return once the state's storage may be written over."""
+        while self.waits:
+            self.waits.pop(0)()
 
     @property
     def piece_number(self) -> int:

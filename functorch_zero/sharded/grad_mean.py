@@ -123,7 +123,7 @@ def _rounds_weights(dtype: torch.dtype) -> StructureError:
 def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
     """Whether a loss of this dtype carries any seed without rounding the leaves' gradients."""
     # A policy rounds them on the way, and so does a leaf that is stored in halves
-    if layout.rounds or layout.stores_halves:
+    if layout.rounds:
         return False
     used = {bucket.compute for bucket in layout.buckets if bucket.trainable}
     has_doubles = not used.isdisjoint((torch.float64, torch.complex128))

@@ -65,7 +65,7 @@ def publish(
             given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
         )
     made, started = [], {}
-    published = params.published(trained=False)
+    published = params.published()
     for b, (bucket, flat) in enumerate(zip(layout.buckets, flats, strict=True)):
         # A frozen flat stays the same one; without donation the given params stay valid
         new = flat

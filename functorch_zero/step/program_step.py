@@ -531,15 +531,27 @@ def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
 _PLAIN = {Tensor, Parameter}  # subclasses may be of several tensors
 
 
-def check_next_value(old: Any, new: Any, rank: int | None = None, *, free: Sequence[str]) -> None:
+_AS_IT_WAS = "return the value that the program was given, with new leaves"
+
+
+def check_next_value(
+    old: Any,
+    new: Any,
+    rank: int | None = None,
+    *,
+    free: Sequence[str] = (),
+    what: str = "the program's next value",
+    remedy: str = _AS_IT_WAS,
+) -> None:
     """Raise, naming the first leaf, unless a program returns its value in the structure, shapes and
     dtypes that it was given.
 
     Args:
         free: names of entries whose leaves may have others.
+        what, remedy: for errors.
     """
-    check_next_structure(old, new, rank)
-    check_savable(new, "the program's next value", rank)
+    same_structure(old, new, what=what, rank=rank, remedy=remedy)
+    check_savable(new, what, rank)
     given, found = optree.tree_leaves(old), optree.tree_leaves(new)
     # The usual case, without a call of Python for each leaf
     if are_tensors(given) and are_tensors(found) and _forms(given) == _forms(found):
@@ -549,12 +561,12 @@ def check_next_value(old: Any, new: Any, rank: int | None = None, *, free: Seque
         if expected != got and not is_within(paths(old)[n], free):
             raise StructureError(
                 explain(
-                    "a leaf of the program's next value has another shape or dtype",
+                    f"a leaf of {what} has another shape or dtype",
                     path=paths(old)[n],
                     expected=expected,
                     got=got,
                     rank=rank,
-                    remedy=_AS_IT_WAS,
+                    remedy=remedy,
                 )
             )
 
@@ -563,9 +575,6 @@ def check_next_structure(old: Any, new: Any, rank: int | None = None) -> None:
     """Raise, naming the first path that differs, unless a program's next value has the structure of
     the one that it was given."""
     same_structure(old, new, what="the program's next value", rank=rank, remedy=_AS_IT_WAS)
-
-
-_AS_IT_WAS = "return the value that the program was given, with new leaves"
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[Any]:

@@ -283,7 +283,12 @@ class ShardedEngine:
             grads = grads.handed_on()
         if over:
             # The old ones go before new ones are made
-            params.note_published(params.published(trained=False))
+            params.note_published(
+                [
+                    None if bucket.trainable else x
+                    for x, bucket in zip(params.published(), layout.buckets, strict=True)
+                ]
+            )
         updates: ShardedTree | None = None
         try:
             look, given = is_looked_at(next(self._runs)), self.own(state)
@@ -307,7 +312,7 @@ class ShardedEngine:
                 state.use_up()
             raise
         if over:
-            params = params.handed_on(params.published(trained=False))
+            params = params.handed_on()
         self.announce("publish")
         with ranged("publish"):
             new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)

@@ -393,7 +393,7 @@ class ShardedStep:
             if self.options.donate:
                 assert state.sharding is not None
                 # A file may still be made of the state
-                agree = [ledger.settle, state.sharding.donations.take]
+                agree = [ledger.settle, state.sharding.take_storage]
                 donation = Donation(given.nodes, self._earlier, agree)
             scope = RanksScope(
                 streams=Streams(state.seed, state.step),

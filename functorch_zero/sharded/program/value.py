@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -23,10 +24,12 @@ from ...optim.state_checks import check_opt_state
 from ...params import Engine, as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...sharded_optim.state_plan import state_like
-from ...step.program_step import check_next_structure, check_next_value, device_of, leaf_form
+from ...step.program_step import check_next_structure, check_next_value, device_of
+from ...step.refit import without_values
 from ...step.state import Trained
 from ...step.trainable import check_alike
-from ...tree import paths, same_structure, settled
+from ...tree import paths, select, settled
+from ..refit import without_values as leaves_without_values
 from ..state import part_of_state
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
@@ -138,12 +141,15 @@ class ValueStructure(NamedTuple):
     sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
     paths: Sequence[str]  # of the nodes
-    nodes: list[Any]  # Holding or StateHolding; of a leaf that every rank holds, its `leaf_form`
+    # Holding or StateHolding; of a leaf that every rank holds, its form: it, without values
+    nodes: list[Any]
 
     @classmethod
     def of(cls, value: Any, sharding: Sharding) -> ValueStructure:
         made = Nodes.of(value)
-        noted = [node.holding if is_on_engine(node) else leaf_form(node) for node in made.nodes]
+        noted = [
+            node.holding if is_on_engine(node) else without_values(node) for node in made.nodes
+        ]
         return cls(sharding, made.treedef, made.paths, noted)
 
     def on(self, engine: Engine) -> ValueStructure:
@@ -179,24 +185,28 @@ class ValueStructure(NamedTuple):
         Raises:
             StructureError: the value has another structure, or a leaf another shape or dtype.
         """
-        rows = zip(self.paths, self.nodes, self._whole_nodes(whole), strict=True)
-        return self.treedef.unflatten([_part_like(*row) for row in rows])
-
-    def _whole_nodes(self, whole: Any) -> list[Any]:
-        """Of a whole value, the trees and leaves in place of the nodes."""
+        rank = self.sharding.rank
         try:
-            found: list[Any] = self.treedef.flatten_up_to(whole)
+            nodes = self.treedef.flatten_up_to(whole)
         except ValueError as error:
             raise StructureError(
                 explain(
                     "the whole state's value has another structure than the one of init",
                     expected=self.treedef,
                     got=f"a {type(whole).__name__}: {error}",
-                    rank=self.sharding.rank,
+                    rank=rank,
                     remedy=_OF_THIS_PROGRAM,
                 )
             ) from error
-        return found
+        like = map(partial(_whole_like, rank=rank), self.paths, self.nodes, nodes)
+        check_next_value(
+            self.treedef.unflatten(like),
+            whole,
+            rank,
+            what="the whole state's value",
+            remedy=_OF_THIS_PROGRAM,
+        )
+        return self.treedef.unflatten(map(_part_like, self.nodes, nodes))
 
 
 def _is_cut(noted: Any) -> bool:
@@ -407,61 +417,29 @@ def _fits(old: Any, new: Any) -> bool:
     return is_held(new) and not new.are_leaves_shown
 
 
-def _part_like(path: str, noted: Any, whole: Any) -> Any:
-    """This rank's part of a whole node, in tensors of its own.
-
-    Args:
-        path: of the node, for errors.
-        noted: how it is cut, as a `ValueStructure` has it.
-    """
+def _part_like(noted: Any, whole: Any) -> Any:
+    """This rank's part of a whole node that fits what is noted, in tensors of its own."""
     if isinstance(noted, Holding):
-        _check_like(path, noted, whole)
-        return _part_of_tree(noted, whole)
+        return hold(whole, noted)
     if isinstance(noted, StateHolding):
-        like = _whole_like(noted)
-        check_opt_state(like, whole, noted.sharding.rank, what=f"state.{path}")
         return part_of_state(whole, noted)
-    if leaf_form(whole) != noted:
-        raise _unlike(path, noted, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole
 
 
-def _part_of_tree(holding: Holding, whole: Any) -> ShardedTree:
-    """This rank's part of a whole tree that fits the holding: copies."""
-    if holding.form == "held":
-        return hold(whole, holding)
-    given = _with_none(holding, whole)
-    device = next(leaf.device for leaf in given if leaf is not None)
-    filled = []
-    for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True):
-        # Where a leaf is frozen there is none
-        if leaf is None:
-            leaf = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        filled.append(leaf)
-    return hold(filled, replace(holding, form="held")).pieces()
+def _whole_like(path: str, noted: Any, whole: Any, *, rank: int) -> Any:
+    """A tree that a whole node must fit, of the path; of a state, which is checked here, itself."""
+    if isinstance(noted, Holding):
+        layout = noted.sharding.layout
+        like = leaves_without_values(layout)
+        # In pieces, frozen leaves are None
+        return like if noted.form == "held" else select(like, layout.trainable)
+    if isinstance(noted, StateHolding):
+        check_opt_state(_whole_state_like(noted), whole, rank, what=f"state.{path}")
+        return whole
+    return noted
 
 
-def _check_like(path: str, holding: Holding, whole: Any) -> None:
-    """Raise unless a whole tree has the structure, shapes and dtypes of a sharded one."""
-    layout, rank = holding.sharding.layout, holding.sharding.rank
-    expected = layout.trainable
-    if holding.form == "pieces":
-        expected = tree_map(lambda on: on or None, expected)
-    what = f"the whole state's {path or 'value'}"
-    same_structure(expected, whole, what=what, rank=rank, remedy=_OF_THIS_PROGRAM)
-    for spec, leaf in zip(layout.leaves, _with_none(holding, whole), strict=True):
-        wanted, got = (spec.shape, spec.dtype), leaf_form(leaf)
-        if leaf is not None and got != wanted:
-            raise _unlike(f"{path}.{spec.path}".strip("."), wanted, got, rank)
-
-
-def _with_none(holding: Holding, whole: Any) -> list[Any]:
-    """The leaves of a whole tree in the layout's order; None stands for itself."""
-    leaves: list[Any] = holding.sharding.layout.treedef.flatten_up_to(whole)
-    return leaves
-
-
-def _whole_like(holding: StateHolding) -> Any:
+def _whole_state_like(holding: StateHolding) -> Any:
     """The structure of the whole state of an optimizer, for `check_opt_state`. On meta, in their
     shapes, the leaves that belong to a param; others may have any."""
     outline: list[Any] = []
@@ -473,16 +451,3 @@ def _whole_like(holding: StateHolding) -> Any:
         shape = holding.sharding.layout.leaves[leaf.leaf].shape if follows else leaf.shape
         outline.append(torch.empty(shape, device="meta"))
     return holding.plan.treedef.unflatten(outline)
-
-
-def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureError:
-    return StructureError(
-        explain(
-            "a leaf of the whole state has another shape or dtype than in init",
-            path=path,
-            expected=expected,
-            got=got,
-            rank=rank,
-            remedy=_OF_THIS_PROGRAM,
-        )
-    )
