@@ -98,6 +98,20 @@ class History:
     is_brought: bool = field(default=False, kw_only=True)
 
 
+def _reading(name: str) -> Any:
+    """The tensor's method of this name: a way to the values, or to the storage, that runs no
+    operator."""
+
+    def read(piece: Piece, *args: Any, **options: Any) -> Any:
+        if not piece.is_whole:
+            refuse(f"Tensor.{name} reads their values", piece, _ASK)
+        found = piece.here
+        piece.history.opened = content_word(found)
+        return getattr(found, name)(*args, **options)
+
+    return read
+
+
 class Piece(Tensor):
     """This rank's part of a leaf.
 
@@ -260,8 +274,6 @@ class Piece(Tensor):
         made.requires_grad_(self.requires_grad)
         return made  # type: ignore[no-any-return]
 
-    # Ways to the values, or to the storage, that run no operator
-
     @property
     def data(self) -> Tensor:
         return self.detach()
@@ -270,33 +282,13 @@ class Piece(Tensor):
     def data(self, value: Any) -> NoReturn:
         refuse("Tensor.data is assigned to", self, _WRITE)
 
-    def numpy(self, **options: Any) -> Any:
-        return self._read("numpy").numpy(**options)
-
-    def tolist(self) -> Any:
-        return self._read("tolist").tolist()
-
-    def __array__(self, *args: Any) -> Any:
-        return self._read("__array__").__array__(*args)
-
-    def __dlpack__(self, *args: Any, **options: Any) -> Any:
-        return self._read("__dlpack__").__dlpack__(*args, **options)
-
-    def data_ptr(self) -> int:
-        return self._read("data_ptr").data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self._read("untyped_storage").untyped_storage()
-
-    def storage_offset(self) -> Any:
-        return self._read("storage_offset").storage_offset()
-
-    def _read(self, how: str) -> Tensor:
-        if not self.is_whole:
-            refuse(f"Tensor.{how} reads their values", self, _ASK)
-        found = self.here
-        self.history.opened = content_word(found)
-        return found
+    numpy = _reading("numpy")
+    tolist = _reading("tolist")
+    __array__ = _reading("__array__")
+    __dlpack__ = _reading("__dlpack__")
+    data_ptr = _reading("data_ptr")
+    untyped_storage = _reading("untyped_storage")
+    storage_offset = _reading("storage_offset")
 
 
 # Otherwise dynamo would trace its Python, with warnings, when a compiled function is given pieces
@@ -348,10 +340,7 @@ def _single(packet: str) -> set[Any]:
     single = getattr(torch.ops.aten, packet.removeprefix("_foreach_"), None)
     if single is None:
         return set()
-    tags: set[Any] = set()
-    for overload in single.overloads():
-        tags |= set(getattr(single, overload).tags)
-    return tags
+    return {tag for overload in single.overloads() for tag in getattr(single, overload).tags}
 
 
 class _Call:
@@ -534,7 +523,11 @@ def _written(call: _Call, text: str, operands: _Operands) -> Any:
     """The pieces that an operator has written to: made anew, in the words of their aliases, too."""
     for piece in _pieces_among(*call.written):
         piece.note_write(text, operands.numbers, coming=0 if piece.is_inference() else 1)
-    return call.written[0] if len(call.written) == 1 else tuple(call.written)
+    return _one_or_all(call.written)
+
+
+def _one_or_all(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _run_on_foreach(call: _Call) -> Any:
@@ -571,9 +564,7 @@ def _run_on_whole(call: _Call) -> Any:
     # What is written to stays itself, and its word follows from its values
     for piece in _pieces_among(*call.written):
         piece.note_write(content_word(piece._local))
-    if made is None or not call.kind.written:
-        return made
-    return call.written[0] if len(call.written) == 1 else tuple(call.written)
+    return made if made is None or not call.kind.written else _one_or_all(call.written)
 
 
 def _without_pieces(operand: Any) -> Any:

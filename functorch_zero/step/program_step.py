@@ -43,7 +43,7 @@ from ..tree import (
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .loss_calls import LossCalls
-from .refit import carried, check_no_parts, check_own_tensors
+from .refit import Form, carried, check_no_parts, check_own_tensors
 from .rng import Streams
 from .scope import StepScope, rank_of_step, running
 from .state import State, Trained, check_policies, check_whole_state
@@ -557,7 +557,7 @@ def check_next_value(
     if are_tensors(given) and are_tensors(found) and _forms(given) == _forms(found):
         return
     for n, (before, after) in enumerate(zip(given, found, strict=True)):
-        expected, got = leaf_form(before), leaf_form(after)
+        expected, got = Form.of(before), Form.of(after)
         if expected != got and not is_within(paths(old)[n], free):
             raise StructureError(
                 explain(
@@ -582,11 +582,6 @@ def _forms(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 _FORM = operator.attrgetter("shape", "dtype")
-
-
-def leaf_form(leaf: Any) -> Any:
-    """A leaf's shape and dtype; of a number its type."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _next_value(old: Any, given: Any, new: Any) -> Any:

@@ -182,17 +182,17 @@ class KeptTensors:
                 numbers[first + k] = number
         return KeptOfGradient(self._kept, numbers)
 
-    def check_next(self, after: TrainedTrees) -> None:
-        """Raise unless a program's next value has the same trained trees."""
-        self._trees.check_next(after)
-
     def next_parts(self, value: Nodes, after: TrainedTrees) -> Parts | None:
         """Those of the next state. Trees that have changed places take theirs along.
 
         Args:
             value: the program's next one, whose trees still have the names of their places before.
             after: the trees of the next state's value, which are named by their new places.
+
+        Raises:
+            StructureError: other trees of the next value are trained.
         """
+        self._trees.check_next(after)
         kept = dict(self._kept)
         for place, name in _moved(value, [*after.layouts]).items():
             old = self._trees.buckets_of(name)

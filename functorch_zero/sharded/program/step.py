@@ -418,8 +418,6 @@ class ShardedStep:
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            if kept is not None:
-                kept.check_next(self._parts.of(made.as_noted()))
             if not ledger.is_by_gradients:
                 ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
                 ledger.settle_at_end(args)

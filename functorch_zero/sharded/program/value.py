@@ -252,7 +252,7 @@ def _as_noted(node: Any, noted: Any) -> Any:
         return settled(node)
     if not isinstance(noted, Holding):
         return node.held_as(node.holding)
-    # In another form it doesn't fit, as `check_fits` tells
+    # In another form it doesn't fit, as `Nodes.next` tells
     if node.holding.form != noted.form:
         return node
     engine = node.holding.engine
