@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 
 import optree
@@ -94,6 +95,13 @@ def warn(text: str, category: type[Warning]) -> None:
     """Warn, at the user's line that led here: the innermost one outside of this package."""
     levels = [number for _, number in users_frames()]
     warnings.warn(text, category, stacklevel=levels[0] if levels else 1)
+
+
+def check_choice(option: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ValueError unless the value of an option is one of these."""
+    known = (*choices,)
+    if value not in known:
+        raise ValueError(f"{option} must be one of {known}, got {value!r}")
 
 
 class FunctorchZeroError(Exception):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch_private import storage_id
 from ..places import ByUnit, Here, ahead_of, brings_copies
 from ..sharded.options import Options
 from ..sharded.placed import Stored
@@ -32,8 +28,6 @@ class Elsewhere:
     def __init__(self, kind: str, watch: MemoryWatch, *, ahead: int, brings_copies: bool):
         self._kind, self._watch, self._live = kind, watch, watch.live
         self.ahead, self.brings_copies = ahead, brings_copies
-        # By storage, until it goes
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._now = self._most = self._held = self.read = self.written = 0
 
     def begin(self) -> None:
@@ -52,15 +46,15 @@ class Elsewhere:
     def empty(self, like: Tensor) -> Tensor:
         with self._live.paused():
             made = torch.empty_like(like, memory_format=torch.contiguous_format)
-        storage, key = made.untyped_storage(), storage_id(made)
-        self._refs[key] = weakref.ref(storage, partial(self._gone, key, made.nbytes))
-        self._live.elsewhere.add(key)
-        self._now += made.nbytes
-        self._most = max(self._most, self._now)
+        self._live.adopt([made], self)
         return made
 
+    def count(self, change: int) -> None:
+        self._now += change
+        self._most = max(self._most, self._now)
+
     def holds(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._refs
+        return self._live.kind_of(tensor) is self
 
     def bring(self, stored: Tensor) -> Here:
         self.read += stored.nbytes
@@ -76,11 +70,6 @@ class Elsewhere:
         if self._kind in ("gradients", "saved"):
             self.written += into.nbytes
         return Here(into)
-
-    def _gone(self, key: int, nbytes: int, _: Any) -> None:
-        del self._refs[key]
-        self._live.elsewhere.discard(key)
-        self._now -= nbytes
 
 
 def with_imagined_places(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +51,28 @@ class ValueNeeded(Exception):
     """The host asked for the value of a tensor that has none."""
 
 
+class Counting(Protocol):
+    """What counts the bytes that lie elsewhere, and take nothing of this memory."""
+
+    def count(self, change: int) -> None:
+        """There are so many bytes more."""
+        ...
+
+
+Kind = str | Counting | None  # of `KINDS`; None: it doesn't count
+
+
+@dataclass
+class _Followed:
+    """A storage that is alive."""
+
+    kind: Kind
+    size: int
+    reference: weakref.ref[torch.UntypedStorage]  # tells when it goes
+    source: int | None = None  # of a copy, until it is written to: the storage's key
+    is_written: bool = False
+
+
 class LiveBytes(QuickDispatchMode):
     """Makes new tensors without values, and follows every storage until it goes.
 
@@ -62,22 +85,15 @@ class LiveBytes(QuickDispatchMode):
         total: bytes alive, of all kinds.
         assumed: how many yes-no questions about values the host has asked. They were answered with
             yes.
-        elsewhere: storages that take nothing of this memory, whatever is said of them.
     """
 
     def __init__(self, fake: FakeTensorMode | None, on_growth: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.total = dict.fromkeys(KINDS, 0), 0
         self.assumed = 0
-        self.elsewhere: set[int] = set()
         self._fake, self._on_growth = fake, on_growth
         self._paused = False
-        self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
-        # By storage: a reference that tells when it goes
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._copies: dict[int, int] = {}  # storages that are copies, and their sources
-        # A write ends a copy's being a copy; see `is_untouched_copy`
-        self._written: set[int] = set()  # storages
+        self._storages: dict[int, _Followed] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A leaf of a sharded tree runs operators on what is here
@@ -110,7 +126,10 @@ class LiveBytes(QuickDispatchMode):
         # Positions by the operator's schema; the argument may have come by name
         for position, name in facts.writes:
             written = args[position] if position < len(args) else kwargs.get(name)
-            self._written.update(map(storage_id, _tensors([written])))
+            for tensor in _tensors([written]):
+                own = self._storages.get(storage_id(tensor))
+                if own is not None:
+                    own.is_written = True
         # New storages are counted when they first appear as a result
         self._follow(out)
         if func is _aten.clone.default:
@@ -119,41 +138,48 @@ class LiveBytes(QuickDispatchMode):
 
     def _note_copy(self, copy: Tensor, source: Tensor) -> None:
         """A copy of a copy is one of the first source, unless something was written in between."""
-        key = storage_id(source)
-        if key not in self._written:
-            key = self._copies.get(key, key)
-        self._copies[storage_id(copy)] = key
+        key, made = storage_id(source), self._storages.get(storage_id(copy))
+        before = self._storages.get(key)
+        if before is not None and before.source is not None and not before.is_written:
+            key = before.source
+        if made is not None:
+            made.source = key
 
-    def adopt(self, tensors: Iterable[Tensor], kind: str | None) -> None:
-        """These storages are of that kind; None: they don't count."""
+    def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """These storages are of that kind, but for those that lie elsewhere."""
         for tensor in tensors:
             key = storage_id(tensor)
-            if key in self.elsewhere:
-                continue
-            if key in self._kinds:
-                # It changes its kind, as an activation that turns out to be a gradient
-                before, size = self._kinds[key]
-                self._count(before, -size)
-            else:
+            own = self._storages.get(key)
+            if own is None:
                 # All of the storage, though the tensor may be a view of a part
-                size = tensor.untyped_storage().nbytes()
-                self._refs[key] = weakref.ref(tensor.untyped_storage(), partial(self._gone, key))
-            self._kinds[key] = (kind, size)
-            self._count(kind, size)
+                storage = tensor.untyped_storage()
+                reference = weakref.ref(storage, partial(self._gone, key))
+                own = self._storages[key] = _Followed(None, storage.nbytes(), reference)
+            if own.kind is None or isinstance(own.kind, str):
+                # It may change its kind, as an activation that turns out to be a gradient
+                self._count(own.kind, -own.size)
+                own.kind = kind
+                self._count(kind, own.size)
 
     def discount(self, kind: str) -> None:
         """What is alive of that kind counts no longer, until `adopt` says otherwise."""
         self.total -= self.now[kind]
         self.now[kind] = 0
-        for key, (own, size) in self._kinds.items():
-            if own == kind:
-                self._kinds[key] = (None, size)
+        for own in self._storages.values():
+            own.kind = None if own.kind == kind else own.kind
+
+    def kind_of(self, tensor: Tensor) -> Kind:
+        """That of a tensor's storage."""
+        own = self._storages.get(storage_id(tensor))
+        return None if own is None else own.kind
 
     def is_untouched_copy(self, tensor: Tensor, of: Tensor) -> bool:
         """Whether this is `of`, or a copy of it that nothing has written to."""
         key = storage_id(tensor)
-        # Nothing has written to the copy, and its source is `of`'s storage
-        return key not in self._written and storage_id(of) in (key, self._copies.get(key))
+        own = self._storages.get(key)
+        if own is None:
+            return tensor is of
+        return not own.is_written and storage_id(of) in (key, own.source)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -197,22 +223,21 @@ class LiveBytes(QuickDispatchMode):
             # A sparse gradient has no storage to follow; the dense one that it becomes is larger
             empty = empty or tensor.layout != torch.strided
             # Known ones were written in place, or are views
-            if not empty and storage_id(tensor) not in self._kinds:
+            if not empty and storage_id(tensor) not in self._storages:
                 self.adopt([tensor], "activations")
                 self._on_growth()
 
     def _gone(self, key: int, _: Any) -> None:
         """A storage has gone. Its key may come back as that of another."""
-        kind, size = self._kinds.pop(key, (None, 0))
-        self._count(kind, -size)
-        del self._refs[key]
-        self._copies.pop(key, None)
-        self._written.discard(key)
+        own = self._storages.pop(key)
+        self._count(own.kind, -own.size)
 
-    def _count(self, kind: str | None, change: int) -> None:
-        if kind is not None:
+    def _count(self, kind: Kind, change: int) -> None:
+        if isinstance(kind, str):
             self.now[kind] += change
             self.total += change
+        elif kind is not None:
+            kind.count(change)
 
 
 def uncompiled() -> AbstractContextManager[Any]:

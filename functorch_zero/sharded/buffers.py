@@ -28,6 +28,8 @@ def check_synchronizable(
     send it as it was; and a sparse one that has changed, since a message has no place for it."""
     if rule == "local" or group.size == 1:
         return
+    expected: object
+    got: object
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
         if before is after:

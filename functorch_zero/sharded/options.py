@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from ..errors import explain
+from ..errors import check_choice, explain
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.build import default_units, make_layout
@@ -279,10 +279,7 @@ OVERLAPS: dict[str, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
 
 def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None:
     """The choice, if it is one that the level has."""
-    if value not in (None, *get_args(ReduceGradients)):
-        raise ValueError(
-            f"reduce_gradients must be one of {get_args(ReduceGradients)} or None, got {value!r}"
-        )
+    check_choice("reduce_gradients", value, (*get_args(ReduceGradients), None))
     # With levels by leaf the choice concerns those of level 2 and 3
     if value == "every_microbatch" and levels.number in (0, 1):
         raise ValueError(
@@ -294,8 +291,7 @@ def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None
 
 def check_state_axes(value: Any) -> StateAxes:
     """The choice, if it is one."""
-    if value not in get_args(StateAxes):
-        raise ValueError(f"state_axes must be one of {get_args(StateAxes)}, got {value!r}")
+    check_choice("state_axes", value, get_args(StateAxes))
     return value  # type: ignore[no-any-return]
 
 
@@ -383,8 +379,7 @@ def check_reduce_bucket(value: Any, levels: Levels, reduction: Any) -> int:
 
 def check_sync_buffers(step: EvalStep | ProgramStep, rule: Any) -> SyncBuffers:
     """The rule, if it is one for which the step has a place."""
-    if rule not in get_args(SyncBuffers):
-        raise ValueError(f"sync_buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
+    check_choice("sync_buffers", rule, get_args(SyncBuffers))
     if rule == "local" and isinstance(step, ProgramStep) and not step.buffers:
         raise ValueError(
             'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '

@@ -15,7 +15,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """Torch's, with its params and buffers, but for the ranks: those of the loss that runs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self._check_input_dim(input)
         of_batch = self.training or self.running_mean is None or self.running_var is None
         batch = batch_of_loss(_NAME) if of_batch else None
         if batch is None:

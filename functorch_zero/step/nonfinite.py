@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, check_choice
 
 NonFinite = Literal["raise", "skip", "pass"]
 NonFiniteGradient = Literal["raise", "tell", "pass"]
@@ -114,10 +114,7 @@ class NonFinitePolicy:
     scaling: LossScale | None = None
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in get_args(NonFinite):
-            raise ValueError(
-                f"nonfinite must be one of {get_args(NonFinite)}, got {self.nonfinite!r}"
-            )
+        check_choice("nonfinite", self.nonfinite, get_args(NonFinite))
         if self.scaling is not None and self.nonfinite != "skip":
             raise ValueError(
                 f"loss_scale and nonfinite={self.nonfinite!r} exclude each other: the scale is "
