@@ -423,16 +423,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             locals_: the params' tensors on this rank.
         """
         across, views = part.across, self._views(part, locals_)
-        if views is None:
-            pieces, update = self._pieces(locals_), self.transform.update
-        elif views.flats is None:
-            # Only to the params themselves, and not to copies, may kernels add their updates
-            pieces, update = views.pieces, self.transform.update_and_add
-        else:
+        if views is not None and views.flats is not None:
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
             flats, trees = views.flats, lambda: (grads, own)
             return None, across.fused(*self._split, given, state, flats, trees, donate=True)
+        pieces = self._pieces(locals_) if views is None else views.pieces
+        # Only to the params themselves, and not to copies, may kernels add their updates
+        update = self.transform.update if views is None else self.transform.update_and_add
         updates, state = update(grads, state, pieces, across)
         same_structure(pieces, updates, what="the optimizer's updates")
         return updates, state
