@@ -32,7 +32,7 @@ from ..step.program_step import ProgramStep
 from ..step.train import TrainStep, train_step, with_loss
 from ..tree import PATTERNS, path_matches
 from .imagined_ranks import imagined_axes, imagined_like
-from .imagined_step import BETWEEN, ImaginedStep
+from .imagined_step import BETWEEN, imagine
 from .live_bytes import ValueNeeded
 from .report import Bandwidth, Plan, balance_of
 from .stand_in_loss import loss_through, saved_by_names
@@ -158,11 +158,11 @@ def plan(
         loss = loss_through(layout, saved_by_names(layout, model_or_params))
         assert isinstance(step, TrainStep)  # a program needs a batch
         step = with_loss(step, loss)
-    imagined = ImaginedStep(step, options, watch, lie_on)
     # Shapes, strides, dtypes and devices stay; elements go
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
     with _values_refused(watch), _told_of_lists(batch, "program"):
-        layout = imagined.run(*inputs)
+        imagined = imagine(step, options, watch, lie_on, *inputs)
+    layout = imagined.layout
     if batch is not None:
         _check_rows(rows or {}, layout, all_named=False)
     group, samples = options.group, watch.samples
@@ -176,12 +176,12 @@ def plan(
         num_ranks=group.size,
         rank=group.rank,
         num_params=sum(leaf.numel for leaf in layout.leaves),
-        params=imagined.held,
-        state=imagined.others,
+        params=imagined.params,
+        state=imagined.state,
         buffers=imagined.buffers,
         parts=imagined.parts,
-        gradients=imagined.engine.reduced,
-        stored=tuple(own.stored() for own in imagined.places.values()),
+        gradients=imagined.gradients,
+        stored=imagined.stored,
         # The most at one moment, over all
         gathered=max(sample.gathered for sample in samples),
         samples=tuple(samples),

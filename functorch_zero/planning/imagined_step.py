@@ -16,9 +16,9 @@ how many gradients come before a step that donates may write.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -32,7 +32,7 @@ from ..params import as_local, is_on_engine
 from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
-from ..sharded.placed import stored_flats
+from ..sharded.placed import Stored, stored_flats
 from ..sharded.program.agreement import AgreementOfRanks
 from ..sharded.program.engine import ShardedEngine
 from ..sharded.program.gradient import agree_on, finish, is_fine
@@ -52,100 +52,105 @@ from .watch import MemoryWatch, with_numbers
 BETWEEN = "program"  # the phase outside of all calls
 
 
-class ImaginedStep:
-    """A step, sampled between the functions that it calls.
+class Imagined(NamedTuple):
+    """What such a step has shown beside its moments, which the watch has sampled: bytes of a rank,
+    as a `Plan` has them."""
+
+    layout: Layout  # of all trees
+    params: int  # the trees of the first value that are held as params are
+    buffers: int
+    state: int  # the rest of that value
+    parts: int
+    gradients: int
+    stored: tuple[Stored, ...]
+
+
+def imagine(
+    step: ProgramStep,
+    options: Options,
+    watch: MemoryWatch,
+    device: torch.device,
+    trees: tuple[Any, ...],
+    args: tuple[Any, ...],
+) -> Imagined:
+    """Run one step, but with the order of units known, as from the second one on.
 
     Args:
         step: the program.
         options: of `shard`, with a `Recorder` for a group.
         watch: that the `Recorder` tells.
         device: of the params; meta: nobody has said.
-
-    Attributes:
-        engine: of the trees.
-        held: bytes of the first value's trees that are held as params are.
-        buffers: bytes of its buffers.
-        others: bytes of the rest of that value.
-        places: the stand-ins for the user's, by kind.
-        parts: bytes that the gradients' reduction keeps between steps.
+        trees: the arguments of `init`, without values.
+        args: those of the step after the state, a rank's own.
     """
+    options, places = with_imagined_places(options, watch, device)
+    engine = _AnnouncedEngine(options, watch, places)
+    agreement = _ImaginedAgreement(step, options, watch)
+    # The first of its steps is one to find out the order: it donates nothing
+    sharded = ShardedStep(replace(step, num_gradients=None), options, engine, agreement)
+    with watch.live, uncompiled():
+        state = _without_values(sharded.init(*trees), watch)
+        _adopt_held(watch, (trees, args), state, step.buffers)
+        _first_step(sharded, state, args)
+        watch.begin()
+        gc.collect()  # what `init` and the first call have left in cycles
+        # Numbers of the first call's state, which an update remembers
+        watch.live.discount("state")
+        sizes = _adopt_held(watch, (trees, args), state, step.buffers)
+        for elsewhere in places.values():
+            elsewhere.begin()
+        watch.enter(BETWEEN)
+        sharded(state, *args)
+    assert state.sharding is not None
+    stored = tuple(own.stored() for own in places.values())
+    return Imagined(state.sharding.layout, *sizes, engine.reduced, stored)
 
-    def __init__(
-        self,
-        step: ProgramStep,
-        options: Options,
-        watch: MemoryWatch,
-        device: torch.device,
-    ):
-        self.watch = watch
-        options, self.places = with_imagined_places(options, self.watch, device)
-        self.engine = _AnnouncedEngine(options, self.watch, self.places)
-        agreement = _ImaginedAgreement(step, options, self.watch)
-        # The first of its steps is one to find out the order: it donates nothing
-        step = replace(step, num_gradients=None)
-        self._step = ShardedStep(step, options, self.engine, agreement)
-        self.held = self.buffers = self.others = self.parts = 0
 
-    def run(self, trees: tuple[Any, ...], args: tuple[Any, ...]) -> Layout:
-        """Run one step, but with the order of units known, as from the second one on. Returns the
-        layout of all trees.
+def _first_step(step: ShardedStep, state: State, args: tuple[Any, ...]) -> None:
+    """A step that finds out the order. It donates nothing, and what it gathers for the trees isn't
+    here in the next one, whose trees are other ones."""
+    held = [*filter(is_held, optree.tree_leaves(state.value, is_leaf=is_on_engine))]
+    published = [tree.published() for tree in held]
+    step(state, *args)
+    for tree, known in zip(held, published, strict=True):
+        tree.note_published(known)
 
-        Args:
-            trees: the arguments of `init`, without values.
-            args: those of the step after the state, a rank's own.
-        """
-        with self.watch.live, uncompiled():
-            state = self._without_values(self._step.init(*trees))
-            self._adopt_held((trees, args), state)
-            self._first_step(state, args)
-            self.watch.begin()
-            gc.collect()  # what `init` and the first call have left in cycles
-            # Numbers of the first call's state, which an update remembers
-            self.watch.live.discount("state")
-            self._adopt_held((trees, args), state)
-            for elsewhere in self.places.values():
-                elsewhere.begin()
-            self.watch.enter(BETWEEN)
-            self._step(state, *args)
-        assert state.sharding is not None
-        return state.sharding.layout
 
-    def _first_step(self, state: State, args: tuple[Any, ...]) -> None:
-        """A step that finds out the order. It donates nothing, and what it gathers for the trees
-        isn't here in the next one, whose trees are other ones."""
-        held = held_trees(state.value)
-        published = [tree.published() for tree in held]
-        self._step(state, *args)
-        for tree, known in zip(held, published, strict=True):
-            tree.note_published(known)
+def _without_values(state: State, watch: MemoryWatch) -> State:
+    """A first state whose tensors of one or more dims have no values: those that `init` has brought
+    along, such as buffers, would be compared with what a step makes of them."""
 
-    def _without_values(self, state: State) -> State:
-        """A first state whose tensors of one or more dims have no values: those that `init` has
-        brought along, such as buffers, would be compared with what a step makes of them."""
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
+            return leaf
+        if watch.fake is None:
+            return torch.empty_like(leaf, device="meta")
+        return watch.fake.from_tensor(leaf)  # views of one storage stay that
 
-        def bare(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or not has_values(leaf):
-                return leaf
-            if self.watch.fake is None:
-                return torch.empty_like(leaf, device="meta")
-            return self.watch.fake.from_tensor(leaf)  # views of one storage stay that
+    with watch.live.paused():
+        return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
 
-        with self.watch.live.paused():
-            return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
 
-    def _adopt_held(self, given: Any, state: State) -> None:
-        """Give each tensor that is held between steps its kind, before anything is counted."""
-        held, others = held_and_others(state.value)
-        names = self._step.unsharded.buffers
-        buffers = _tensors([entry_of(state.value, name) for name in names])
-        parts = _tensors(state.parts)
-        self.held, self.buffers = bytes_held(held), bytes_held(buffers)
-        self.others = bytes_held(others) - self.buffers
-        self.parts = bytes_held(parts)
-        # The last kind counts, where this rank's part is the given tensor itself
-        self.watch.live.adopt(_tensors(given), None)
-        self.watch.live.adopt([*others, *parts], "state")
-        self.watch.live.adopt([*held, *buffers], "params")
+def _adopt_held(
+    watch: MemoryWatch, given: Any, state: State, names: Sequence[str]
+) -> tuple[int, int, int, int]:
+    """Give each tensor that is held between steps its kind, before anything is counted. Returns the
+    bytes of params, buffers, the rest of the value, and parts; `names`: of the buffers."""
+    held: list[Tensor] = []
+    others: list[Tensor] = []
+    for node in optree.tree_leaves(state.value, is_leaf=is_on_engine):
+        if is_held(node):
+            held += _flats_here(node)
+        else:
+            others += _tensors(node)
+    buffers = _tensors([entry_of(state.value, name) for name in names])
+    parts = _tensors(state.parts)
+    # The last kind counts, where this rank's part is the given tensor itself
+    watch.live.adopt(_tensors(given), None)
+    watch.live.adopt([*others, *parts], "state")
+    watch.live.adopt([*held, *buffers], "params")
+    of_buffers = bytes_held(buffers)
+    return bytes_held(held), of_buffers, bytes_held(others) - of_buffers, bytes_held(parts)
 
 
 class _ImaginedAgreement:
@@ -175,7 +180,7 @@ class _ImaginedAgreement:
             return self._agreement.compare(ledger, label, flags=flags, batch=batch)
 
 
-class _AnnouncedEngine(ShardedEngine):
+class _AnnouncedEngine:
     """An engine that tells a watch the phase of each call, and asks nobody for values.
 
     Attributes:
@@ -183,18 +188,24 @@ class _AnnouncedEngine(ShardedEngine):
     """
 
     def __init__(self, options: Options, watch: MemoryWatch, places: Mapping[str, Elsewhere]):
-        super().__init__(options)
+        engine = self._engine = ShardedEngine(options)
+        engine.announce = watch.enter
         self._watch, self._places = watch, places
-        self.announce = watch.enter
         self.reduced = 0
+        self.agreed: Transform | None = None
+        # The rest of an `Engine`, as it is
+        self.rank, self.orders, self.placed = engine.rank, engine.orders, engine.placed
+        self.keeps_tensors, self.unshard = engine.keeps_tensors, engine.unshard
+        self.dot, self.norms, self.squares = engine.dot, engine.norms, engine.squares
+        self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         # Without the agreement of ranks, and the proof of the transform's claims
-        return self.first_state(transform, params)
+        return self._engine.first_state(transform, params)
 
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss = self._watch.announced(call.loss)
-        run = self.open_gradient(call, tree)
+        run = self._engine.open_gradient(call, tree)
         local = differentiate(run)
         fine = is_fine(run, local)  # which the watch answers with yes
         self._watch.enter("metrics")
@@ -212,72 +223,37 @@ class _AnnouncedEngine(ShardedEngine):
         self._watch.enter(BETWEEN)
         return results, grads
 
-    def update(
-        self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        self._watch.enter("optimizer")
-        found, after = super().update(transform, updates, state, params)
-        self._adopt_state(after)
+    def update(self, *given: Any) -> Any:
+        return self._announced("optimizer", self._engine.update, *given)
+
+    def apply(self, *given: Any, **how: Any) -> Any:
+        return self._announced("optimizer", self._engine.apply, *given, **how)
+
+    def apply_updates(self, *given: Any) -> Any:
+        return self._announced("publish", self._engine.apply_updates, *given)
+
+    def _announced(self, phase: str, function: Callable[..., Any], *given: Any, **how: Any) -> Any:
+        """The results of a call in a phase of its own: params and states that were made, or written
+        over, are noted."""
+        self._watch.enter(phase)
+        made = function(*given, **how)
+        for node in optree.tree_leaves(made, is_leaf=is_on_engine):
+            if isinstance(node, ShardedOptState):
+                self._watch.live.adopt(_tensors(node), "state")
+                if "state" in self._places:
+                    written = [*filter(self._places["state"].holds, _tensors(node))]
+                    self._places["state"].written += bytes_held(written)
+            elif is_held(node):
+                self._watch.live.adopt(_flats_here(node), "params")
+                for flats in (node.flats(), node.published()) if "params" in self._places else ():
+                    places, layout = self._engine.options.places.params, node.sharding.layout
+                    written = stored_flats(places, flats, layout, trained=True)
+                    self._places["params"].written += bytes_held(written)
         self._watch.enter(BETWEEN)
-        return found, after
-
-    def apply(
-        self,
-        transform: Transform,
-        grads: ShardedTree,
-        state: Any,
-        params: ShardedTree,
-        **how: Any,
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        self._watch.enter("optimizer")
-        new, after = super().apply(transform, grads, state, params, **how)
-        self._adopt_params(new)
-        self._adopt_state(after)
-        self._watch.enter(BETWEEN)
-        return new, after
-
-    def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
-        self._watch.enter("publish")
-        new = super().apply_updates(params, updates)
-        self._adopt_params(new)
-        self._watch.enter(BETWEEN)
-        return new
-
-    def _adopt_params(self, params: ShardedTree) -> None:
-        """Note params that were made, or written over."""
-        self._watch.live.adopt(flats_here(params), "params")
-        if "params" in self._places:
-            places, layout = self.options.places.params, params.sharding.layout
-            for flats in (params.flats(), params.published()):
-                written = stored_flats(places, flats, layout, trained=True)
-                self._places["params"].written += bytes_held(written)
-
-    def _adopt_state(self, state: ShardedOptState) -> None:
-        """Note an optimizer's state that was made, or written over."""
-        self._watch.live.adopt(_tensors(state), "state")
-        if "state" in self._places:
-            written = filter(self._places["state"].holds, _tensors(state))
-            self._places["state"].written += bytes_held(written)
+        return made
 
 
-def held_and_others(value: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors of a program's value: those of trees in the form of params, and all others."""
-    held: list[Tensor] = []
-    others: list[Tensor] = []
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
-        if is_held(node):
-            held += flats_here(node)
-        else:
-            others += _tensors(node)
-    return held, others
-
-
-def held_trees(value: Any) -> list[ShardedTree]:
-    """The trees of a value in the form of params."""
-    return [*filter(is_held, optree.tree_leaves(value, is_leaf=is_on_engine))]
-
-
-def flats_here(params: ShardedTree) -> list[Tensor]:
+def _flats_here(params: ShardedTree) -> list[Tensor]:
     """The flats of a tree that is held as params are, and the published ones beside them."""
     return [*params.flats(), *(flat for flat in params.published() if flat is not None)]
 

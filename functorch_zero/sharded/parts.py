@@ -243,33 +243,24 @@ class ReductionParts:
 
     def _check_init(self, bucket: Bucket, kept: Kept) -> None:
         """Raise unless a reduction's first tensors have its names, and shapes that fit them."""
-        name, keeps = type(self._reduction).__name__, self._reduction.keeps
-        rank = self._axes.world.rank
-        if not isinstance(kept, Mapping) or kept.keys() != keeps.keys():
+        # By how a flat is carried; one that is the same everywhere has any shape
+        shapes = {"sum": (bucket.numel,), "pieces": (bucket.piece,), "same": None}
+        keeps = self._reduction.keeps
+        expected = {name: shapes[carried] for name, carried in keeps.items()}
+        got: Any = type(kept).__name__
+        if isinstance(kept, Mapping):
+            got = {n: None if keeps.get(n) == "same" else (*x.shape,) for n, x in kept.items()}
+        if got != expected:
             raise StructureError(
                 explain(
-                    f"{name}.init must make the tensors that `keeps` names",
+                    f"{type(self._reduction).__name__}.init must make the tensors that `keeps` "
+                    "names, of these shapes (None: any)",
                     path=bucket.name,
-                    expected=sorted(keeps),
-                    got=sorted(kept) if isinstance(kept, Mapping) else type(kept).__name__,
-                    rank=rank,
+                    expected=expected,
+                    got=got,
+                    rank=self._axes.world.rank,
                 )
             )
-        # Of the kept flat, by how it is carried
-        shapes = {"sum": (bucket.numel,), "pieces": (bucket.piece,)}
-        for key, carried in keeps.items():
-            expected = shapes.get(carried)
-            # A tensor that is the same everywhere has any shape
-            if expected is not None and kept[key].shape != expected:
-                raise StructureError(
-                    explain(
-                        f"{name}.init: {key!r} is carried as {carried!r} and has another shape",
-                        path=bucket.name,
-                        expected=expected,
-                        got=tuple(kept[key].shape),
-                        rank=rank,
-                    )
-                )
 
     def _keys(self, carried: Carried, b: int) -> list[str]:
         """The keys of a bucket's leaves."""
