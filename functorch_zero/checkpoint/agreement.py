@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import DonatedError, GroupError, MismatchError, StructureError
 from ..groups import check_same_call, labelled, rejoin
+from ..groups.checks import by_rank
 from ..groups.protocol import Group
 from .errors import CheckpointError, CorruptError
 
@@ -71,12 +72,14 @@ def together(
         group.fail(error)
         raise  # the others raise `PeerError` where they wait
     reports = [json.loads(data) for data in told]
-    failed = {rank: report for rank, report in enumerate(reports) if "error" in report}
+    failed = [report for report in reports if "error" in report]
     if failed:
         # The lowest failing rank decides the kind, so that all ranks raise the same one
-        first = next(iter(failed.values()))
-        kind = KINDS.get(first["error"], CheckpointError)
-        raise kind(f"could not {what}: {_by_rank(failed, group.size)}") from failure
+        kind = KINDS.get(failed[0]["error"], CheckpointError)
+        # Alone: no need to say which rank
+        alone = group.size == 1
+        texts = failed[0]["text"] if alone else by_rank(r.get("text", "") for r in reports)
+        raise kind(f"could not {what}: {texts}") from failure
     return Together(own, [report["ok"] for report in reports])
 
 
@@ -85,17 +88,3 @@ def _words(error: Exception) -> str:
     if type(error).__name__ in KINDS:
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
-    """`rank 1: text`, with ranks of the same text together."""
-    ranks: dict[str, list[int]] = {}
-    for rank, report in failed.items():
-        ranks.setdefault(report["text"], []).append(rank)
-    if size == 1:  # alone: no need to say which rank
-        return next(iter(ranks))
-    stories = []
-    for text, numbers in ranks.items():
-        plural = "s" if len(numbers) > 1 else ""
-        stories.append(f"rank{plural} {', '.join(map(str, numbers))}: {text}")
-    return "; ".join(stories)

@@ -6,7 +6,7 @@ and the others hear of it as of any other failure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -86,6 +86,14 @@ def ranks_text(ranks: Collection[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     numbers = ", ".join(map(str, sorted(ranks)))
     return f"{noun} {numbers}"
+
+
+def by_rank(texts: Iterable[str]) -> str:
+    """A text of each rank, in rank order: 'rank 0: text; ranks 1, 2: other text'."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{ranks_text(same)}: {text}" for text, same in ranks.items() if text)
 
 
 def fold(parts: Sequence[Tensor], op: str) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from ..errors import GroupError
+from .checks import by_rank
 from .forwarding import era_of
 from .labels import labelled
 from .protocol import Group
@@ -31,10 +32,9 @@ def check_same_call(group: Group, call: Callable[[], str]) -> None:
     _COMPARED[group] = era
     if len(set(calls)) == 1:
         return
-    by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
     error = GroupError(
-        f"after a failure the ranks came back to different calls: {by_rank}. Remedy: make the same "
-        "call on all ranks, with the states of one step; or load the last checkpoint"
+        f"after a failure the ranks came back to different calls: {by_rank(calls)}. Remedy: make "
+        "the same call on all ranks, with the states of one step; or load the last checkpoint"
     )
     group.fail(error)
     raise error

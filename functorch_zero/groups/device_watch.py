@@ -166,8 +166,15 @@ def _stop_all() -> None:
         watch.join(max(give_up - time.monotonic(), 0.0))
 
 
-class LettingGo:
-    """The end of a group's device side, in a thread; see Note [letting go].
+def let_go(
+    groups: list[dist.ProcessGroup],
+    earlier: torch.Event | None,
+    key: str,
+    ranks: tuple[int, int],
+    seconds: float,
+    store: Store,
+) -> None:
+    """End a group's device side; see Note [letting go].
 
     Args:
         groups: the last references to the torch groups, which are aborted.
@@ -177,40 +184,17 @@ class LettingGo:
         seconds: to wait for this device, and then for the other ranks.
         store: torch's.
     """
-
-    def __init__(
-        self,
-        groups: Sequence[dist.ProcessGroup],
-        earlier: torch.Event | None,
-        key: str,
-        ranks: tuple[int, int],
-        seconds: float,
-        store: Store,
-    ) -> None:
-        self._groups, self._earlier, self._store = list(groups), earlier, store
-        self._key, self._ranks, self._seconds = key, ranks, seconds
-        run = on_this_device(self._run)
-        self._thread = threading.Thread(target=run, name="let go of device", daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is done within that time."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        if self._earlier is not None and not is_reached(self._earlier, self._seconds):
-            torch_distributed.publish_failure(
-                self._store,
-                spoilt_key(self._key),
-                f"the device of rank {self._ranks[0]} could not finish the call before the one "
-                "that failed, whose results are lost",
-            )
-        # The store may have died with its host
-        with suppress(StoreError):
-            key = f"{self._key}/finished"
-            torch_distributed.roll_call(self._store, key, self._ranks, self._seconds)
-        torch_distributed.abort(self._groups)
+    if earlier is not None and not is_reached(earlier, seconds):
+        torch_distributed.publish_failure(
+            store,
+            spoilt_key(key),
+            f"the device of rank {ranks[0]} could not finish the call before the one that failed, "
+            "whose results are lost",
+        )
+    # The store may have died with its host
+    with suppress(StoreError):
+        torch_distributed.roll_call(store, f"{key}/finished", ranks, seconds)
+    torch_distributed.abort(groups)
 
 
 class DeviceSide:
@@ -221,7 +205,7 @@ class DeviceSide:
         self._device: torch.device | None = None  # of the last collective
         self._earlier: torch.Event | None = None  # behind the calls before the present one
         self._watch: DeviceWatch | None = None  # while connected
-        self._letting_go: LettingGo | None = None  # after this rank has left
+        self._letting_go: threading.Thread | None = None  # after this rank has left
 
     @property
     def is_watched(self) -> bool:
@@ -255,22 +239,26 @@ class DeviceSide:
         store: Store,
         limit: float | None,
     ) -> None:
-        """Stop the thread, and let `LettingGo` end the groups. `limit`: the group's, in seconds;
-        None: nobody comes back."""
+        """Stop the thread, and let another one end the groups by `let_go`. `limit`: the group's, in
+        seconds; None: nobody comes back."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
         if groups:
             seconds = _SECONDS_IN_VAIN if limit is None else min(_SECONDS_TO_FINISH, limit)
-            self._letting_go = LettingGo(groups, self._earlier, key, ranks, seconds, store)
+            arguments = (list(groups), self._earlier, key, ranks, seconds, store)
+            run = on_this_device(lambda: let_go(*arguments))
+            self._letting_go = threading.Thread(target=run, name="let go of device", daemon=True)
+            self._letting_go.start()
             self._earlier = None
 
     def becomes_idle(self) -> bool:
         """After `let_go`: whether the device has nothing of the group left to do, in the end."""
         if self._letting_go is None:
             return True
-        let_go, mark = self._letting_go.wait(3 * _SECONDS_TO_FINISH), self.mark()
-        return let_go and (mark is None or is_reached(mark, _SECONDS_TO_FINISH))
+        self._letting_go.join(3 * _SECONDS_TO_FINISH)
+        has_ended, mark = not self._letting_go.is_alive(), self.mark()
+        return has_ended and (mark is None or is_reached(mark, _SECONDS_TO_FINISH))
 
 
 def alarm_key(key: str) -> str:

@@ -11,7 +11,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,10 @@ from ..version import __version__
 from .launch import launch
 from .process import ProcessGroup
 from .protocol import Group
+from .rendezvous import trouble_of_gloo
+from .threads import run_ranks
+
+Results = dict[str, list[Any]]  # of collectives on one rank, by name
 
 _SECONDS = 120.0  # for all ranks to start, to talk and to end
 _SHARED_MEMORY = "/dev/shm"
@@ -143,24 +147,14 @@ def interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     found = f"{', '.join(names)}; GLOO_SOCKET_IFNAME {chosen or 'not set'}"
-    unknown = {*(chosen or "").split(",")} - {*names, ""}
-    if unknown:
+    trouble = trouble_of_gloo()
+    if trouble.everywhere:
         remedy = f"GLOO_SOCKET_IFNAME={names[-1]}, or another of these"
         return Finding("interfaces", "error", found, remedy)
-    if chosen:
-        return Finding("interfaces", "ok", found)
-    host = socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(host, None)[0][4][0])
-    except OSError as error:
-        found += f"; the machine's name, {host}, has no address ({error})"
-        remedy = "GLOO_SOCKET_IFNAME, the interface that other machines reach this one by"
-        return Finding("interfaces", "warning", found, remedy)
-    found += f"; {host} is {address}"
-    if address.startswith("127.") or address == "::1":
-        # Ranks of this machine meet at it; other machines' ranks would look on their own
+    if trouble.why and not chosen:
+        # Ranks of this machine meet there; other machines' ranks would look on their own
         remedy = "for ranks on several machines: GLOO_SOCKET_IFNAME, the interface between them"
-        return Finding("interfaces", "warning", found, remedy)
+        return Finding("interfaces", "warning", f"{found}; {trouble.why}", remedy)
     return Finding("interfaces", "ok", found)
 
 
@@ -178,7 +172,7 @@ def shared_memory() -> Finding:
 
 
 def collectives(ranks: int) -> list[Finding]:
-    """Start the ranks, and try each collective on them."""
+    """Start the ranks, and try each collective on them; ranks that are threads know the results."""
     kind = "cuda" if ranks <= torch.cuda.device_count() else "cpu"
     name = f"collectives of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}"
     began = time.monotonic()
@@ -187,8 +181,10 @@ def collectives(ranks: int) -> list[Finding]:
     except Exception as error:  # whatever stands between ranks
         remedy = "the findings above; docs: Reliability, for what the error says"
         return [Finding(name, "error", f"{type(error).__name__}: {error}", remedy)]
-    wrong = sorted({call for failed, _, _ in by_rank for call in failed})
     took = f"{time.monotonic() - began:.1f} s with the start of the processes"
+    right = run_ranks(results, ranks)
+    tried = ", ".join(right[0])
+    wrong = wrong_collectives([found for found, _, _ in by_rank], right)
     if wrong:
         found = f"wrong results of {', '.join(wrong)}"
         return [Finding(name, "error", found, "another release of torch, or of the driver")]
@@ -198,83 +194,46 @@ def collectives(ranks: int) -> list[Finding]:
     if limit < opened + _SPARE_FILES:
         remedy = f"ulimit -n {1 << (opened + _SPARE_FILES).bit_length()}"
         files = Finding("open files", "error" if limit <= opened else "warning", found, remedy)
-    return [Finding(name, "ok", f"{', '.join(CALLS)}; {took}"), files]
+    return [Finding(name, "ok", f"{tried}; {took}"), files]
 
 
-def on_rank(kind: str) -> tuple[list[str], int, int]:
-    """The collectives whose results are wrong here, the files that are open, and how many may
-    be."""
+def wrong_collectives(by_rank: Sequence[Results], right: Sequence[Results]) -> list[str]:
+    """The collectives that have other results than they must have on some rank."""
+    pairs = list(zip(by_rank, right, strict=True))
+    return [name for name in right[0] if any(ours[name] != its[name] for ours, its in pairs)]
+
+
+def on_rank(kind: str) -> tuple[Results, int, int]:
+    """The collectives' results here, the files that are open, and how many may be."""
     import resource  # of Unix
 
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     group = ProcessGroup(timeout=30.0)
     try:
-        wrong = wrong_collectives(group, device)
-        return (
-            wrong,
-            len(os.listdir("/proc/self/fd")),
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        )
+        found = results(group, device)
+        num_open = len(os.listdir("/proc/self/fd"))
+        return found, num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         group.close()
 
 
-def wrong_collectives(group: Group, device: torch.device | None) -> list[str]:
-    """Try each collective, in the same order on all ranks."""
-    return [name for name, is_right in CALLS.items() if not is_right(group, device)]
-
-
-def _numbers(count: int, device: Any, start: int = 0) -> torch.Tensor:
-    return torch.arange(start, start + count, dtype=torch.float32, device=device or "cpu")
-
-
-def _all_gather(group: Group, device: Any) -> bool:
-    out = _numbers(2 * group.size, device)
-    whole = out.clone()
-    out.zero_()
-    group.all_gather(out, whole[2 * group.rank :][:2].clone()).wait()
-    return torch.equal(out, whole)
-
-
-def _reduce_scatter(group: Group, device: Any) -> bool:
-    whole, out = _numbers(2 * group.size, device), _numbers(2, device)
-    expected = whole[2 * group.rank :][:2] * group.size
-    group.reduce_scatter(out, whole.clone()).wait()
-    return torch.equal(out, expected)
-
-
-def _all_reduce(group: Group, device: Any) -> bool:
-    total, most = _numbers(3, device, group.rank), _numbers(3, device, group.rank)
+def results(group: Group, device: torch.device | None = None) -> Results:
+    """Of each collective, of numbers that differ by rank. All ranks call this."""
+    own = torch.arange(2.0 * group.size, device=device or "cpu") + 100 * group.rank
+    gathered, part, traded = (own.new_zeros(n) for n in (group.size * len(own), 2, len(own)))
+    total, most, sent = (own.clone() for _ in range(3))
+    runs = [2] * group.size
+    group.all_gather(gathered, own).wait()
+    group.reduce_scatter(part, own.clone()).wait()
     group.all_reduce(total, "sum").wait()
     group.all_reduce(most, "max").wait()
-    ranks = sum(range(group.size))
-    expected = _numbers(3, device) * group.size + ranks
-    return torch.equal(total, expected) and torch.equal(most, _numbers(3, device, group.size - 1))
-
-
-def _all_to_all(group: Group, device: Any) -> bool:
-    sizes = [1] * group.size
-    out = _numbers(group.size, device)
-    group.all_to_all(out, sizes, _numbers(group.size, device, 10 * group.rank), sizes).wait()
-    return torch.equal(out, _numbers(group.size, device) * 10 + group.rank)
-
-
-def _broadcast(group: Group, device: Any) -> bool:
-    tensor = _numbers(3, device, group.rank)
-    group.broadcast(tensor, group.size - 1).wait()
-    return torch.equal(tensor, _numbers(3, device, group.size - 1))
-
-
-def _exchange(group: Group, device: Any) -> bool:
-    words = [b"x" * (rank + 1) for rank in range(group.size)]
-    return group.exchange(words[group.rank]) == words
-
-
-CALLS: dict[str, Callable[[Group, Any], bool]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "exchange": _exchange,
-}
+    group.all_to_all(traded, runs, own, runs).wait()
+    group.broadcast(sent, group.size - 1).wait()
+    return {
+        "all_gather": gathered.tolist(),
+        "reduce_scatter": part.tolist(),
+        "all_reduce": [*total.tolist(), *most.tolist()],
+        "all_to_all": traded.tolist(),
+        "broadcast": sent.tolist(),
+        "exchange": group.exchange(b"x" * (group.rank + 1)),
+    }

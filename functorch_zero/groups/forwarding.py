@@ -29,16 +29,6 @@ class Forwarding:
         """The number of ranks."""
         return self.inner.size
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Its ranks, numbered among all."""
-        return ranks_of(self.inner)
-
-    @property
-    def ring(self) -> Ring:
-        """The last collectives of this rank, in this group and others."""
-        return ring_of(self.inner)
-
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         return self._start("all_gather", out, piece)
 
@@ -75,89 +65,62 @@ class Forwarding:
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)
 
-    @property
-    def era(self) -> int:
-        """How often all ranks have come back after a failure."""
-        return era_of(self.inner)
 
-    def rejoin(self) -> None:
-        """After a failure that all ranks have caught: as the inner group does, if it can."""
-        rejoin(self.inner)
-
-    def sibling(self) -> Group | None:
-        """Another group of the same ranks, for another thread: as the inner group makes it, if it
-        can."""
-        return sibling(self.inner)
-
-    def reduce_apart(self) -> None:
-        """Let reduce-scatters run beside other collectives: as the inner group does, if it can."""
-        reduce_apart(self.inner)
-
-    def settle(self) -> None:
-        """Wait for the results of all collectives so far: as the inner group does, if it can."""
-        settle(self.inner)
-
-    @property
-    def all_say(self) -> AllSay | None:
-        """The inner group's own, if it has one."""
-        return all_say(self.inner)
+def _ability(group: Group, name: str, without: Any) -> Any:
+    """The attribute of this name of a group, or of the one that it is around; else `without`."""
+    # Not in the protocol: single ranks and users' own groups need none of them
+    while not hasattr(group, name) and isinstance(group, Forwarding):
+        group = group.inner
+    return getattr(group, name, without)
 
 
 def rejoin(group: Group) -> None:
     """Make a group that has failed usable again, where its kind can be; every rank calls this."""
-    # Not in the protocol: single ranks and users' own groups need no such method
-    own = getattr(group, "rejoin", None)
-    if own is not None:
-        own()
+    _ability(group, "rejoin", lambda: None)()
 
 
 def era_of(group: Group) -> int:
     """How often all ranks of a group have come back after a failure; the same on each of them."""
-    own: int = getattr(group, "era", 0)  # single ranks and users' own groups don't come back
-    return own
+    era: int = _ability(group, "era", 0)
+    return era
 
 
 def sibling(group: Group) -> Group | None:
     """Another group of the same ranks that another thread may use at the same time; None where
     there is none."""
     # A group without one is used by one thread at a time
-    own = getattr(group, "sibling", None)
-    made: Group | None = None if own is None else own()
+    made: Group | None = _ability(group, "sibling", lambda: None)()
     return made
 
 
 def reduce_apart(group: Group) -> None:
     """Let a group's reduce-scatters run beside its other collectives, where its kind can; every
     rank calls this."""
-    own = getattr(group, "reduce_apart", None)
-    if own is not None:
-        own()
+    _ability(group, "reduce_apart", lambda: None)()
 
 
 def settle(group: Group) -> None:
     """Return when the results of a group's collectives so far are right on this rank, or raise;
     every rank calls this. It does nothing where `wait` has raised already."""
     # Single ranks, threads and users' own groups have no device that is behind its host
-    own = getattr(group, "settle", None)
-    if own is not None:
-        own()
+    _ability(group, "settle", lambda: None)()
 
 
 def all_say(group: Group) -> AllSay | None:
     """The group's `all_say(words, seconds)`: whether all ranks say the same words within that time.
     It is no collective: other ranks may be in one. None where the group can't ask."""
-    own: AllSay | None = getattr(group, "all_say", None)
+    own: AllSay | None = _ability(group, "all_say", None)
     return own
 
 
 def ranks_of(group: Group) -> Sequence[int]:
     """A group's ranks, numbered among all ranks if the group knows that."""
-    own: Sequence[int] | None = getattr(group, "ranks", None)
-    return range(group.size) if own is None else own
+    ranks: Sequence[int] = _ability(group, "ranks", range(group.size))
+    return ranks
 
 
 def ring_of(group: Group) -> Ring:
     """The ring of a group's rank: its own where ranks are threads, else the process's."""
     # A process has one ring for all its groups, so that their collectives stay in one order
-    own: Ring = getattr(group, "ring", RING_OF_PROCESS)
-    return own
+    ring: Ring = _ability(group, "ring", RING_OF_PROCESS)
+    return ring

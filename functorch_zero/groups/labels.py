@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import GroupError, LostPeerError, PeerError
-from .checks import ranks_text
+from .checks import by_rank
 from .forwarding import AllSay, Forwarding, ranks_of, ring_of
 from .last_collectives import Entry
 from .protocol import Group, Work
@@ -103,19 +103,11 @@ class CheckedGroup(LabelledGroup):
         # All raise or none does: every rank has the same list
         if len(set(calls)) > 1:
             raise GroupError(
-                f"the ranks called different collectives: {_callers_text(calls)}. Remedy: make "
+                f"the ranks called different collectives: {by_rank(calls)}. Remedy: make "
                 "every rank's loss use the same units in the same order, and its loop make the "
                 "same calls"
             )
         return super()._forward(kind, *arguments)
-
-
-def _callers_text(calls: Sequence[str]) -> str:
-    """Each rank's call -> "rank 0: CALL; ranks 1, 2: OTHER CALL"."""
-    callers: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        callers.setdefault(call, []).append(rank)
-    return "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in callers.items())
 
 
 def labelled(group: Group, label: str) -> Group:

@@ -320,7 +320,9 @@ def _store_served(listener: socket.socket) -> Iterator[None]:
         del store
 
 
-def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
+def _watch(
+    members: list[_Member], timeout: float | None, after_failure: float = _SECONDS_AFTER_FAILURE
+) -> list[_Report]:
     """Wait for all ranks, but after a failure for a while only; return reports as they arrived."""
     reports: list[_Report] = []
     failed = False
@@ -336,7 +338,7 @@ def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
         # The first failure: the rest get seconds to report, as one of them may be its cause
         if not failed and any(report.error for report in new):
             failed = True
-            give_up = time.monotonic() + _SECONDS_AFTER_FAILURE
+            give_up = min(give_up, time.monotonic() + after_failure)
     if running and not failed:  # the time was over before anyone failed
         names = ranks_text([member.rank for member in running])
         raise TimeoutError(
@@ -346,19 +348,12 @@ def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
 
 
 def _interrupt(members: list[_Member]) -> None:
-    """Interrupt all ranks, and wait a while for them to end. Their reports are not asked for."""
+    """Interrupt all ranks, and wait a while for them to end. Nobody asks what they report."""
     for member in members:
         if member.process.is_alive():
             os.kill(member.process.pid, signal.SIGINT)
-    give_up = time.monotonic() + _SECONDS_AFTER_INTERRUPT
-    running = {member.pipe for member in members}
-    while running and (seconds := give_up - time.monotonic()) > 0:
-        for pipe in wait(running, seconds):
-            assert isinstance(pipe, Connection)
-            with contextlib.suppress(EOFError, OSError):
-                pipe.recv_bytes()  # a rank waits until its report is read
-            running.remove(pipe)
-    if not running:
+    with contextlib.suppress(TimeoutError):
+        _watch(members, _SECONDS_AFTER_INTERRUPT, after_failure=_SECONDS_AFTER_INTERRUPT)
         _let_exit(members)
 
 

@@ -191,7 +191,7 @@ class _Meeting:
         are several hosts."""
         if sys.platform != "linux":
             return
-        way, trouble = way_to(self._task.host), _trouble_of_gloo()
+        way, trouble = way_to(self._task.host), trouble_of_gloo()
         if trouble.everywhere or (way is not None and not way.is_here):
             self._store.set(self._apart, "")
         if trouble.why:
@@ -242,24 +242,24 @@ class _Meeting:
                 self._store.wait([self._all_heard], timedelta(seconds=_SECONDS_TO_HEAR))
 
 
-class _Trouble(NamedTuple):
+class Trouble(NamedTuple):
     """Why gloo's ranks on this host can't be reached from others, if so."""
 
     why: str = ""
     everywhere: bool = False  # nor from this host
 
 
-def _trouble_of_gloo() -> _Trouble:
+def trouble_of_gloo() -> Trouble:
     """Where gloo will listen: at the interface that it is told, or an address of the host's name,
     or loopback."""
     told = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if told:
         there = [name for _, name in socket.if_nameindex()]
         if not set(told.split(",")) <= set(there):
-            return _Trouble(f"GLOO_SOCKET_IFNAME={told}, and its interfaces are {there}", True)
-        return _Trouble(f"GLOO_SOCKET_IFNAME={told}") if "lo" in told.split(",") else _Trouble()
+            return Trouble(f"GLOO_SOCKET_IFNAME={told}, and its interfaces are {there}", True)
+        return Trouble(f"GLOO_SOCKET_IFNAME={told}") if "lo" in told.split(",") else Trouble()
     host = socket.gethostname()
     address = address_of(host)
     if address is not None and not is_loopback(address):
-        return _Trouble()
-    return _Trouble(f"the host's name resolves to {address or 'nothing'}")
+        return Trouble()
+    return Trouble(f"the host's name resolves to {address or 'nothing'}")

@@ -17,9 +17,15 @@ from functorch_zero.groups.doctor import Finding
 from tests.tiers import THOROUGH
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_every_collective_of_right_ranks_is_right(ranks: int) -> None:
-    assert run_ranks(lambda group: doctor.wrong_collectives(group, None), ranks) == [[]] * ranks
+def test_the_results_of_collectives() -> None:
+    assert run_ranks(doctor.results, 2)[0] == {
+        "all_gather": [0, 1, 2, 3, 100, 101, 102, 103],
+        "reduce_scatter": [100, 102],
+        "all_reduce": [100, 102, 104, 106, 100, 101, 102, 103],
+        "all_to_all": [0, 1, 100, 101],
+        "broadcast": [100, 101, 102, 103],
+        "exchange": [b"x", b"xx"],
+    }
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
@@ -28,8 +34,10 @@ def test_a_collective_that_does_nothing_is_named(
 ) -> None:
     from functorch_zero.groups import Done, ThreadGroup
 
+    right = run_ranks(doctor.results, 2)
+    assert doctor.wrong_collectives(right, right) == []
     monkeypatch.setattr(ThreadGroup, name, lambda self, *args: Done())
-    assert run_ranks(lambda group: doctor.wrong_collectives(group, None), 2) == [[name]] * 2
+    assert doctor.wrong_collectives(run_ranks(doctor.results, 2), right) == [name]
 
 
 def fails() -> Callable[..., Any]:
@@ -37,6 +45,12 @@ def fails() -> Callable[..., Any]:
         raise OSError("no such file")
 
     return call
+
+
+def found(num_open: int, **wrong: Any) -> list[tuple[dict[str, Any], int, int]]:
+    """Of two ranks with a limit of 99 files."""
+    right = run_ranks(doctor.results, 2)
+    return [(right[0], num_open, 99), (right[1] | wrong, num_open, 99)]
 
 
 @pytest.mark.parametrize(
@@ -49,13 +63,14 @@ def fails() -> Callable[..., Any]:
          lambda: doctor.devices(2), "warning", "for 2 ranks"),
         ([(shutil, "disk_usage", fails())], doctor.shared_memory, "warning", "no such file"),
         ([(doctor, "_LEAST_SHARED", 1 << 60)], doctor.shared_memory, "warning", "MiB free"),
-        ([(doctor.socket, "getaddrinfo", fails())], doctor.interfaces, "warning", "no address"),
+        ([(doctor.socket, "gethostname", lambda: "no-host.invalid")], doctor.interfaces,
+         "warning", "resolves to nothing"),
         ([(doctor.platform, "system", lambda: "Other")], doctor.versions, "warning", "torch"),
         ([(doctor, "launch", fails())], lambda: doctor.collectives(2)[0], "error", "no such file"),
-        ([(doctor, "launch", lambda *a, **k: [(["broadcast"], 9, 99), ([], 9, 99)])],
+        ([(doctor, "launch", lambda *a, **k: found(broadcast=[0.0], num_open=9))],
          lambda: doctor.collectives(2)[0], "error", "wrong results of broadcast"),
-        ([(doctor, "launch", lambda *a, **k: [([], 90, 99)])],
-         lambda: doctor.collectives(1)[1], "warning", "the limit is 99"),
+        ([(doctor, "launch", lambda *a, **k: found(num_open=90))],
+         lambda: doctor.collectives(2)[1], "warning", "the limit is 99"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_told_with_a_remedy(
