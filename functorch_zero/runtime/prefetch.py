@@ -96,7 +96,7 @@ class PrefetchOrder:
         """A pass has gathered these units, in this order, and compared these uses. None: it had
         nothing to compare."""
         if self._era != era_of(self._group):
-            self.forget()
+            self._uses, self._untrusted, self._era = {}, 0, era_of(self._group)
         self._units = tuple(units)  # a copy: the pass goes on appending to its list
         if uses is not None:
             self._uses[uses.of_units] = uses.words
@@ -139,25 +139,6 @@ class PrefetchOrder:
             said.check_end()
             self._before.record((), said)
 
-    def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
-        """The order, for a pass that begins, over units with these flats by name, and that has
-        `distance` units on their way."""
-        return Following(self.units, distance, flats)
-
-    @contextmanager
-    def forgotten_on_failure(self) -> Iterator[None]:
-        """Forget the order when the code inside fails."""
-        try:
-            yield
-        except BaseException:
-            self.forget()  # an interrupt, too, may come between two gathers
-            raise
-
-    def forget(self) -> None:
-        """Let the next pass begin without an order."""
-        self._units, self._uses, self._untrusted, self._before = (), {}, 0, None
-        self._era = era_of(self._group)
-
 
 class PrefetchOrders:
     """The orders of several passes, by key, which are forgotten together."""
@@ -182,8 +163,7 @@ class PrefetchOrders:
         try:
             yield
         except BaseException:
-            for order in self._by_key.values():
-                order.forget()
+            self._by_key.clear()  # an interrupt, too, may come between two gathers
             raise
 
 

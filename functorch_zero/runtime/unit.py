@@ -91,7 +91,7 @@ from .exchange import (
     region_of,
     transformed,
 )
-from .prefetch import Overlap, PrefetchOrder
+from .prefetch import Following, Overlap, PrefetchOrder
 from .reduce import GradientReduction
 from .same_uses import SameUses
 from .saved_there import PlacedTensor, SavedThere
@@ -110,13 +110,6 @@ class Scale(Protocol):
         """The scaled flat (numel,) of a bucket's gradients; one that is not this pass's own is
         only read."""
         ...
-
-
-class Unscaled:
-    """The scale of a pass whose loss has not returned: no seed and no factor are known yet."""
-
-    def __call__(self, flat: Tensor, *, is_own: bool) -> Tensor:
-        return flat
 
 
 class UnitInPass:
@@ -178,29 +171,35 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # (pack, unpack
 
 
 class SavedByOthers(NamedTuple):
-    """Any other tensor, as hooks around the unit have packed it."""
+    """What hooks around the unit have packed: of any other tensor, or of a leaf to be compared."""
 
     packed: Any
+    leaf: SavedLeaf | None
 
 
-class ComparedLeaf(NamedTuple):
-    """A place in a gathered flat, and what hooks around the unit have packed of it, too."""
-
-    place: SavedLeaf
-    packed: Any
+Saved = SavedLeaf | PlacedTensor | SavedTensor | SavedByOthers
 
 
 class PassHooks:
-    """The pass's own hooks on saved tensors: those in gathered flats are remembered by the pass,
-    and others lie in a place, where there is one."""
+    """The pass's hooks on saved tensors: those in gathered flats are remembered by the pass. Others
+    lie in a place, where there is one.
 
-    def __init__(self, around: Pass, place: Place | None):
-        self.around, self.place = around, place
+    A user's hooks may be around the unit, torch's `save_on_cpu` say, and are given the others then.
+    An unsharded step gives them its leaves, too. So they must bring back what they are given: seen
+    at the leaves of the first use in a pass that is looked at.
+    """
 
-    def remember(self, tensor: Tensor) -> SavedLeaf | PlacedTensor | SavedTensor:
+    def __init__(self, around: Pass, place: Place | None, theirs: Hooks | None):
+        self.around, self.place, self.theirs = around, place, theirs
+
+    def remember(self, tensor: Tensor) -> Saved:
         """Autograd saves a tensor for backward."""
-        in_flat = self.around.place_of(tensor)
-        return in_flat or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
+        leaf = self.around.place_of(tensor)
+        if self.theirs is None:
+            return leaf or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
+        if leaf is None or self.around.compares(leaf.use):
+            return SavedByOthers(self.theirs[0](tensor), leaf)
+        return leaf
 
     def _placed(self, tensor: Tensor) -> PlacedTensor | None:
         """The tensor in its place; None: it stays in memory."""
@@ -209,46 +208,23 @@ class PassHooks:
             return None
         return None if place.holds(tensor) else around.saved_there.leave(place, tensor)
 
-    def recall(self, saved: SavedLeaf | PlacedTensor | SavedTensor) -> Tensor:
+    def recall(self, saved: Saved) -> Tensor:
         """Autograd asks for a tensor that it has saved."""
         if isinstance(saved, PlacedTensor):
             return self.around.saved_there.recall(saved)
         if isinstance(saved, SavedLeaf):
             return self.around.on_first_use(saved.use, saved)
-        if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
-            raise _changed(saved.tensor, saved.version)
-        return saved.tensor
-
-
-class ComposedHooks:
-    """The pass's hooks on saved tensors where a user's are around the unit, torch's `save_on_cpu`
-    say: tensors in gathered flats are remembered by the pass, and all others given to the user's.
-
-    An unsharded step gives the user's hooks its leaves, too. So they must bring back what they are
-    given: seen at the leaves of the first use in a pass that is looked at.
-    """
-
-    def __init__(self, around: Pass, theirs: Hooks):
-        self.around, self.theirs = around, theirs
-
-    def remember(self, tensor: Tensor) -> ComparedLeaf | SavedLeaf | SavedByOthers:
-        """Autograd saves a tensor for backward."""
-        pack, _ = self.theirs
-        place = self.around.place_of(tensor)
-        if place is None:
-            return SavedByOthers(pack(tensor))
-        return ComparedLeaf(place, pack(tensor)) if self.around.compares(place.use) else place
-
-    def recall(self, saved: ComparedLeaf | SavedLeaf | SavedByOthers) -> Tensor:
-        """Autograd asks for a tensor that it has saved."""
-        _, unpack = self.theirs
-        if isinstance(saved, SavedByOthers):
-            return unpack(saved.packed)
-        if isinstance(saved, SavedLeaf):
-            return self.around.on_first_use(saved.use, saved)
-        leaf, again = self.around.on_first_use(saved.place.use, saved.place), unpack(saved.packed)
+        if isinstance(saved, SavedTensor):
+            if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
+                raise _changed(saved.tensor, saved.version)
+            return saved.tensor
+        assert self.theirs is not None
+        again = self.theirs[1](saved.packed)
+        if saved.leaf is None:
+            return again
+        leaf = self.around.on_first_use(saved.leaf.use, saved.leaf)
         if not _are_same(leaf, again):
-            raise _changed_by_hooks(self.around.name_of(saved.place.use), self.theirs)
+            raise _changed_by_hooks(self.around.name_of(saved.leaf.use), self.theirs)
         return leaf
 
 
@@ -295,11 +271,7 @@ class UnitEntrance:
     def _use(self) -> Sequence[Tensor]:
         """The whole leaves, of the use that goes on or of a new one."""
         unit, around = self.unit, self.around
-        if around.stream is not None:
-            around.check_stream(unit)
-        # Its flats hold other values by now, and other ranks no longer gather with this one
-        if around.over:
-            raise _outlived(unit.name)
+        around.check_use(unit)
         # It runs again for backward: whole leaves of a later use are gone on ranks that came by it
         around.pass_by_newer()
         # Without an anchor no gradients are wanted; without grad mode none can flow
@@ -340,10 +312,7 @@ class TableEntrance:
     def find(self, ids: Tensor, padding: int | None) -> Found:
         around, unit, flats = self.around, self.unit, self.unit.flats
         assert isinstance(flats, TableFlats)
-        if around.stream is not None:
-            around.check_stream(unit)
-        if around.over:
-            raise _outlived(unit.name)
+        around.check_use(unit)
         asked, places = flats.ask(ids)
         tracked = around.anchor is not None and torch.is_grad_enabled()
         if tracked and unit.content.trained:
@@ -413,7 +382,7 @@ class Pass:
         if reduction is not None:
             self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._layout, self._device = layout, device
-        self.stream = current_stream(device)  # see Note [one stream]
+        self._stream = current_stream(device)  # see Note [one stream]
         self._reduction: Any = reduction
         self.overlap = Overlap.by_default(device) if overlap is None else overlap
         self._last, self._look, self._places = last, look, places
@@ -423,12 +392,11 @@ class Pass:
         self._units = []
         for index, unit in enumerate(layout.units):
             self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
-        by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
         # Flats that stayed were gathered in that order: here they would be gathered once more
         stayed = any(flat.transient and flat.here is not None for flat in flats)
-        guide = PrefetchOrder() if stayed else order
-        self.following = guide.follow(by_name, self.overlap.distance)
+        by_name = {unit.name: unit.flats for unit in self._units}
+        self.following = Following(() if stayed else order.units, self.overlap.distance, by_name)
         self._gathers = any(unit.flats.moves for unit in self._units)
         follows = self._gathers or (reduction is not None and reduction.follows_uses(last))
         # None where the group can't ask
@@ -457,8 +425,7 @@ class Pass:
         self.reached = False  # whether its backward has come to a trained leaf
         self.trial: TwoSeeds | None = None  # of its backward; None: nothing runs aside
         self.over = False  # whether it has ended, so that its lazy parameters are of no use
-        # Until the loss returns, a backward inside of it gets its gradients unscaled
-        self._scale: Scale = Unscaled()
+        self._scale: Any = None  # a Scale, once the loss has returned
         self._compared: Use | None = None  # whose leaves other hooks were given, too
         self._in_use: Use | None = None  # the one that backward is at,
         self._asks = 0  # the number of its saved leaves that backward has asked for,
@@ -627,14 +594,11 @@ class Pass:
     def _hooks(self, path: str) -> AbstractContextManager[None]:
         """`path`: of the unit, or the root's."""
         theirs = _others_hooks()
-        if theirs is None:
-            own = PassHooks(self, None if self._places is None else self._places.of(path))
-            return saved_tensors_hooks(own.remember, own.recall)
         # A checkpoint's count what is saved, in forward and when they run it again
-        if recompute(theirs):
+        if theirs is not None and recompute(theirs):
             return NOTHING
-        composed = ComposedHooks(self, theirs)
-        return saved_tensors_hooks(composed.remember, composed.recall)
+        own = PassHooks(self, None if self._places is None else self._places.of(path), theirs)
+        return saved_tensors_hooks(own.remember, own.recall)
 
     def compares(self, use: Use) -> bool:
         """Whether other hooks are given the leaves of a use, too, to see what they make of them."""
@@ -713,8 +677,7 @@ class Pass:
 
         # Gathered by this ask, by one before, or on its way since an earlier unit
         unit = self._units[use.unit]
-        if self.stream is not None:
-            self.check_stream(unit)
+        self.check_use(unit)
         flat = (unit.flats.here or self._unshard(unit))[ask.k]
 
         self._asks += 1
@@ -863,8 +826,7 @@ class Pass:
                 # (numel,), where one leaf fills the bucket
                 flat = scale(own[0].detach().view(-1), is_own=False)
             else:
-                packed = pack(own, bucket, device=self._device, dtype=dtype)
-                flat = scale(packed, is_own=True)
+                flat = scale(pack(own, bucket, device=self._device, dtype=dtype), is_own=True)
             if at_once:
                 reduction.start(b, flat, is_last=self._last and not unit.num_open)
             else:
@@ -913,11 +875,13 @@ class Pass:
         self._check_resident()
         self._in_use, self.over = None, True
 
-    def check_stream(self, unit: UnitInPass) -> None:
-        """Raise if a unit is used on another stream than the pass's; see Note [one stream]."""
-        now = current_stream(self._device)
-        if now != self.stream:
-            raise _on_another_stream(unit.name, self.stream, now)
+    def check_use(self, unit: UnitInPass) -> None:
+        """Raise if a unit is used after the pass, or on another stream; see Note [one stream]."""
+        # Its flats hold other values by now, and other ranks no longer gather with this one
+        if self.over:
+            raise _outlived(unit.name)
+        if self._stream is not None and current_stream(self._device) != self._stream:
+            raise _on_another_stream(unit.name, self._stream, current_stream(self._device))
 
     def drop_leaves(self, unit: UnitInPass) -> None:
         """The leaves of a use go. The loss must have left them as they were, without hooks."""
@@ -1116,6 +1080,4 @@ def _others_hooks() -> Hooks | None:
     own are composed with."""
     top = innermost_saved_tensors_hooks()
     owner = None if top is None else getattr(top[0], "__self__", None)
-    if isinstance(owner, ComposedHooks):
-        return owner.theirs
-    return None if isinstance(owner, PassHooks) else top
+    return owner.theirs if isinstance(owner, PassHooks) else top

@@ -31,7 +31,7 @@ from functorch_zero.groups.signature import brought
 from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
-from functorch_zero.runtime.prefetch import Overlap, PrefetchOrder
+from functorch_zero.runtime.prefetch import Following, Overlap, PrefetchOrder, PrefetchOrders
 from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.options import check_overlap
@@ -199,7 +199,7 @@ def test_a_distance_is_at_least_one() -> None:
 def test_an_order_is_followed_as_far_as_it_is_common() -> None:
     order, flats = PrefetchOrder(), {name: object() for name in "abc"}
     order.record(["a", "b", "gone", "c"])
-    following = order.follow(flats, distance=2)  # type: ignore[arg-type]
+    following = Following(order.units, 2, flats)  # type: ignore[arg-type]
     assert following.expected == "a" and following.ahead == [flats["a"], flats["b"]]
     following.add("a")
     assert following.expected == "b" and following.ahead == [flats["b"]]
@@ -210,11 +210,11 @@ def test_an_order_is_followed_as_far_as_it_is_common() -> None:
 
 
 def test_a_failure_forgets_the_order() -> None:
-    order = PrefetchOrder()
-    order.record(["a"])
-    with pytest.raises(KeyError), order.forgotten_on_failure():
+    orders = PrefetchOrders(SingleRank())
+    orders.of("key").record(["a"])
+    with pytest.raises(KeyError), orders.forgotten_on_failure():
         raise KeyError
-    assert order.units == ()
+    assert orders.of("key").units == ()
 
 
 def trained(group: Any, level: int, remat: bool, **options: Any) -> tuple[Run, list[Call]]:
