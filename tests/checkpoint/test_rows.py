@@ -31,7 +31,7 @@ from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, rows_of, save_on
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, crossed
 
 STEP = "step-000000000002"
 LIMITS = {  # where each is, and a file that it limits
@@ -187,8 +187,7 @@ def test_rows_can_be_read_by_others(tmp_path: Path) -> None:
         assert tensors["checksums"].tolist() == sums
 
 
-@pytest.mark.parametrize("mistake", ["lacking", "twice", "moved"])
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(("mistake", "level"), crossed(["lacking", "twice", "moved"], [0, 3]))
 def test_pieces_that_do_not_cover_are_never_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int, mistake: str
 ) -> None:

@@ -12,7 +12,7 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, ThreadGroup, run_ranks
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 ON_RANKS = tiers([(3, 3), (3, 4), (1, 3)], [(0, 2), (2, 2), (3, 1)])
 
@@ -47,8 +47,7 @@ def same(found: list[tuple[str, torch.Tensor]], tree: Any) -> None:
         assert leaf.shape == wanted[path].shape and torch.equal(leaf, wanted[path]), path
 
 
-@pytest.mark.parametrize("max_bytes", [1, 100, 2**26])
-@pytest.mark.parametrize("at", ON_RANKS)
+@pytest.mark.parametrize(("at", "max_bytes"), crossed(ON_RANKS, [1, 100, 2**26]))
 def test_one_rank_gets_the_whole_leaves(at: tuple[int, int], max_bytes: int) -> None:
     level, ranks = at
 

@@ -55,7 +55,10 @@ def asks_for_the_cpu(tree: ast.AST) -> bool:
 
 def is_for_gpus(source: str) -> bool:
     """Whether some of the code runs on GPUs alone."""
-    return mentions(source, "cuda|nccl") or asks_for_the_cpu(ast.parse(source))
+    on_gpus, on_the_cpu = (re.search(word, source, re.IGNORECASE) for word in ("cuda|nccl", "cpu"))
+    return bool(on_gpus and mentions(source, "cuda|nccl")) or bool(
+        on_the_cpu and asks_for_the_cpu(ast.parse(source))
+    )
 
 
 def test_the_page_names_every_file_for_gpus() -> None:

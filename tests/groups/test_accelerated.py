@@ -19,6 +19,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.collectives import CHECKS, check_all
 from tests.models import ZOO, split
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
@@ -58,7 +59,7 @@ def noting_groups(noted: list[tuple[str, str]]) -> Iterator[None]:
         ProcessGroup._launch = launch_now  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", tiers([3], [2]))
 def test_collectives(ranks: int) -> None:
     """Those of the backend itself, with reduce-scatters among the others and apart."""
 

@@ -83,7 +83,7 @@ def test_collectives() -> None:
     assert on_ranks(fn, 3) == [({"cpu": "gloo", "cuda": "hanging"}, {"cuda": "hanging"})] * 3
 
 
-@pytest.mark.parametrize("patience", [float("inf"), AHEAD])
+@pytest.mark.parametrize("patience", tiers([AHEAD], [float("inf")]))
 def test_all_leave_and_come_back(patience: float) -> None:
     """Twice. The hosts wait for the device, or for each other."""
 
@@ -552,8 +552,14 @@ WAIT, RUN = "wait for the device", "run ahead"
 @pytest.mark.parametrize(
     ("level", "place", "hosts"),
     tiers(
-        [(1, "loss", RUN), (3, "loss", WAIT), (3, "backward", RUN)],
-        [(1, "loss", WAIT), (1, "backward", WAIT), (2, "backward", RUN), (3, "backward", WAIT)],
+        [(1, "loss", RUN), (3, "backward", WAIT)],
+        [
+            (1, "loss", WAIT),
+            (3, "loss", WAIT),
+            (1, "backward", WAIT),
+            (2, "backward", RUN),
+            (3, "backward", RUN),
+        ],
         rows=True,
     ),
 )

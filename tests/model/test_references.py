@@ -268,8 +268,7 @@ def step_of(name: str, **options: Any) -> tuple[Any, Any, Any]:
     return train_step(loss_fn, optim.sgd(0.1)), params, buffers
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "remat"), crossed([*RIGHT], [False, True]))
 def test_further_references_see_the_values_of_the_call(name: str, remat: bool) -> None:
     """As a plain loop of torch does."""
     model = make(name)

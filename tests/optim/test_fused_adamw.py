@@ -10,6 +10,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from tests.tiers import crossed
 
 
 def loss_fn(params, buffers, batch):
@@ -102,8 +103,7 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize(("name", "level"), crossed([*IN_PARTS], [3, 0]))
 def test_a_kernel_runs_for_some_of_the_leaves(name, level, monkeypatch):
     """On donated storage, with the pure chain's numbers; one call per transform, of all its
     leaves."""

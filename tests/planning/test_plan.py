@@ -680,7 +680,7 @@ AXES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("axes", [*AXES])
+@pytest.mark.parametrize("axes", tiers(["same data"], ["one axis", "replicas"]))
 def test_a_sharded_step_has_its_options(axes: str) -> None:
     case = models.mlp()
     step, params, buffers = case.step(optim.adamw(1e-3))

@@ -20,6 +20,7 @@ from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.local import local_leaves, part
 from tests.runtime.test_memory import LiveBytes
+from tests.tiers import tiers
 
 torch.manual_seed(0)
 FIRST = {
@@ -338,7 +339,7 @@ def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", tiers([3], [1]))
 def test_another_structure_is_told_as_in_the_first_step(level: int) -> None:
     """Also where the structure that is expected is that of a node which is used up."""
 
@@ -456,7 +457,7 @@ def test_a_failure_before_the_params_are_written_loses_the_state(
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", tiers([3], [0, 1]))
 def test_loading_takes_the_storage_of_like(level: int, tmp_path: Any) -> None:
     """But for a tree that shares it, a teacher at first, for counts, and for other tensors."""
     table = torch.zeros(3)
@@ -533,7 +534,7 @@ def test_the_peak_is_that_of_one_state() -> None:
     assert peaks[True] < peaks[False] - 1.5 * depth / ranks
 
 
-@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("level", tiers([2], [0]))
 def test_a_metric_keeps_its_value(level: int) -> None:
     """A leaf of the next value is written over by the next step, and metrics are kept."""
 
@@ -560,7 +561,7 @@ def test_a_metric_keeps_its_value(level: int) -> None:
         assert len(set(map(float, kept))) == len(BATCHES)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", tiers([1], [0, 3]))
 def test_a_first_step_that_fails_on_one_rank_is_taken_again(level: int) -> None:
     """The other ranks have counted their gradients by then, and the one that fails hasn't."""
 

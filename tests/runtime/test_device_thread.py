@@ -26,7 +26,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
 )
 from tests.modules import Net, Residual
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 NUM_STEPS = 3
 
@@ -143,8 +143,10 @@ def calls_of_an_evaluation(level: int) -> list[Any]:
     return list(group.calls)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("run", [calls_of_training, calls_of_a_program, calls_of_an_evaluation])
+@pytest.mark.parametrize(
+    ("run", "level"),
+    crossed([calls_of_training, calls_of_a_program, calls_of_an_evaluation], [3, 0, 1, 2]),
+)
 def test_collectives_are_those_of_a_cpu(
     run: Callable[[int], list[Any]],
     level: int,

@@ -163,8 +163,7 @@ def test_losses_that_exchange(level: str, loss: str, sizes: list[int], remat: bo
     check(LOSSES[loss], LEVELS[level], sizes, remat=remat)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss", ["apart", "in a checkpoint"])
+@pytest.mark.parametrize(("loss", "level"), crossed(["apart", "in a checkpoint"], [*LEVELS]))
 def test_a_rank_whose_loss_makes_no_use_of_what_it_got(level: str, loss: str) -> None:
     """Others have gradients for it all the same, and wait for its zeros."""
     check(LOSSES[loss], LEVELS[level], [4, 4])

@@ -17,6 +17,7 @@ from functorch_zero.step.train import train_step
 from tests.benchmarks import simulated
 from tests.benchmarks.simulated import SimulatedGroup, Wire
 from tests.modules import Net
+from tests.tiers import tiers
 
 WIDTH, LAYERS, UNITS = 64, 3, 6
 FORWARD, BACKWARD = 3.0, 6.0  # seconds of one unit, of which each layer takes its part
@@ -119,7 +120,7 @@ def test_sums_over_replicas_run_beside_backward(
     assert found == pytest.approx(2 * 1.5 + exposed, abs=0.3)
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_metrics_travel_beside_backward(clock: Clock, level: int) -> None:
     """Each collective takes a second. Exposed are the first gather, the last reduction and the
     words of the hosts, and no values."""

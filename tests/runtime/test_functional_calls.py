@@ -112,8 +112,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("call", "options"), crossed(CALLS, [*OPTIONS]))
 def test_weights_of_the_call_are_used(call: Any, options: dict[str, Any]) -> None:
     found = train(*step_of(call, **options), batches()).states[-1].params
     for path, expected in by_torch(call).items():

@@ -20,7 +20,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.modules import Net, in_turn
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, tiers
 
 # A piece of a block has more words than those that a watch copies, where it looks at values
 WIDTH, DEPTH, ROWS = 128, 12, 2
@@ -143,7 +143,7 @@ def test_a_smaller_world_holds_larger_pieces() -> None:
     assert small - large == pytest.approx(DEPTH / 2 - DEPTH / RANKS, abs=2), "gradient pieces"
 
 
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("level", tiers([3], [2]))
 def test_gradients_are_freed_unit_by_unit(level: int) -> None:
     """Whole gradients of all blocks never live together: at level 2 params are whole, but no part
     of the peak."""
@@ -212,7 +212,7 @@ def several(num: int, *, moving: bool) -> Callable[..., Any]:
     return program
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", tiers([2], [4]))
 def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
     one = program_peak(several(1, moving=False), deep)
     kept = program_peak(several(num, moving=False), deep)
@@ -220,14 +220,14 @@ def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
     assert kept - one == pytest.approx((num - 1) * PIECES, abs=0.1)
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", tiers([2], [4]))
 def test_a_displaced_tree_costs_its_pieces(num: int) -> None:
     one = program_peak(several(1, moving=False), deep)
     moved = program_peak(several(num, moving=True), deep)
     assert moved - one == pytest.approx(2 * (num - 1) * PIECES, abs=0.15)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", tiers([(1, 0)], [(0, 1)]))
 def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
     """Two networks: the passes come one after the other, and only pieces of the first are kept."""
 
@@ -241,7 +241,9 @@ def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
     assert both <= alone + PIECES + 0.1
 
 
-@pytest.mark.parametrize(("first", "pieces"), [(deep, PIECES), (half, PIECES / 2)])
+@pytest.mark.parametrize(
+    ("first", "pieces"), tiers([(half, PIECES / 2)], [(deep, PIECES)], rows=True)
+)
 def test_a_tree_updated_before_the_last_gradient_costs_its_pieces(
     first: Callable[[], nn.Module], pieces: float
 ) -> None:

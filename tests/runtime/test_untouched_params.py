@@ -27,7 +27,7 @@ from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss_calls import PerLoss
 from functorch_zero.step.train import train_step
 from tests.modules import Net
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 WAYS = (None, 0, 1, 2, 3)  # None: the unsharded step
 
@@ -436,7 +436,7 @@ def test_a_sharded_parameter_is_a_leaf(level: int) -> None:
     assert seen[0] == seen[1] == (True, True, None, 16.0)
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", tiers([3], [1]))
 def test_a_loss_that_fails_leaves_nothing_behind(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

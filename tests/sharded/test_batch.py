@@ -518,7 +518,7 @@ def test_outside_of_a_programs_losses() -> None:
 # Traffic
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_rows_travel_once_each_way(level: int) -> None:
     """4 rows of 8 float64 of each of two towers; nothing else in the loss but whole units."""
     num_bytes = 2 * 4 * 8 * 8
@@ -749,7 +749,7 @@ def test_processes_of_which_one_leaves_a_call_out(level: int, at: int) -> None:
     assert len({loss for _, _, loss in found}) == 1
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_a_plan_counts_rows(level: int) -> None:
     """What a rank sends, call by call, but for the hosts' words."""
     step, params, buffers = given(clip)

@@ -26,7 +26,7 @@ from functorch_zero.testing import Equality, assert_equal_values, assert_sharded
 from functorch_zero.testing.runs import Start, run_in_parts
 from tests.modules import Net, in_turn
 from tests.sharded.test_processes import on_processes
-from tests.tiers import FULL, THOROUGH, crossed, thinned
+from tests.tiers import FULL, THOROUGH, crossed, thinned, tiers
 
 INT8, E4M3 = Blocks(torch.int8, 64), Blocks(torch.float8_e4m3fn, 64)
 GATHER, REDUCE = fz.Precision(gather=INT8), fz.Precision(reduce=INT8)
@@ -300,7 +300,9 @@ def one_layer(precision: Any, level: int, ranks: int, **options: Any) -> tuple[A
 BYTES = Blocks(torch.int8, 256)
 
 
-@pytest.mark.parametrize(("level", "share"), [(0, 0.63), (1, 0.26), (2, 0.26), (3, 0.26)])
+@pytest.mark.parametrize(
+    ("level", "share"), tiers([(0, 0.63), (3, 0.26)], [(1, 0.26), (2, 0.26)], rows=True)
+)
 def test_bytes(level: int, share: float) -> None:
     """A quarter of all. The sums of level 0 come back as they are: a quarter of one half, and the
     other half."""

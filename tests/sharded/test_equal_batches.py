@@ -16,7 +16,7 @@ from functorch_zero import optim
 from functorch_zero.errors import EqualBatchesWarning
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.sharded import equal_batches
-from tests.tiers import thinned
+from tests.tiers import crossed, thinned
 
 F64 = torch.float64
 PARAMS = {"w": torch.ones(5, 61, dtype=F64, requires_grad=True)}
@@ -78,8 +78,7 @@ RIGHT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "kind"), crossed([*RIGHT], [*STEPS]))
 def test_right_streams(name: str, kind: str) -> None:
     assert not caught(STEPS[kind](), RIGHT[name])
 

@@ -481,7 +481,7 @@ def test_a_loop_that_is_a_step_short(level: int) -> None:
         ), text
 
 
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("level", tiers([3], [2]))
 def test_checked_collectives_name_both_labels(level: int) -> None:
     """S4. The units are of equal size: gloo itself would add up the wrong tensors and say
     nothing."""

@@ -25,7 +25,7 @@ from tests.modules import Unit
 from tests.places import PlayedStream, layer, played_host
 from tests.sharded.test_placed import OPTIMIZERS, attention
 from tests.sharded.test_seams import linear_loss, make_batches, make_params, train
-from tests.tiers import thinned, tiers
+from tests.tiers import crossed, thinned, tiers
 
 EXACT = Equality("bitwise")
 WIDTH, NUM_UNITS = 16, 6
@@ -84,19 +84,21 @@ def step_of_layers(optimizer: Any, **options: Any) -> tuple[Any, Any]:
     return fz.shard(step, level=3, group=SingleRank(), **options), params
 
 
-@pytest.mark.parametrize("donate", [True, False])
+OPTIMIZERS_HERE = {
+    "fused": optim.adamw(0.1),
+    "unfused": optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.1)),
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
+    "muon": optim.muon(0.1),
+    "adafactor": optim.adafactor(0.1),
+}
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        optim.adamw(0.1),
-        optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.1)),
-        optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
-        optim.muon(0.1),
-    ],
-    ids=["fused", "unfused", "clipped", "muon"],
+    ("name", "donate"), crossed(["fused", "unfused", "clipped", "muon"], [True, False])
 )
-def test_a_few_buckets_are_here_at_a_time(optimizer: Any, donate: bool) -> None:
+def test_a_few_buckets_are_here_at_a_time(name: str, donate: bool) -> None:
     """1 + ahead, of NUM_UNITS."""
+    optimizer = OPTIMIZERS_HERE[name]
     for ahead in (0, 1, 2):
         place, stream = played_host(ahead)
         step, state = layers(optimizer, place={"state": place}, donate=donate)
@@ -108,11 +110,9 @@ def test_a_few_buckets_are_here_at_a_time(optimizer: Any, donate: bool) -> None:
         assert 0 < stream.most_here <= (1 + ahead) * largest
 
 
-@pytest.mark.parametrize(
-    "optimizer", [optim.adamw(0.1), optim.adafactor(0.1)], ids=["adamw", "adafactor"]
-)
-@pytest.mark.parametrize("donate", [True, False])
-def test_a_plan_counts_what_is_here(optimizer: Any, donate: bool) -> None:
+@pytest.mark.parametrize(("name", "donate"), crossed(["fused", "adafactor"], [True, False]))
+def test_a_plan_counts_what_is_here(name: str, donate: bool) -> None:
+    optimizer = OPTIMIZERS_HERE[name]
     x = torch.ones(2, WIDTH)
     for ahead in (0, 2):
         place, stream = played_host(ahead)

@@ -29,7 +29,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
 )
 from tests.local import part, published
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 UNITS = 3
@@ -709,7 +709,7 @@ def test_reading_a_teacher_on_one_rank_changes_nothing(evaluates: bool) -> None:
     assert run_ranks(run, 2) == [3 * gathers] * 2
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_in_files(donate: bool, tmp_path: Path) -> None:
     """Published flats lie where the params do."""
     step, params, batches = built(optimizer=optim.adamw(0.01))

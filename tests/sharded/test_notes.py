@@ -12,6 +12,7 @@ from torch import nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
+from tests.tiers import crossed
 
 DENSE = "sparse ones, of an embedding, are made dense"
 TABLES = "of tables, the rows that a loss looks up travel"
@@ -48,8 +49,7 @@ def without_units(made: Any) -> list[str]:
     return [note for note in made.notes if not note.startswith("units found")]
 
 
-@pytest.mark.parametrize("program", [False, True])
-@pytest.mark.parametrize("heavy", MODELS)
+@pytest.mark.parametrize(("heavy", "program"), crossed([*MODELS], [False, True]))
 def test_descriptions_and_plans(heavy: str, program: bool) -> None:
     apply, params, _ = fz.functionalize(MODELS[heavy])
     step = step_of(program, apply)

@@ -98,7 +98,7 @@ def test_updates_of_a_transform_that_draws(name: str, level: Any, ranks: int) ->
         assert_equal_values(expected, found, grade="bitwise")
 
 
-@pytest.mark.parametrize("level", LEVELS[:4])
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_on_a_mesh(level: int) -> None:
     transform = every_kind()
     expected = two_updates(started(), transform)

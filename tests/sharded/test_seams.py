@@ -23,7 +23,7 @@ from functorch_zero.groups import HybridGroup, Then, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
-from tests.tiers import thinned, tiers
+from tests.tiers import crossed, thinned, tiers
 
 EXACT = Equality("bitwise")
 LR = 0.5
@@ -230,8 +230,7 @@ def test_accumulated_gradients_are_sent_or_kept() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("mesh", [None, {}, {"same_data": "replicate"}])
+@pytest.mark.parametrize(("mesh", "level"), crossed([None, {}, {"same_data": "replicate"}], [1, 3]))
 def test_weighted_gradients_are_sent_or_kept(level: int, mesh: Any) -> None:
     """What is kept is of means: a step's weights are no others'."""
     batches = make_batches()

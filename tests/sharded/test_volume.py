@@ -293,7 +293,7 @@ def test_a_program_of_several_gradients(num: int, level: int) -> None:
         assert calls_of(step, level, params) == program_calls(train, level, num, publishes)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_a_tree_that_is_only_read(level: int) -> None:
     """It is gathered at level 3, and nothing of it is reduced or published."""
     loss_fn, params, _ = build()

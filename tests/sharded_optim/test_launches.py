@@ -27,6 +27,7 @@ from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
 from functorch_zero.runtime import unshard
 from functorch_zero.sharded_optim import pointwise
 from tests.modules import Unit
+from tests.tiers import thinned, tiers
 
 # They make room, or other views of it, and launch nothing. So does whatever `is_view`
 NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -137,7 +138,7 @@ NUM_LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, 2))
 def test_launches_per_block(name: str) -> None:
     launches = per_block(OPTIMIZERS[name]())
     assert launches.total() == NUM_LAUNCHES[name], dict(launches)
@@ -207,7 +208,7 @@ def test_a_cpu_sees_as_many_leaves_as_its_caches_hold() -> None:
     assert in_batches(multiply, {}, {}) == {}
 
 
-@pytest.mark.parametrize("norm", ["grad_norm", "param_norm", "update_norm"])
+@pytest.mark.parametrize("norm", tiers(["update_norm"], ["grad_norm", "param_norm"]))
 def test_launches_of_metrics(norm: str) -> None:
     launches = per_block(optim.adamw(1e-3), metrics=[norm])
     assert launches.total() == NUM_LAUNCHES[norm], dict(launches)

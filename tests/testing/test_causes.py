@@ -22,6 +22,7 @@ from functorch_zero.optim.base import Transform, pointwise
 from functorch_zero.optim.optimizers import adam as adam_module
 from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.tiers import crossed
 
 torch.manual_seed(0)
 X = torch.randn(12, 5, dtype=torch.float64)
@@ -72,8 +73,7 @@ def twice(rows: Tensor) -> Tensor:
     return rows.mean() / len(rows)
 
 
-@pytest.mark.parametrize("make", [training_step, program])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("make", "ranks"), crossed([training_step, program], [2, 3]))
 def test_updates_of_a_sum(make: Any, ranks: int) -> None:
     found = story(make(torch.sum, optim.sgd(1e-3)), ranks)
     number = f"the reference's, {ranks} being the number of ranks"

@@ -21,7 +21,7 @@ from functorch_zero.sharded.program import gradient as gradient_module
 from functorch_zero.step.program_step import ProgramStep
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts, split
-from tests.tiers import crossed
+from tests.tiers import crossed, thinned, tiers
 
 F64 = torch.float64
 ROWS = 25  # 2 and 3 ranks get unequal parts
@@ -138,7 +138,7 @@ def test_losses_that_see_their_rank(name: str, level: int, ranks: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", thinned(PROGRAMS, 2))
 def test_whole_batches_are_no_oracle_of_them(name: str) -> None:
     """Else the proofs above would show nothing about parts."""
     with pytest.raises(AssertionError, match="updates differ") as caught:
@@ -151,7 +151,7 @@ def even() -> list[Any]:
     return [tree_map(lambda x: x[:24], batch) for batch in batches()]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("seed", tiers([3], [None]))
 def test_buffers_of_rank_0(seed: int | None) -> None:
     assert_sharded_equals_unsharded(
         *gan(), batches(), levels=[2], ranks=[3], per_rank=True, sync_buffers="rank0", seed=seed
@@ -272,8 +272,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(("name", "level"), crossed([*MISTAKES], [0, 3]))
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str, level: int) -> None:
     break_it, make, story = MISTAKES[name]
     break_it(monkeypatch)

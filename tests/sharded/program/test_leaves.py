@@ -170,7 +170,7 @@ def rows(table: dict[str, Any], quick: Sequence[tuple[str, int]] = ()) -> list[A
     slow = [(name, level) for name in table if "compiled" in name for level in LEVELS]
     others = [name for name in table if "compiled" not in name]
     thorough = [row for row in slow if row not in quick]
-    return [*crossed(others, LEVELS), *tiers(quick, thorough, rows=True)]
+    return [*crossed(others, LEVELS, n=6), *tiers(quick, thorough, rows=True)]
 
 
 # Right where ranks hold whole leaves; of parts refused, in these words
@@ -345,7 +345,7 @@ def test_operations_that_differ_between_ranks_are_refused(name: str, level: int)
     check_refused(step_with(OWN[name]), level, MismatchError, story, UNLIKE)
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_calls_in_a_thread_that_differ_between_ranks_are_refused(level: int) -> None:
     """No ledger counts the calls of a thread that a program starts."""
 
@@ -361,8 +361,7 @@ def test_calls_in_a_thread_that_differ_between_ranks_are_refused(level: int) -> 
     check_right(step_with(moved), level, torch.cat([X[:4]] * 2))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["gradients", "value"])
+@pytest.mark.parametrize(("kind", "level"), crossed(["gradients", "value"], LEVELS))
 def test_a_tree_of_an_earlier_step_on_one_rank_is_refused(kind: str, level: int) -> None:
     kept: dict[Any, Any] = {}
 
@@ -556,7 +555,7 @@ def test_an_optimizer_is_compared_as_it_was_at_its_init() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1], [0, 3]))
 def test_a_tree_that_one_rank_alone_returns_is_refused(level: int) -> None:
     """A step is left out where a rank finds its own part of the batch bad."""
 
@@ -614,7 +613,7 @@ def test_displaced_params_that_differ_between_ranks_are_refused(name: str, level
     check_own(step, level, r"tree 1 in call \d \(value_and_grad\).* is")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([3], [0, 1]))
 def test_a_displaced_tree_that_is_only_read_is_compared(level: int) -> None:
     def near(params: Any, centre: Any, x: Tensor) -> Tensor:
         params, centre = fz.unshard((params, centre))

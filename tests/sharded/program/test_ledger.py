@@ -17,7 +17,7 @@ from functorch_zero import optim
 from functorch_zero.errors import GroupError, UnequalBatchesWarning
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing import assert_equal_values
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 torch.manual_seed(0)
 FIRST = {name: torch.randn(3, 5, requires_grad=True) for name in ("a", "b")}
@@ -145,8 +145,7 @@ def test_only_steps_that_are_looked_at_compare_each_call() -> None:
     assert num_words[0] == 5 and num_words[UNLOOKED] == 1
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("num_gradients", [1, 2, 3])
+@pytest.mark.parametrize(("num_gradients", "donate"), crossed([1, 2, 3], [False, True]))
 def test_messages_of_a_step(num_gradients: int, donate: bool) -> None:
     """Each gradient sends its metrics, and all words travel in one message; when donating, in
     another one before the first write."""
@@ -181,8 +180,7 @@ REPORTS: dict[str, Callable[[int], list[Callable[..., Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize(("name", "donate"), crossed([*REPORTS], [False, True]))
 def test_words_that_wait_are_compared(name: str, donate: bool) -> None:
     """Ranks that report other things in a step that isn't looked at raise, and their states are
     good."""

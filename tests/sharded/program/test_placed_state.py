@@ -22,7 +22,7 @@ from functorch_zero.places import Here
 from functorch_zero.testing import assert_equal_values
 from tests.local import part
 from tests.places import Away, Counted
-from tests.tiers import thinned
+from tests.tiers import thinned, tiers
 
 EXACT = "bitwise"
 FIRST = {
@@ -31,14 +31,7 @@ FIRST = {
     "frozen": torch.full((3,), 0.5),
 }
 BATCHES = [torch.randn(12, 5, generator=torch.Generator().manual_seed(n)) for n in range(6)]
-OPTIMIZERS = {
-    "adamw": optim.adamw(0.1),  # a fused kernel
-    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
-    "lamb": optim.lamb(0.1),
-    "muon": optim.muon(0.01),  # owned by ranks
-    "adafactor": optim.adafactor(0.01),  # shapes of its own
-}
-adamw = OPTIMIZERS["adamw"]
+adamw = optim.adamw(0.1)
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -64,22 +57,6 @@ def train(sharded: Any, state: Any, batches: Any = BATCHES) -> Any:
     return state
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", thinned([*OPTIMIZERS]))
-def test_states_of_every_kind(name: str, donate: bool) -> None:
-    step = program_of(OPTIMIZERS[name])
-
-    def run(group: Any) -> None:
-        storage, wholes = Away(), []
-        for own in (None, storage):
-            sharded = fz.shard(step, level=3, group=group, donate=donate, place=places_of(own))
-            wholes.append(sharded.unshard(train(sharded, sharded.init(FIRST))))
-        assert_equal_values(*wholes, grade=EXACT)
-        assert (storage.calls["leave"] > storage.calls["empty"]) == donate
-
-    run_ranks(run, 3)
-
-
 def reads(value: Any, x: Tensor) -> Any:
     """A program that reads a field of its state, maps the state, puts a rate into it, and averages
     old and new ones."""
@@ -101,7 +78,7 @@ def like(grads: Any, state: Any) -> Any:
     return optree.tree_map_with_path(lambda path, g: moments[path[-1]], grads)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", tiers([3], [0, 1]))
 def test_a_program_reads_its_state(level: int) -> None:
     step = fz.program_step(reads, init=lambda params: (params, adamw.init(params)))
 
@@ -143,7 +120,7 @@ def test_reports_bring_nothing_and_a_state_that_is_read_stays() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_a_step_without_a_place_brings_the_state_of_one_with(donate: bool) -> None:
     """Also in a call that isn't looked at, in which nobody else reads leaves: the sixth."""
 

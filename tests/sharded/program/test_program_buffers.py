@@ -1,4 +1,4 @@
-"""Micro-batches and buffers of a program's gradients: those of a training step."""
+"""Micro-batches and buffers of a program's gradients."""
 
 from __future__ import annotations
 
@@ -43,84 +43,10 @@ def updates(first: Any, after: Any) -> Any:
     return moved
 
 
-# A training step, and the same one written as a program
-
-
 class Trained(NamedTuple):
     params: Any
     buffers: Any
     opt_state: Any
-
-
-noisy, noisy_params, noisy_buffers = net(
-    0, nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2)
-)
-
-
-def noisy_loss(params: Any, buffers: Any, batch: Any) -> Any:
-    """Random numbers, statistics of the micro-batch, a weight and a metric."""
-    predicted, new = noisy(params, buffers, batch["x"])
-    loss = F.mse_loss(predicted, batch["y"])
-    weight = batch["weight"].sum()
-    return loss, fz.Aux(buffers=new, metrics={"mean": predicted.mean()}, weight=weight)
-
-
-def as_program(accumulate: int) -> Any:
-    def program(value: Trained, batch: Any) -> Any:
-        gradient = fz.value_and_grad(noisy_loss, accumulate=accumulate)
-        (loss, metrics, buffers), grads = gradient(value.params, buffers=value.buffers, batch=batch)
-        params, opt_state = sgd.apply(grads, value.opt_state, value.params)
-        return Trained(params, buffers, opt_state), {"loss": loss, **metrics}
-
-    def init(params: Any) -> Trained:
-        return Trained(params, noisy_buffers, sgd.init(params))
-
-    return fz.program_step(program, init=init)
-
-
-def noisy_batches(num: int = 2) -> list[Any]:
-    made = []
-    for seed in range(num):
-        weight = rows(18, 1, seed).abs() + 0.5
-        made.append({"x": rows(18, 3, seed), "y": rows(18, 2, seed + 9), "weight": weight})
-    return made
-
-
-def run_both(accumulate: int, shard: Any, part: Any) -> list[Any]:
-    """The training step's and the program's whole values, and their metrics."""
-    train = shard(fz.train_step(noisy_loss, sgd, accumulate=accumulate))
-    program = shard(as_program(accumulate))
-    found = []
-    for step, state in (
-        (train, train.init(noisy_params, noisy_buffers, seed=3)),
-        (program, program.init(noisy_params, seed=3)),
-    ):
-        seen = []
-        for batch in noisy_batches():
-            state, metrics = step(state, tree_map(part, batch))
-            seen.append(metrics)
-        value = (step.unshard(state) if hasattr(step, "unshard") else state).value
-        found.append((updates(noisy_params, value.params), value.buffers, seen))
-    return found
-
-
-@pytest.mark.parametrize(("level", "same_data"), crossed([1, 3], ["replicate", "shard"], n=2))
-def test_on_a_mesh(level: int, same_data: Any) -> None:
-    """Ranks of the same data draw alike, and their buffers count once."""
-
-    def run(group: Any) -> Any:
-        mesh = fz.HybridGroup(group, shard_size=2, same_data=same_data)
-        return run_both(
-            3,
-            lambda step: fz.shard(step, level=level, group=mesh),
-            lambda x: x.chunk(mesh.data.size)[mesh.data.rank],
-        )
-
-    found = run_ranks(run, 4)
-    for train, program in found:
-        assert_equal_values(train[0], program[0])
-        assert_equal_values(train[1:], program[1:], grade="bitwise")
-        assert_equal_values(found[0][1], program, grade="bitwise")
 
 
 # Against the same program on whole trees: buffers whose means over ranks are those of the batch
@@ -288,7 +214,10 @@ def test_what_is_refused() -> None:
                     params, batch={"teacher": params}
                 ),
                 "each rank its own buffers": lambda: fz.shard(
-                    as_program(1), level=3, group=group, sync_buffers="local"
+                    fz.program_step(average_program, init=average_init),
+                    level=3,
+                    group=group,
+                    sync_buffers="local",
                 ),
             }
         )

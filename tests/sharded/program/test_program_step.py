@@ -499,7 +499,7 @@ def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
         assert_equal_values(expected.value, state.value)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_tree_in_pieces_beside_a_frozen_leaf(level: int) -> None:
     """Where an operator of the program's own is run on whole leaves, ranks compare these; None of
     the leaves in pieces is whole."""
