@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 
 
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What `make` makes of random numbers from this seed; the caller's go on as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
 class Net(nn.Module):
     """Children, leaves and buffers by name; a call computes `forward(net, ...)`.
 

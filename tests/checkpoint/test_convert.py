@@ -33,14 +33,13 @@ from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy, even, split
+from tests.modules import seeded
 from tests.tiers import THOROUGH, tiers
 
 
 def gpt() -> tuple[Any, Any, Any, Any]:
     """(apply, step, params, buffers) of a model with a tied weight."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, buffers = functionalize(GPT().double(), units=Block)
+    apply, params, buffers = seeded(lambda: functionalize(GPT().double(), units=Block))
     # schedule-free keeps copies of the params, which an import must make anew
     step = train_step(
         lambda p, b, x: cross_entropy(apply(p, b, x["x"])[0], x["y"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, ThreadGroup, run_ranks
 from tests.tiers import crossed, tiers
 
-ON_RANKS = tiers([(3, 3), (3, 4), (1, 3)], [(0, 2), (2, 2), (3, 1)])
+QUICK, OTHERS = [(3, 3), (3, 4), (1, 3)], [(0, 2), (2, 2), (3, 1)]  # levels and ranks
+MOST_BYTES = [1, 100, 2**26]
 
 
 def model() -> Any:
@@ -47,7 +49,10 @@ def same(found: list[tuple[str, torch.Tensor]], tree: Any) -> None:
         assert leaf.shape == wanted[path].shape and torch.equal(leaf, wanted[path]), path
 
 
-@pytest.mark.parametrize(("at", "max_bytes"), crossed(ON_RANKS, [1, 100, 2**26]))
+@pytest.mark.parametrize(
+    ("at", "max_bytes"),
+    [*crossed(QUICK, MOST_BYTES), *tiers(thorough=product(OTHERS, MOST_BYTES), rows=True)],
+)
 def test_one_rank_gets_the_whole_leaves(at: tuple[int, int], max_bytes: int) -> None:
     level, ranks = at
 

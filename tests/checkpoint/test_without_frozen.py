@@ -27,7 +27,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import HybridGroup, SingleRank, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.checkpoints import sealed
-from tests.modules import Adapted
+from tests.modules import Adapted, seeded
 from tests.tiers import tiers
 
 load_module = import_module("functorch_zero.checkpoint.load")  # `load` is the function, too
@@ -38,9 +38,7 @@ MIXED = {"": 3, "*.down": 1, "*.up": 1}
 def build(seed: int = 0) -> tuple[Any, Any, Any]:
     """(step, params, buffers): two layers with a BatchNorm, whose buffers change, between them; the
     second layer under a further name."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = nn.Sequential(Adapted(17, 2), nn.BatchNorm1d(17), Adapted(17, 2))
+    model = seeded(lambda: nn.Sequential(Adapted(17, 2), nn.BatchNorm1d(17), Adapted(17, 2)), seed)
     for frozen in (model[0].linear, model[1], model[2].linear):
         frozen.requires_grad_(False)
     model.add_module("head", model[2])

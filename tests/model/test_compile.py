@@ -30,6 +30,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.model.test_remat import Net, Stateful, assert_same_runs, batches_of
+from tests.modules import seeded
 from tests.tiers import THOROUGH, tiers
 
 # Torch's compiler looks at it
@@ -106,9 +107,9 @@ def test_on_processes() -> None:
 
 
 def stateful(**options: Any) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, buffers = functionalize(Net().double(), units=Stateful, **options)
+    apply, params, buffers = seeded(
+        lambda: functionalize(Net().double(), units=Stateful, **options)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
         output, new = apply(params, buffers, batch["x"])

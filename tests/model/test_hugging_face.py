@@ -19,6 +19,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import seeded
 from tests.tiers import crossed
 
 transformers = pytest.importorskip("transformers")
@@ -92,9 +93,7 @@ ZERO = (
 
 def build(name: str) -> tuple[Any, Any, Any]:
     make, units = MODELS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = make().double().train()
+    model = seeded(lambda: make().double().train())
     apply, params, buffers = functionalize(model, units=units)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
@@ -115,9 +114,7 @@ def batches() -> list[Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_apply_is_the_model(name: str) -> None:
     make, units = MODELS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = make().eval()
+    model = seeded(lambda: make().eval())
     apply, params, buffers = functionalize(model, units=units)
     x = batches()[0]["x"]
     expected, (got, new) = model(input_ids=x), apply(params, buffers, input_ids=x)
@@ -145,9 +142,7 @@ def test_sharded_is_unsharded(name: str, level: int) -> None:
 def test_remat_of_a_model_with_a_cache(name: str) -> None:
     """Each layer adds its keys and values to an object; the second run must not add them again."""
     make, units = MODELS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = make().double().train()
+    model = seeded(lambda: make().double().train())
     x = batches()[0]["x"]
     expected = model(input_ids=x, use_cache=True)
     expected.logits.square().mean().backward()

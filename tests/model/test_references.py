@@ -27,6 +27,7 @@ from functorch_zero.step.program import value_and_grad
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import seeded
 from tests.tiers import crossed
 
 Look = Callable[["Net"], Any]  # finds a tensor by the further reference
@@ -247,9 +248,7 @@ def with_default(held: Any) -> Callable[[], Any]:
 
 
 def make(name: str) -> Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Net(*{**RIGHT, **REFUSED}[name])
+    return seeded(lambda: Net(*{**RIGHT, **REFUSED}[name]))
 
 
 def batches() -> list[Any]:

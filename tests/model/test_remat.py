@@ -21,6 +21,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, Block, even
+from tests.modules import seeded
 from tests.runtime import test_skipped_units as skipped_units
 from tests.runtime import test_unit as unit_tests
 from tests.runtime.test_memory import LiveBytes
@@ -64,9 +65,7 @@ class Net(nn.Module):
 
 
 def build(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return functionalize(make().double(), **options)
+    return seeded(lambda: functionalize(make().double(), **options))
 
 
 def step_of(
@@ -336,7 +335,7 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     batches = unit_tests.batches_of(skipped_units.half_chosen)
 
     def make() -> tuple[Any, Any, Any]:
-        apply, params, buffers = build(lambda: skipped_units.Skipping("a b? c? a b?"), remat=True)
+        apply, params, buffers = build(lambda: skipped_units.skipping_net("a b? c? a b?"), remat=True)
         optimizer = optim.sgd(0.05, momentum=0.9)
         return (
             train_step(skipped_units.skipping(apply), optimizer, accumulate=accumulate),
@@ -355,7 +354,7 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
 
 
 def test_a_backward_inside_the_loss_that_runs_every_unit_again() -> None:
-    apply, params, buffers = build(lambda: skipped_units.Skipping("a b"), remat=True)
+    apply, params, buffers = build(lambda: skipped_units.skipping_net("a b"), remat=True)
     step = train_step(skipped_units.skipping(apply, inner=True), optim.sgd(0.05))
     batches = unit_tests.batches_of(skipped_units.half_chosen)
     assert_sharded_equals_unsharded(step, params, buffers, batches, levels=LEVELS, ranks=(2,))
@@ -488,9 +487,7 @@ class Written(nn.Linear):
 @pytest.mark.parametrize("what", ["list", "dict", "object", "tuple", "generator"])
 def test_units_that_write_to_their_arguments(what: str) -> None:
     """The second run finds them as the first did, and the caller's are written to once."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, x = Writes(), torch.randn(2, 3)
+    model, x = seeded(lambda: (Writes(), torch.randn(2, 3)))
     results = []
     for remat in (False, True):
         apply, params, buffers = functionalize(model, units=nn.Linear, remat=remat)

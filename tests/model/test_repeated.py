@@ -21,7 +21,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.model.repeated import LEAST, repeated_modules
 from functorch_zero.model.units import Units, matches
 from tests.model.trees import TREES, Block, Tree, block, mlp
-from tests.modules import Net, Residual
+from tests.modules import Net, Residual, seeded
 from tests.tiers import crossed, tiers
 
 
@@ -277,9 +277,7 @@ WAYS: dict[str, tuple[Way, Callable[[], nn.Module]]] = {
 
 def step_of(name: str, **options: Any) -> tuple[Any, Any, Any, list[Any]]:
     way, make = WAYS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = net(way, make).double()
+    model = seeded(lambda: net(way, make).double())
     apply, params, buffers = functionalize(model, **options)
 
     def loss_fn(params: Any, buffers: Any, tokens: Tensor) -> Any:

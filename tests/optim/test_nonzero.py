@@ -21,7 +21,7 @@ from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.testing import assert_equal_updates, assert_sharded_equals_unsharded
 from functorch_zero.tree import named_leaves
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.tiers import THOROUGH, crossed
 
 F64 = torch.float64
@@ -32,13 +32,13 @@ Batch = dict[str, Any]
 
 
 def model() -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Net(
+    return seeded(
+        lambda: Net(
             lambda net, x, head: net.heads[head](torch.tanh(net.body(x))),
             body=nn.Linear(4, 5),
             heads=nn.ModuleList(nn.Linear(5, 3) for _ in range(3)),
         ).double()
+    )
 
 
 def batches() -> list[Batch]:

@@ -23,7 +23,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
     check_transform,
 )
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.reference import (
     HOSTILE,
     assert_same,
@@ -58,9 +58,7 @@ def some_rows(seed: int = 0) -> list[dict[str, Tensor]]:
 
 
 def table(num_rows: int = 30, columns: int = 4) -> nn.Embedding:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Embedding(num_rows, columns, sparse=True, dtype=D)
+    return seeded(lambda: nn.Embedding(num_rows, columns, sparse=True, dtype=D))
 
 
 def batches_of(num: int = 5, size: int = 8, num_rows: int = 30, columns: int = 4) -> list[Any]:
@@ -178,9 +176,7 @@ def two_embeddings(sparse: bool) -> Net:
 
 def both(*, sparse: bool = False) -> tuple[Any, Any, Any]:
     """`sparse`: at levels 1 to 3 both embeddings are tables."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return fz.functionalize(two_embeddings(sparse).to(D), units=nn.Embedding)
+    return seeded(lambda: fz.functionalize(two_embeddings(sparse).to(D), units=nn.Embedding))
 
 
 def of_tables(path: str, leaf: Tensor) -> str:

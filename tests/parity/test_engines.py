@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import launch
+from tests.modules import seeded
 from tests.sharded.test_to_torch import STEPS, TRANSFORMS, whole
 from tests.tiers import FULL
 
@@ -116,9 +117,7 @@ def clipped(lr: Any) -> optim.Transform:
 
 
 def small() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).double()
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).double())
 
 
 def inputs() -> Tensor:

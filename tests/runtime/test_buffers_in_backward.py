@@ -14,7 +14,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.tiers import crossed, thinned
 
 LEVELS = (None, 0, 1, 2, 3)  # None: a step for one process
@@ -64,9 +64,7 @@ def net(kind: str) -> Net:
 
 
 def step_of(kind: str) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(net(kind).double())
+    apply, params, buffers = seeded(lambda: fz.functionalize(net(kind).double()))
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         if kind == "by the loss":

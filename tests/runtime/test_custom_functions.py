@@ -20,7 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
-from tests.modules import Net, in_turn
+from tests.modules import Net, in_turn, seeded
 from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -90,13 +90,13 @@ class SavedOnly(torch.autograd.Function):
 
 
 def build(precision: Any = None) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Net(
+    model = seeded(
+        lambda: Net(
             lambda net, x: in_turn(net.body, x),
             body=nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]),
             head=nn.Linear(5, 3, bias=False),
         )
+    )
     return functionalize(model.double(), precision=precision)
 
 

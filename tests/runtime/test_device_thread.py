@@ -25,7 +25,7 @@ from functorch_zero.testing import (
     assert_equal_values,
     assert_sharded_equals_unsharded,
 )
-from tests.modules import Net, Residual
+from tests.modules import Net, Residual, seeded
 from tests.tiers import crossed, tiers
 
 NUM_STEPS = 3
@@ -222,9 +222,7 @@ def exchanging_net() -> Net:
 
 
 def exchanging() -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = fz.batch.sync_batch_norm(exchanging_net()).double()
+    model = seeded(lambda: fz.batch.sync_batch_norm(exchanging_net()).double())
     return fz.functionalize(model, units=["encode", "unit"], remat=["unit"])
 
 

@@ -17,7 +17,7 @@ from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import counted, labelled, run_ranks
 from functorch_zero.runtime.unit import Pass
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
-from tests.modules import Net, towers
+from tests.modules import Net, seeded, towers
 from tests.tiers import crossed
 
 D = torch.float64
@@ -74,9 +74,7 @@ Loss = Callable[[Any, Any, Any, Any, Summing], Any]
 
 def step_of(loss: Loss, group: Any, remat: bool = False, **options: Any) -> tuple[Any, Any, Any]:
     """(the step, params, buffers) of a loss `(apply, params, buffers, batch, sum over ranks)`."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = two_towers().to(D)
+    model = seeded(lambda: two_towers().to(D))
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:

@@ -17,6 +17,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.precision import Precision
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import seeded
 from tests.tiers import crossed
 
 LEVELS = (0, 1, 2, 3)
@@ -106,9 +107,7 @@ PRECISIONS = [None, Precision(reduce=torch.float64)]
 
 
 def model(dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype)
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype))
 
 
 def dtype_of(precision: Any) -> torch.dtype:

@@ -20,7 +20,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.tiers import crossed, thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "inside-a-loss.md"
@@ -404,9 +404,7 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
 
 
 def step_of(given: Given, change: Any = None) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(two_units(change).double())
+    apply, params, buffers = seeded(lambda: fz.functionalize(two_units(change).double()))
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return given(apply, params, buffers, batch["x"])

@@ -14,7 +14,7 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.tiers import crossed
 
 UNITS = 4
@@ -22,9 +22,7 @@ UNITS = 4
 
 def made(accumulate: int = 4, precision: Any = None, loss: Any = None) -> tuple[Any, Any]:
     """A step of several units, and their params."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(UNITS)))
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(UNITS))))
     model = model if precision else model.double()
     apply, params, _ = fz.functionalize(model, units=nn.Linear, precision=precision)
 
@@ -77,9 +75,7 @@ def test_as_the_unsharded_step(accumulate: int, ranks: int) -> None:
 
 def test_the_next_step_gathers_ahead() -> None:
     """In the order of all micro-batches: the second one uses a unit that the first one doesn't."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"}).double()
+    parts = seeded(lambda: nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"}).double())
     apply, params, _ = fz.functionalize(parts_of(parts), units=nn.Linear)
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:

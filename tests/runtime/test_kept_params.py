@@ -15,6 +15,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import seeded
 from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
@@ -23,9 +24,7 @@ RANKS = (1, 2)
 
 def step_of(keep: Callable[[Any], Any], accumulate: int = 1) -> tuple[Any, Any, Any]:
     """A step whose loss pulls a weight to its value in the call before."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double())
     apply, params, buffers = fz.functionalize(net)
     kept: list[Any] = []
 

@@ -19,7 +19,7 @@ from functorch_zero.layout.piece import Piece
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from tests.modules import Net, in_turn
+from tests.modules import Net, in_turn, seeded
 from tests.tiers import THOROUGH, tiers
 
 # A piece of a block has more words than those that a watch copies, where it looks at values
@@ -84,9 +84,7 @@ def peak(
     ranks: int, make: Callable[[], nn.Module] = deep, trainable: Any = None, **options: Any
 ) -> float:
     """The most bytes, in units of a block, that a step makes beside the state it is given."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = functionalize(make().double())
+    apply, params, _ = seeded(lambda: functionalize(make().double()))
     step = train_step(
         lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), trainable=trainable
     )
@@ -147,9 +145,7 @@ def test_a_smaller_world_holds_larger_pieces() -> None:
 def test_gradients_are_freed_unit_by_unit(level: int) -> None:
     """Whole gradients of all blocks never live together: at level 2 params are whole, but no part
     of the peak."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = functionalize(deep().double())
+    apply, params, _ = seeded(lambda: functionalize(deep().double()))
     step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
     peaks = {}
@@ -172,9 +168,7 @@ def program_peak(
     the program's; None: the value is a tuple of the trees."""
     trees, losses = [], []
     for make in models:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            apply, params, _ = functionalize(make().double())
+        apply, params, _ = functionalize(seeded(make).double())
         trees.append(params)
         losses.append(lambda p, x, apply=apply: apply(p, {}, x)[0].square().mean())
     init = TAKES[len(trees)] if init is None else init

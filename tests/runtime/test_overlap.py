@@ -40,7 +40,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
 from tests.models import GPT, Block, Shared, even, tokens
-from tests.modules import Net, Unit, in_turn
+from tests.modules import Net, Unit, in_turn, seeded
 from tests.runtime.test_memory import RANKS, LiveBytes
 from tests.runtime.test_skipped_units import (
     half_chosen,
@@ -219,9 +219,7 @@ def test_a_failure_forgets_the_order() -> None:
 
 def trained(group: Any, level: int, remat: bool, **options: Any) -> tuple[Run, list[Call]]:
     """Two steps of a GPT, and all collectives."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT(depth=3).double()
+    model = seeded(lambda: GPT(depth=3).double())
     apply, params, buffers = functionalize(model, units=Block, remat=remat)
     step = train_step(next_token(apply), optim.adamw(0.01), accumulate=2)
     watched = counted(group)

@@ -17,7 +17,7 @@ from functorch_zero import optim
 from functorch_zero.errors import FunctorchZeroError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
-from tests.modules import Unit
+from tests.modules import Unit, seeded
 from tests.tiers import thinned
 
 WIDTH = 64
@@ -35,11 +35,11 @@ def scaled_layer() -> Unit:
 
 
 def model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(
+    return seeded(
+        lambda: nn.Sequential(
             scaled_layer(), scaled_layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         )
+    )
 
 
 apply, PARAMS, _ = fz.functionalize(model(), units=(Unit, nn.Linear))

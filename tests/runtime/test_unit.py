@@ -21,7 +21,7 @@ from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, even, rows, tokens
-from tests.modules import Net, Unit, in_turn, routed
+from tests.modules import Net, Unit, in_turn, routed, seeded
 from tests.tiers import crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
@@ -38,9 +38,7 @@ def build(make: Callable[[], nn.Module], units: Any = None) -> tuple[Any, Any, A
 
 
 def batches_of(batch: Callable[[int], Any], n: int = 12, num: int = 2) -> list[Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return [batch(n) for _ in range(num)]
+    return seeded(lambda: [batch(n) for _ in range(num)], 1)
 
 
 def check(
@@ -431,9 +429,7 @@ def test_autocast(level: int) -> None:
         return loss_fn
 
     def step() -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            apply, params, buffers = functionalize(MLP())
+        apply, params, buffers = seeded(lambda: functionalize(MLP()))
         return train_step(make_loss(apply), optim.sgd(0.05)), params, buffers
 
     batches = batches_of(rows(7, 3))

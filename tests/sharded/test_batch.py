@@ -30,7 +30,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import split
-from tests.modules import Net, towers
+from tests.modules import Net, seeded, towers
 from tests.tiers import crossed, tiers
 
 D = torch.float64
@@ -159,9 +159,7 @@ def given(
     of_rows: Any, *, remat: bool = False, accumulate: int = 1, optimizer: Any = STEP, **options: Any
 ) -> tuple[Any, Any, Any]:
     """(the step, params, buffers) of a loss of the towers' outputs."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = two_towers().to(D)
+    model = seeded(lambda: two_towers().to(D))
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
     loss = loss_of(apply, of_rows, **options)
     return fz.train_step(loss, optimizer, accumulate=accumulate), params, buffers
@@ -320,9 +318,7 @@ NORMS: dict[str, dict[str, Any]] = {
 
 
 def normed(of_all: bool = True, remat: bool = False, **options: Any) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = normed_net(**options).to(D)
+    model = seeded(lambda: normed_net(**options).to(D))
     if of_all:
         model = whole.sync_batch_norm(model)
     apply, params, buffers = fz.functionalize(model, units=["a", "b"], remat=remat)
@@ -451,9 +447,7 @@ def test_the_proof_sees_a_loss_of_a_ranks_own_rows() -> None:
 def test_evaluations(level: int) -> None:
     (data,) = batches(1)
     step, params, buffers = given(clip)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, _, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
+    apply, _, _ = seeded(lambda: fz.functionalize(two_towers().to(D), units=["a", "b"]))
     loss = loss_of(apply, clip)
     evaluation = fz.eval_step(lambda *args: {"loss": loss(*args)})
 
@@ -472,9 +466,7 @@ def test_evaluations(level: int) -> None:
 @pytest.mark.parametrize("level", [1, 3])
 def test_programs(level: int) -> None:
     (data,) = batches(1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
+    apply, params, _ = seeded(lambda: fz.functionalize(two_towers().to(D), units=["a", "b"]))
     loss = loss_of(apply, barlow_twins)
     of_params = lambda params, batch: loss(params, {}, batch)
     value, grads = fz.value_and_grad(of_params)(params, batch=data)
@@ -494,9 +486,7 @@ def test_programs(level: int) -> None:
 def test_outside_of_a_programs_losses() -> None:
     """In the program's own code no rows of other ranks can be asked for."""
     (data,) = batches(1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
+    apply, params, _ = seeded(lambda: fz.functionalize(two_towers().to(D), units=["a", "b"]))
     loss = loss_of(apply, clip)
 
     def program(params: Any, batch: Batch) -> Any:
@@ -628,9 +618,7 @@ def test_refused(what: str, level: int) -> None:
 
 
 def test_fz_hvp_is_refused() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(two_towers().to(D), units=["a", "b"])
+    apply, params, _ = seeded(lambda: fz.functionalize(two_towers().to(D), units=["a", "b"]))
     loss = loss_of(apply, clip)
 
     def run(group: Any) -> str:

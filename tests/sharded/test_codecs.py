@@ -24,7 +24,7 @@ from functorch_zero.layout.build import make_layout
 from functorch_zero.runtime.reduce import SUMMED, Summed
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts
-from tests.modules import Net, in_turn
+from tests.modules import Net, in_turn, seeded
 from tests.sharded.test_processes import on_processes
 from tests.tiers import FULL, THOROUGH, crossed, thinned, tiers
 
@@ -475,9 +475,7 @@ def test_train_lm_learns_as_well() -> None:
     size = example["SIZES"]["tiny"]
 
     def train(group: Any, precision: Any) -> float:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = example["GPT"](size)
+        model = seeded(lambda: example["GPT"](size))
         apply, params, buffers = fz.functionalize(
             model, units=example["Block"], precision=precision
         )

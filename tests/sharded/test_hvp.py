@@ -19,6 +19,7 @@ from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP, ZOO, Batch, Case, even, split, uneven
+from tests.modules import seeded
 from tests.runtime.test_memory import WIDTH, LiveBytes, deep
 from tests.step.test_hvp import loss_of_normed, normed, reversible
 from tests.tiers import crossed, tiers
@@ -31,9 +32,7 @@ ROWS = 12
 
 def plain(case: Case, vector: Any) -> Any:
     """Forward over reverse, in plain torch: the loss, its gradient and the product."""
-    with torch.random.fork_rng():
-        torch.manual_seed(case.seed)
-        module = case.model().double()
+    module = seeded(lambda: case.model().double(), case.seed)
     (batch,) = case.batches(1, ROWS)
     trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 

@@ -16,6 +16,7 @@ from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.precision import Precision
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
+from tests.modules import seeded
 from tests.tiers import crossed, thinned
 
 
@@ -127,9 +128,7 @@ def test_a_module_with_a_buffer_of_a_subclass() -> None:
 
 
 def net(precision: Precision | None) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2, dtype=torch.float64)
+    model = seeded(lambda: nn.Linear(3, 2, dtype=torch.float64))
     return fz.functionalize(model, precision=precision)
 
 

@@ -29,6 +29,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
 )
 from tests.local import part, published
+from tests.modules import seeded
 from tests.tiers import crossed, thinned, tiers
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -574,9 +575,8 @@ def test_frozen_leaves_are_published_once() -> None:
 def test_refit() -> None:
     """To a model with one layer more; elements that change ranks are masters."""
     step, params, batches = built(optimizer=optim.adamw(0.01))
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        larger = nn.Sequential(*(nn.Linear(24, 24) for _ in range(UNITS + 1))).double()
+    layers = lambda: nn.Sequential(*(nn.Linear(24, 24) for _ in range(UNITS + 1)))
+    larger = seeded(layers, 1).double()
     apply, more, _ = fz.functionalize(larger, units=nn.Linear, precision=POLICIES["gather"])
 
     def loss_fn(params: Any, buffers: Any, x: Any) -> Any:

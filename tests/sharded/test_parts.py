@@ -22,7 +22,7 @@ from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.local import local_leaves
 from tests.models import even
-from tests.modules import Adapted
+from tests.modules import Adapted, seeded
 from tests.runtime.test_memory import LiveBytes
 from tests.sharded.test_processes import on_processes
 from tests.tiers import drawn, tiers
@@ -41,11 +41,11 @@ ADAPTERS = DEPTH * 2 * SMALL * WIDTH * 8
 def build(
     optimizer: optim.Transform | None = None, trainable: Any = is_adapter
 ) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(
+    apply, params, buffers = seeded(
+        lambda: fz.functionalize(
             nn.Sequential(*(Adapted(WIDTH, SMALL) for _ in range(DEPTH))).double()
         )
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()

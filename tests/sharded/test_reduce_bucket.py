@@ -26,7 +26,7 @@ from functorch_zero.groups import (
 )
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import split
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.sharded.test_seams import ROUNDED
 from tests.tiers import crossed, thinned, tiers
 
@@ -36,9 +36,7 @@ GRADIENTS = {0: "all_reduce", 1: "reduce_scatter", 2: "reduce_scatter"}
 
 def linears(num: int, dim: int) -> Made:
     """A unit per layer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(num)))
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(dim, dim) for _ in range(num))))
     apply, params, _ = fz.functionalize(model, units=nn.Linear)
 
     def output(params: Any, x: Tensor) -> Tensor:
@@ -169,9 +167,7 @@ LOW = {"widen": fz.Precision(reduce=torch.float32)}  # its bucket has a dtype of
 
 
 def build(accumulate: int = 1, precision: Any = None, uneven: bool = False) -> tuple[Any, ...]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = net().double()
+    model = seeded(lambda: net().double())
     units = [nn.Sequential, "head", "widen", "maybe"]
     apply, params, buffers = fz.functionalize(model, units=units, precision=precision)
 

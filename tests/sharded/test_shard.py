@@ -37,7 +37,7 @@ from tests.compare import (
 )
 from tests.local import local_leaves
 from tests.models import ZOO, Batch, even, split, uneven
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.tiers import crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
@@ -357,9 +357,7 @@ def dropping_net() -> Net:
 @pytest.mark.parametrize("level", tiers([3], [0, 1], [2]))
 def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     def make() -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            apply, params, buffers = functionalize(dropping_net().double())
+        apply, params, buffers = seeded(lambda: functionalize(dropping_net().double()))
         return train_step(dropping(apply), optim.sgd(0.1)), params, buffers
 
     batches = ZOO["mlp"].batches(2, 12)

@@ -28,7 +28,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.conformance.table import TABLE as CONFORMANCE
-from tests.modules import Net
+from tests.modules import Net, seeded
 from tests.planning.test_plan import allocations
 from tests.runtime.test_exchange import Summing
 from tests.sharded.test_seams import Rounded
@@ -388,9 +388,7 @@ def ranker(*, sparse: bool = True, **options: Any) -> Net:
 
 
 def build(*, optimizer: Any = None, inside: bool = False, **options: Any) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = ranker().to(D)
+    model = seeded(lambda: ranker().to(D))
     apply, params, buffers = fz.functionalize(nn.Sequential(model) if inside else model, **options)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -653,9 +651,7 @@ def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
 def test_states_and_evaluations() -> None:
     """`step.shard` is the inverse of `unshard`; `refit` takes a table along; evaluations look up
     the state's rows, and those of an average."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        apply, params, _ = fz.functionalize(ranker().to(D))
+    apply, params, _ = seeded(lambda: fz.functionalize(ranker().to(D)))
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return (apply(params, {}, batch["ids"])[0] - batch["y"]).square().mean()

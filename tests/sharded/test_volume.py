@@ -20,7 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, tokens
-from tests.modules import Net, in_turn
+from tests.modules import Net, in_turn, seeded
 from tests.tiers import tiers
 
 RANKS = 2
@@ -52,9 +52,7 @@ class Counts:
 
 
 def build(depth: int = 4) -> tuple[Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT(vocab=40, width=16, depth=depth, length=40, tied=False)
+    model = seeded(lambda: GPT(vocab=40, width=16, depth=depth, length=40, tied=False))
     apply, params, buffers = functionalize(model.double(), units=Block)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
