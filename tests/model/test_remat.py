@@ -335,7 +335,8 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     batches = unit_tests.batches_of(skipped_units.half_chosen)
 
     def make() -> tuple[Any, Any, Any]:
-        apply, params, buffers = build(lambda: skipped_units.skipping_net("a b? c? a b?"), remat=True)
+        net = lambda: skipped_units.skipping_net("a b? c? a b?")
+        apply, params, buffers = build(net, remat=True)
         optimizer = optim.sgd(0.05, momentum=0.9)
         return (
             train_step(skipped_units.skipping(apply), optimizer, accumulate=accumulate),
