@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -500,6 +500,41 @@ def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
         return x.new_empty(0, device=leaf.device if x.is_meta else x.device)
 
     return tree_map(empty, part.init(whole))
+
+
+class Updated(NamedTuple):
+    """One leaf after its whole-leaf update."""
+
+    update: Tensor  # whole
+    state: Any
+
+
+def run_batch(
+    part: WholeLeaf, updates: Sequence[Tensor], states: Sequence[Any], params: Sequence[Tensor]
+) -> list[Updated]:
+    """Run a whole-leaf update on some leaves, of one shape; on one leaf, unless it takes batches.
+
+    Args:
+        updates: whole leaves.
+        states: theirs.
+        params: likewise; not looked at where the update wants none.
+    """
+    if not part.batched:
+        return [
+            Updated(*part.update(updates[0], states[0], params[0] if part.wants_param else None))
+        ]
+
+    def stack(*leaves: Tensor) -> Tensor:
+        return torch.stack(leaves)
+
+    # (k, *shape) for k leaves, and so is each leaf of the states
+    stacked_params = stack(*params) if part.wants_param else None
+    made = part.update(stack(*updates), tree_map(stack, *states), stacked_params)
+    updated = []
+    for k, update in enumerate(made[0].unbind()):
+        # Copies, since a view would keep the states of the whole batch alive
+        updated.append(Updated(update, tree_map(lambda leaf, k=k: leaf[k].clone(), made[1])))
+    return updated
 
 
 def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:

@@ -27,6 +27,7 @@ from .across import (
     check_limit,
     check_whole,
     reduce_leaf,
+    run_batch,
     smallest,
     sum_dtype,
     sums_of,
@@ -92,10 +93,10 @@ class Local(Across):
         new_updates, new_states = [], []
         rows = zip(leaves, states, optree.tree_leaves(params), strict=True)
         for i, (update, old, param) in enumerate(rows):
-            new, owned = one_leaf(part, update, old, param)
-            check_whole(updates, i, (update, old.state), (new, owned.state))
-            new_updates.append(new)
-            new_states.append(owned)
+            (new,) = run_batch(part, [update], [old.state], [param])
+            check_whole(updates, i, (update, old.state), new)
+            new_updates.append(new.update)
+            new_states.append(Owned(new.state, old.leaf))
         return treedef.unflatten(new_updates), treedef.unflatten(new_states)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
@@ -122,15 +123,3 @@ def _max_dims(x: Tensor, dims: Shape) -> Tensor:
     if not x.numel():  # of which torch has no maximum
         return x.new_full(without(tuple(x.shape), dims), smallest(x.dtype))
     return x.amax(dims)
-
-
-def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tuple[Tensor, Owned]:
-    """Run a whole-leaf update on one whole leaf; a batched one sees a batch of one."""
-    wanted = param if part.wants_param else None
-    if not part.batched:
-        new, state = part.update(update, owned.state, wanted)
-        return new, Owned(state, owned.leaf)
-    # (1, *shape), and back to the leaf's own shape
-    u, s, p = tree_map(lambda x: x.unsqueeze(0), (update, owned.state, wanted))
-    new, state = part.update(u, s, p)
-    return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)

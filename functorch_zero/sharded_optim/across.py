@@ -35,6 +35,7 @@ from ..optim.across import (
     check_whole,
     norms_of,
     reduce_leaf,
+    run_batch,
     state_elsewhere,
     sums_of,
     total_of,
@@ -47,7 +48,7 @@ from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, Coming, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, UpdateFlats, device_of
 from .state_plan import EVERYONE, HOLDERS, owner_without_choice, owners_of
-from .whole_leaf import Exchange, batches, run_batch
+from .whole_leaf import Exchange, batches
 
 
 class Sharded(Across):
@@ -367,7 +368,6 @@ class Sharded(Across):
         # A param travels only where the update reads it
         trees = [leaves, optree.tree_leaves(params)] if part.wants_param else [leaves]
         whole_updates, *whole_params = self._exchange.to_owners(trees, owners)
-        given_params = whole_params[0] if part.wants_param else None
         writable = self._writable(part, updates, state, params)
         # By position, the whole updates made here: of leaves owned, or not cut; or of rows
         results: dict[int, Any] = {}
@@ -394,7 +394,9 @@ class Sharded(Across):
             # One leaf, since no batches go by rows
             if part.in_place and may_write(batch[0], arrived[0]):
                 own_part = replace(part, update=part.in_place)
-            made = run_batch(own_part, batch, whole_updates, olds, given_params)
+            given = [whole_updates[i] for i in batch]
+            own_params = [whole_params[0][i] for i in batch] if part.wants_param else []
+            made = run_batch(own_part, given, olds, own_params)
             for i, own, old, new in zip(batch, arrived, olds, made, strict=True):
                 if not part.by_rows:  # which are made of rows that were looked at
                     check_whole(updates, i, (whole_updates[i], old), new)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..groups.protocol import Group
@@ -212,46 +211,3 @@ def batches(part: WholeLeaf, whole: Mapping[int, Tensor]) -> list[list[int]]:
     for i, leaf in whole.items():
         alike[leaf.shape, leaf.dtype].append(i)
     return list(alike.values())
-
-
-class Updated(NamedTuple):
-    """One leaf after its whole-leaf update."""
-
-    update: Tensor  # whole
-    state: Any
-
-
-def run_batch(
-    part: WholeLeaf,
-    batch: Sequence[int],
-    updates: Mapping[int, Tensor],
-    states: Sequence[Any],
-    params: Mapping[int, Tensor] | None,
-) -> list[Updated]:
-    """Run a whole-leaf update on the leaves at the positions of a batch.
-
-    Args:
-        updates: whole leaves, by position.
-        states: of the leaves of the batch.
-        params: whole leaves, by position; None where the update wants none.
-    """
-    # `batches` has given this transform one leaf at a time
-    if not part.batched:
-        (i,) = batch
-        param = None if params is None else params[i]
-        return [Updated(*part.update(updates[i], states[0], param))]
-
-    def stack(*leaves: Tensor) -> Tensor:
-        return torch.stack(leaves)
-
-    # (k, *shape) for k leaves, and so is each leaf of the states
-    stacked_updates = stack(*(updates[i] for i in batch))
-    stacked_states = tree_map(stack, *states)
-    stacked_params = None if params is None else stack(*(params[i] for i in batch))
-    new_updates, new_states = part.update(stacked_updates, stacked_states, stacked_params)
-    updated = []
-    for k, update in enumerate(new_updates.unbind()):
-        # Copies, since a view would keep the states of the whole batch alive
-        state = tree_map(lambda leaf, k=k: leaf[k].clone(), new_states)
-        updated.append(Updated(update, state))
-    return updated

@@ -18,13 +18,13 @@ from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
+from ..optim.across import Pointwise, Tree, WholeLeaf, run_batch
 from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
 from ..optim.claims.operators import OperatorWatch
-from ..optim.local import Local, one_leaf
+from ..optim.local import Local
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
 from .equality import (
@@ -318,41 +318,33 @@ class _Checking(Local):
         # One row per leaf
         rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
         for path, update, owned, param in rows:
-            self._try(part, path, update, owned, param)
+            self._try(part, path, update, owned.state, param)
         return super().run_whole(part, updates, state, params)
 
-    def _try(self, part: WholeLeaf, path: str, update: Tensor, owned: Owned, param: Tensor) -> None:
+    def _try(self, part: WholeLeaf, path: str, update: Tensor, state: Any, param: Tensor) -> None:
         """Compare one leaf's update by itself and in a batch."""
         who = f"{self._name}, a whole-leaf function,"
-        first, new = one_leaf(part, update, owned, param)
-        if first.shape != update.shape:
+        (first,) = run_batch(part, [update], [state], [param])
+        if first.update.shape != update.shape:
             raise TransformError(
-                f"{who} makes an update of shape {tuple(first.shape)} of leaf {path}"
+                f"{who} makes an update of shape {tuple(first.update.shape)} of leaf {path}"
             )
         if not part.batched:
             return
         # Another update, so that a function that mixes its batch's items shows it
-        other, other_new = one_leaf(part, update * -0.5, owned, param)
-        alone = [(first, new.state), (other, other_new.state)]
-        in_batch = part.update(
-            torch.stack([update, update * -0.5]),
-            tree_map(_twice, owned.state),
-            _twice(param) if part.wants_param else None,
-        )
+        other = update * -0.5
+        alone = [first, *run_batch(part, [other], [state], [param])]
+        in_batch = run_batch(part, [update, other], [state, state], [param, param])
         with _as_transform_error(
             f"{who} makes something else of leaf {path} in a batch of two than alone"
         ):
             assert_equal_values(
-                {path: tree_map(lambda *xs: torch.stack(xs), *alone)},
+                {path: alone},
                 {path: in_batch},
                 grade=self._equality,
                 what="results",
-                dtypes={first.dtype},
+                dtypes={first.update.dtype},
             )
-
-
-def _twice(x: Tensor) -> Tensor:
-    return torch.stack([x, x])
 
 
 # A transform's kernel for donated storage

@@ -27,11 +27,12 @@ from ..across import (
     Tree,
     WholeLeaf,
     reduced_dtype,
+    run_batch,
     state_elsewhere,
     with_ones,
     without,
 )
-from ..local import Local, one_leaf
+from ..local import Local
 from ..random_numbers import Kind, Number
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, TrialCut, middle
 from .operators import OperatorWatch
@@ -197,8 +198,8 @@ class PretendedRank(Local):
 
         def run() -> Tensor:
             own = param[corner].clone()
-            new, _ = one_leaf(part, update[corner].clone(), Owned(part.init(own), 0), own)
-            return new.nan_to_num()
+            (new,) = run_batch(part, [update[corner].clone()], [part.init(own)], [own])
+            return new.update.nan_to_num()
 
         with self._watch.paused():
             try:
