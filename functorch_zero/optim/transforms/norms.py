@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,37 +62,27 @@ def scaled(updates: Tree, factor: Tensor, params: Tree, across: Across) -> Tree:
     return made
 
 
-def _times_state(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
-    return _foreach_times(torch._foreach_mul, updates, factor), factor
-
-
-def _times_state_in_place(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
-    return _foreach_times(torch._foreach_mul_, updates, factor), factor
-
-
-def _foreach_times(multiply: Callable[..., Any], updates: Tree, factor: Tensor) -> Tree:
-    """`times` of all leaves, by one operator."""
+def _foreach_times(
+    multiply: Callable[..., Any], updates: Tree, factor: Tensor, params: Tree
+) -> tuple[Tree, Tensor]:
+    """`times` of all leaves, by one operator if they have one dtype."""
     leaves, treedef = tree_flatten(updates)
-    kinds = {u.dtype for u in leaves}
+    dtypes = {u.dtype for u in leaves}
     # A half precision is multiplied in float32, and rounded then
-    if any(dtype != sum_dtype(dtype) for dtype in kinds):
-        return tree_map(lambda u: times(u, factor), updates)
-    made = list(leaves)
-    for dtype in kinds:
-        at = [i for i, u in enumerate(leaves) if u.dtype == dtype]
-        own = [leaves[i] for i in at]
-        # In place, the operator returns nothing
-        for i, new in zip(at, multiply(own, factor.to(dtype)) or own, strict=True):
-            made[i] = new
-    return treedef.unflatten(made)
-
-
-def _init_factor(params: Tree) -> Tensor:
-    return torch.ones((), device="cpu")
+    if len(dtypes) != 1 or dtypes != {*map(sum_dtype, dtypes)}:
+        return tree_map(lambda u: times(u, factor), updates), factor
+    # In place, the operator returns nothing
+    made = multiply(leaves, factor.to(*dtypes)) or leaves
+    return treedef.unflatten(made), factor
 
 
 # The same object at all steps, which `across` plans once; so the factor comes as its state
-_TIMES_STATE = Pointwise(_init_factor, _times_state, _times_state_in_place, keeps_zeros=True)
+_TIMES_STATE = Pointwise(
+    lambda params: torch.ones((), device="cpu"),
+    partial(_foreach_times, torch._foreach_mul),
+    partial(_foreach_times, torch._foreach_mul_),
+    keeps_zeros=True,
+)
 
 
 def block_rms(norms: Tree, across: Across) -> Tree:
