@@ -127,27 +127,28 @@ def _injected(
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
-    def values_of(state: InjectHyperparamsState) -> dict[str, Tensor]:
+    def run(
+        state: InjectHyperparamsState, inner: Callable[[Transform, Any], tuple[Tree, Any]]
+    ) -> tuple[Tree, Any]:
         # A schedule's value replaces the one kept from the step before
-        return state.hyperparams | scheduled(state.count)
+        values = state.hyperparams | scheduled(state.count)
+        # The transform is made anew of this step's values; nothing in it outlives the step
+        updates, inner_state = inner(build(values), state.inner_state)
+        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
     def update_plain(
         updates: Tree, state: InjectHyperparamsState, params: Tree
     ) -> tuple[Tree, Any]:
-        # The transform is made anew of this step's values; nothing in it outlives the step
-        values = values_of(state)
-        now = build(values).plain
-        assert now is not None
-        updates, inner_state = now.update(updates, state.inner_state, params)
-        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
+        def inner(now: Transform, own: Any) -> tuple[Tree, Any]:
+            assert now.plain is not None
+            return now.plain.update(updates, own, params)
+
+        return run(state, inner)
 
     def update(
         updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
     ) -> tuple[Tree, Any]:
-        values = values_of(state)
-        now = build(values)
-        updates, inner_state = now.update(updates, state.inner_state, params, across)
-        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
+        return run(state, lambda now, own: now.update(updates, own, params, across))
 
     # Made of the first values, for all that doesn't depend on them: needs, structure, `init`
     first = build(numbers | scheduled(step_count()))
@@ -325,19 +326,12 @@ def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauS
     # A running mean: the sum of many values would lose digits
     mean = state.avg_value + (value - state.avg_value) / count
     gathered = state._replace(count=count, avg_value=mean)
-    # Judged in any case; `full` decides which of the two states goes on
-    judged = _judge(gathered)
-    full = count >= state.rules.accumulation_size  # read by `where`, so on no host
-    chosen: dict[str, Any] = {}
-    for field in state._fields:
-        if field != "rules":
-            chosen[field] = torch.where(full, getattr(judged, field), getattr(gathered, field))
-    return gathered._replace(**chosen)
+    # On the CPU, all of it
+    return _judge(gathered) if count >= state.rules.accumulation_size else gathered
 
 
 def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
-    """The state after one more mean. Computed at every value: `_observe` takes it where the mean is
-    full."""
+    """The state after one more mean, which is full."""
     rules = state.rules
     # Less than the best by both tolerances together
     better = state.avg_value < (1 - rules.rtol) * state.best_value - rules.atol
