@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -24,9 +25,10 @@ from ...tree import PyTree, merge, paths, select
 from ..across import Across, Shape
 from ..arguments import check_is_transform, check_takes
 from ..arithmetic import Tree, on_leaf
-from ..base import EmptyState, Needs, Schedule, Transform, value_of
+from ..base import Needs, Schedule, Transform, value_of
 from ..naming import named
 from ..states import CountState, init_count
+from ..transforms.scaling import set_to_zero
 
 # A tree, or a function of a leaf's dotted path and of a meta tensor like the whole leaf
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
@@ -202,59 +204,38 @@ def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Tr
     """
     label = labeller((lambda path, leaf: path) if param_labels is None else param_labels)
 
-    def positions(params: Tree, across: Across) -> dict[Any, list[int]]:
-        """By label, the numbers of its leaves."""
-        labels = optree.tree_structure(params).flatten_up_to(label(params, across))
-        found: dict[Any, list[int]] = {}
-        for i, name in enumerate(labels):
-            found.setdefault(name, []).append(i)
-        return found
-
     def init(params: Tree, across: Across) -> dict[Any, Any]:
+        labels = label(params, across)
         states = {}
-        for name, at in positions(params, across).items():
-            states[name] = inner.init(_only(at, params), across.select(_mask(at, params)))
+        for name in dict.fromkeys(_names(labels, params)):
+            chosen = _chosen(name, labels, params)
+            states[name] = inner.init(select(params, chosen), across.select(chosen))
         return states
 
     def update(
         updates: Tree, state: dict[Any, Any], params: Tree, across: Across
     ) -> tuple[Tree, dict[Any, Any]]:
+        labels = label(params, across)
         largest = optree.tree_leaves(across.max(tree_map(lambda u: u != 0, updates)))
         # Here the host waits for the gradients. Every rank has the same answers, so all ranks
         # branch alike
-        moves = torch.stack(largest).cpu() if largest else ()
-        leaves, treedef = optree.tree_flatten(updates)
+        moves = torch.stack(largest).tolist() if largest else ()
         states = dict(state)
-        for name, at in positions(params, across).items():
-            # The updates of one that rests are zeros, as they should be
-            if not any(bool(moves[i]) for i in at):
-                continue
-            given, beside = _only(at, updates), _only(at, params)
-            narrowed = across.select(_mask(at, params))
-            new, states[name] = inner.update(given, state[name], beside, narrowed)
-            for i, made in zip(at, optree.tree_leaves(new), strict=True):
-                leaves[i] = made
-        return treedef.unflatten(leaves), states
+        # The updates of one that rests are zeros, as they should be
+        for name in dict.fromkeys(compress(_names(labels, params), moves)):
+            chosen, own = _chosen(name, labels, params), state[name]
+            updates, states[name] = _run(inner.update, chosen, updates, own, params, across)
+        return updates, states
 
     # The question about all leaves is its own, whatever `inner` needs
     needs = max(Needs.STATISTICS, inner.needs)
     return Transform(init, update, needs, (inner,), asks_for_state=inner.asks_for_state)
 
 
-def _only(at: list[int], tree: Tree) -> Tree:
-    """The tree with None for all leaves but those with these numbers."""
-    leaves, treedef = optree.tree_flatten(tree)
-    kept: list[Any] = [None] * len(leaves)
-    for i in at:
-        kept[i] = leaves[i]
-    return treedef.unflatten(kept)
-
-
-def _mask(at: list[int], tree: Tree) -> PyTree[bool]:
-    """Whether a leaf's number is among these."""
-    treedef = optree.tree_structure(tree)
-    chosen = {*at}
-    return treedef.unflatten([i in chosen for i in range(treedef.num_leaves)])
+def _names(labels: PyTree[Any], params: Tree) -> list[Any]:
+    """The label of each leaf."""
+    names: list[Any] = optree.tree_structure(params).flatten_up_to(labels)
+    return names
 
 
 def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
@@ -288,9 +269,8 @@ def _run(
 
 
 def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -> None:
-    treedef = optree.tree_structure(params)
     # At `init`, so that a misspelt label is no leaf that silently stays as it is
-    for path, label in zip(paths(params), treedef.flatten_up_to(labels), strict=True):
+    for path, label in zip(paths(params), _names(labels, params), strict=True):
         if label not in known:
             remedy = "add it, or change the labels"
             raise ValueError(
@@ -310,19 +290,7 @@ def freeze(mask: Mask) -> Transform:
     Args:
         mask: a tree of bools, or a function `(path, leaf) -> bool`.
     """
-    label = labeller(mask)
-
-    def update(
-        updates: Tree, state: EmptyState, params: Tree, across: Across
-    ) -> tuple[Tree, EmptyState]:
-        frozen = _true(label(params, across), params)
-        new = tree_map(lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen)
-        return new, state
-
-    # Pointwise, but without `plain`: it tells leaves apart
-    return Transform(
-        lambda params, across: EmptyState(), update, Needs.POINTWISE, asks_for_state=True
-    )
+    return masked(set_to_zero(), mask)
 
 
 @named
