@@ -110,21 +110,29 @@ def _batches(leaves: Sequence[Tensor]) -> Iterator[slice]:
         yield slice(start, None)
 
 
-def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:
-    """`decay * old + (1 - decay) * new`, as torch.optim takes means of gradients."""
-    # Operators that take tensors: no host waits for the decay
-    if isinstance(decay, Tensor):
-        return old + (new - old) * (1 - decay)
-    # One kernel, without temporaries; torch.optim has these bits
-    return old.lerp(new, 1 - decay)
+def ema(mean: Tree, tree: Tree, decay: Number) -> Tree:
+    """`decay * mean + (1 - decay) * tree`, as torch.optim takes means of gradients."""
+
+    def one(old: Tensor, new: Tensor) -> Tensor:
+        # Operators that take tensors: no host waits for the decay
+        if isinstance(decay, Tensor):
+            return old + (new - old) * (1 - decay)
+        # One kernel, without temporaries; torch.optim has these bits
+        return old.lerp(new, 1 - decay)
+
+    return elementwise(one, mean, tree)
 
 
-def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
-    """`decay * old + (1 - decay) * new**2`, as torch.optim takes means of squares."""
-    # `value` of addcmul is a number: a tensor there would be read on the host
-    if isinstance(decay, Tensor):
-        return old * decay + new * new * (1 - decay)
-    return torch.addcmul(old * decay, new, new, value=1 - decay)
+def ema_of_squares(mean: Tree, tree: Tree, decay: Number) -> Tree:
+    """`decay * mean + (1 - decay) * tree**2`, as torch.optim takes means of squares."""
+
+    def one(old: Tensor, new: Tensor) -> Tensor:
+        # `value` of addcmul is a number: a tensor there would be read on the host
+        if isinstance(decay, Tensor):
+            return old * decay + new * new * (1 - decay)
+        return torch.addcmul(old * decay, new, new, value=1 - decay)
+
+    return elementwise(one, mean, tree)
 
 
 def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:

@@ -42,7 +42,7 @@ def scale_by_belief(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
         # The mean first: the distance is from the one that has seen this gradient
-        mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
+        mu = ema(state.mu, updates, b1)
         nu = elementwise(new_nu, state.nu, updates, mu)
         new = ScaleByAdamState(state.count + 1, mu, nu)
         # The root's shift is in `nu` already

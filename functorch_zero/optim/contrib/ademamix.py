@@ -63,9 +63,9 @@ def scale_by_ademamix(
         # Schedules are given the number of steps before this one
         slow_decay = value_of(b3, state.count)
         slow_weight = value_of(alpha, state.count)
-        m1 = elementwise(lambda m, g: ema(m, g, b1), state.m1, updates)
-        m2 = elementwise(lambda m, g: ema(m, g, slow_decay), state.m2, updates)
-        nu = elementwise(lambda v, g: ema_of_squares(v, g, b2), state.nu, updates)
+        m1 = ema(state.m1, updates, b1)
+        m2 = ema(state.m2, updates, slow_decay)
+        nu = ema_of_squares(state.nu, updates, b2)
         # The fast mean and nu began at zero, and lack these factors
         c1 = bias_correction(b1, count)
         c2 = bias_correction(b2, count)

@@ -50,7 +50,7 @@ def scale_by_yogi(
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
-        mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
+        mu = ema(state.mu, updates, b1)
         nu = elementwise(new_nu, state.nu, updates)
         new = ScaleByAdamState(state.count + 1, mu, nu)
         return adam_directions(new, b1, b2, eps, eps_root), new

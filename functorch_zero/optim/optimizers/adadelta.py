@@ -52,9 +52,9 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
         updates: Tree, state: ScaleByAdaDeltaState, params: Tree
     ) -> tuple[Tree, ScaleByAdaDeltaState]:
         # Gradients first: the step is divided by a mean that has seen its gradient
-        e_g = elementwise(lambda e, g: ema_of_squares(e, g, rho), state.e_g, updates)
+        e_g = ema_of_squares(state.e_g, updates, rho)
         steps = elementwise(step, updates, state.e_x, e_g)  # by the steps before this one
-        e_x = elementwise(lambda e, s: ema_of_squares(e, s, rho), state.e_x, steps)
+        e_x = ema_of_squares(state.e_x, steps, rho)
         return steps, ScaleByAdaDeltaState(e_g, e_x)
 
     return pointwise(init, update, in_parts=True)

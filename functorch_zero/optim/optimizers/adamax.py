@@ -50,7 +50,7 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         updates: Tree, state: ScaleByAdamaxState, params: Tree
     ) -> tuple[Tree, ScaleByAdamaxState]:
         count = state.count + 1
-        mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
+        mu = ema(state.mu, updates, b1)
         # eps is inside the maximum: a direction is then a plain quotient
         nu = elementwise(lambda v, g: torch.maximum(v * b2, g.abs() + eps), state.nu, updates)
         # Only the mean is corrected: the maximum does not begin too small

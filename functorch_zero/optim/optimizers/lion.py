@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from optree import tree_map
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, elementwise, ema
+from ..arithmetic import Number, Tree, ema
 from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
@@ -45,8 +47,8 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
         updates: Tree, state: ScaleByLionState, params: Tree
     ) -> tuple[Tree, ScaleByLionState]:
         # Both mixtures are of the mean before; only the second is kept
-        signs = elementwise(lambda m, g: ema(m, g, b1).sign(), state.mu, updates)
-        mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
+        signs = tree_map(torch.sign, ema(state.mu, updates, b1))
+        mu = ema(state.mu, updates, b2)
         return signs, ScaleByLionState(state.count + 1, mu)
 
     return pointwise(init, update, in_parts=True)

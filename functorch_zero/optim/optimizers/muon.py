@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..arithmetic import Number, Tree, elementwise, ema
+from ..arithmetic import Number, Tree, ema
 from ..base import (
     EmptyState,
     Schedule,
@@ -61,12 +61,12 @@ def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
 
     def update(updates: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         # A mean where others keep a sum: the orthogonalisation takes away the difference in size
-        mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
+        mu = ema(state.mu, updates, decay)
         # The state and the update are one tensor here; `across` and `chain` copy where it matters
         if not nesterov:
             return mu, MomentumState(mu)
         # From the gradient a share `decay` of the way to the mean
-        ahead = elementwise(lambda g, m: ema(g, m, 1 - decay), updates, mu)
+        ahead = ema(updates, mu, 1 - decay)
         return ahead, MomentumState(mu)
 
     return pointwise(init, update)

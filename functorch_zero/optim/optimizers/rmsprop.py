@@ -55,7 +55,7 @@ def scale_by_rms(
 
     def update(updates: Tree, state: ScaleByRmsState, params: Tree) -> tuple[Tree, ScaleByRmsState]:
         count = state.count + 1
-        nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        nu = ema_of_squares(state.nu, updates, decay)
         # The state keeps the uncorrected mean
         means = _corrected(nu, decay, count) if bias_correction else nu
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
@@ -106,8 +106,8 @@ def scale_by_stddev(
         updates: Tree, state: ScaleByStddevState, params: Tree
     ) -> tuple[Tree, ScaleByStddevState]:
         count = state.count + 1
-        mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
-        nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        mu = ema(state.mu, updates, decay)
+        nu = ema_of_squares(state.nu, updates, decay)
         # Both means began at zero, and lack the same factor
         if bias_correction:
             means, squares = _corrected(mu, decay, count), _corrected(nu, decay, count)

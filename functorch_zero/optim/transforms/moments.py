@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, elementwise, ema, ema_of_squares, is_zero
+from ..arithmetic import Number, Tree, ema, ema_of_squares, is_zero
 from ..base import step_count, tree_zeros_like
 
 
@@ -40,8 +40,8 @@ def update_moments(updates: Tree, state: Any, b1: Number, b2: Number) -> ScaleBy
         b2: decay of `nu`, per step.
     """
     # Both stay in the dtype and on the device of the params
-    mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
-    nu = elementwise(lambda v, g: ema_of_squares(v, g, b2), state.nu, updates)
+    mu = ema(state.mu, updates, b1)
+    nu = ema_of_squares(state.nu, updates, b2)
     return ScaleByAdamState(state.count + 1, mu, nu)
 
 

@@ -93,7 +93,7 @@ def ema(decay: Number, debias: bool = True) -> Transform:
 
     def update(updates: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
-        mean = elementwise(lambda m, g: mean_of(m, g, decay), state.ema, updates)
+        mean = mean_of(state.ema, updates, decay)
         if debias:
             # The state keeps the uncorrected mean, from which the next one is made
             correction = bias_correction(decay, count)
