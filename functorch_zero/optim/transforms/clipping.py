@@ -10,13 +10,10 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across, Dims
-from ..arithmetic import Number, Tree, clamp, elementwise
+from ..arithmetic import Number, Tree, clamp
 from ..base import (
-    EmptyState,
     Schedule,
     Transform,
-    init_empty,
-    pointwise,
     real_only,
     step_count,
     value_of,
@@ -25,6 +22,7 @@ from ..base import (
 from ..naming import named
 from ..states import CountState, init_count
 from .norms import global_norm, safe_square, scaled, times
+from .scaling import of_elements
 
 
 @named
@@ -35,12 +33,8 @@ def clip(max_delta: Number) -> Transform:
 
     Needs: pointwise. State: none.
     """
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        # NaNs stay: clipping hides none
-        return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
-
-    return pointwise(init_empty, update, in_parts=True)
+    # NaNs stay: clipping hides none
+    return of_elements(lambda u: clamp(u, -max_delta, max_delta), in_parts=True)
 
 
 class ClipByGlobalNormState(NamedTuple):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, number
@@ -30,34 +29,32 @@ from ..naming import named
 from ..states import CountState, ScaleByLearningRateState, init_count
 
 
+def of_elements(fn: Callable[[Tensor], Tensor], *, in_parts: bool = False) -> Transform:
+    """The transform that makes an elementwise function of each leaf of the updates. `in_parts`: as
+    in `pointwise`."""
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return elementwise(fn, updates), state
+
+    return pointwise(init_empty, update, in_parts=in_parts)
+
+
 @named
 def identity() -> Transform:
     """Leave updates as they are. As optax.identity."""
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return updates, state
-
-    return pointwise(init_empty, update)
+    return of_elements(lambda u: u)
 
 
 @named
 def set_to_zero() -> Transform:
     """Make every update zero, so that the params stay as they are. As optax.set_to_zero."""
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return tree_zeros_like(updates), state
-
-    return pointwise(init_empty, update)
+    return of_elements(tree_zeros_like)
 
 
 @named
 def scale(step_size: Number) -> Transform:
     """Multiply every update by `step_size`. As optax.scale."""
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return elementwise(lambda u: u * step_size, updates), state
-
-    return keeping_zeros(pointwise(init_empty, update))
+    return keeping_zeros(of_elements(lambda u: u * step_size))
 
 
 @named
@@ -116,11 +113,7 @@ def scale_by_learning_rate(
 @named
 def scale_by_sign() -> Transform:
     """Replace every element by its sign: -1, 0 or 1. As optax.scale_by_sign."""
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return tree_map(torch.sign, updates), state
-
-    return pointwise(init_empty, update, in_parts=True)
+    return of_elements(torch.sign, in_parts=True)
 
 
 @named
@@ -135,11 +128,7 @@ def nan_to_num(
             `math.inf`.
         neginf: instead of minus infinity; None for the dtype's least number.
     """
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return tree_map(lambda u: torch.nan_to_num(u, nan, posinf, neginf), updates), state
-
-    return pointwise(init_empty, update, in_parts=True)
+    return of_elements(lambda u: torch.nan_to_num(u, nan, posinf, neginf), in_parts=True)
 
 
 @named
