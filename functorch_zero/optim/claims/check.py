@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -157,22 +158,13 @@ def _representatives(params: PyTree[Tensor]) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
-    first: dict[Any, int] = {}  # kind -> position among the leaves
-    last: dict[Any, int] = {}  # likewise
+    kinds: defaultdict[Any, list[int]] = defaultdict(list)  # positions among the leaves
     for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
         # "blocks.3.weight" and "blocks.11.weight" are one kind
-        kind = tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)
-        first.setdefault(kind, i)
-        last[kind] = i
+        kinds[tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)].append(i)
     # Both ends: paths may be read for the number of a layer
-    kept = {*first.values(), *last.values()}
-    few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
-
-    def is_empty(subtree: Any) -> bool:
-        return not optree.tree_leaves(subtree)
-
-    # None for whole subtrees, too, since the tree is passed many times
-    return tree_map(lambda x: x if isinstance(x, Tensor) else None, few, is_leaf=is_empty)
+    kept = {i for positions in kinds.values() for i in (positions[0], positions[-1])}
+    return treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
 
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
@@ -338,12 +330,13 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str, size: int = 
 
 def _must_equal(expected: Any, got: Any, story: str) -> None:
     """Raise a `TransformError` that tells `story` unless two trees of tensors are equal."""
+
+    def is_equal(x: Tensor, y: Tensor) -> bool:
+        # Shapes first, since the comparison broadcasts. NaN where the other has NaN, infinity where
+        # it has the same infinity
+        alike = x.dtype == y.dtype and x.shape == y.shape
+        return alike and bool(torch.isclose(x, y, 0, 0, equal_nan=True).all())
+
     alike = optree.tree_structure(expected) == optree.tree_structure(got)
-    if alike:
-        for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
-            # Shapes first, since the comparison broadcasts
-            alike = alike and x.dtype == y.dtype and x.shape == y.shape
-            # NaN where the other has NaN, infinity where it has the same infinity
-            alike = alike and bool(torch.isclose(x, y, 0, 0, equal_nan=True).all())
-    if not alike:
+    if not (alike and all(map(is_equal, optree.tree_leaves(expected), optree.tree_leaves(got)))):
         raise TransformError(f"{story}. Remedy: the same operators in the same order")
