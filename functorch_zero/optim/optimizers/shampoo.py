@@ -44,25 +44,17 @@ class ShampooState(NamedTuple):
     graft: Any  # like the param, at least fp32: sum or mean of squares; () where none is needed
 
 
-class Block(NamedTuple):
-    """Where a block lies in its matrix."""
+def blocks_of(x: Tensor, size: int) -> list[Tensor]:
+    """A stack of matrices (count, rows, cols) in blocks, as views, row by row: the order of
+    `ShampooState.blocks`. The last of a dim may be smaller; empty matrices have none.
 
-    rows: slice  # of the (rows, cols) that its leaf is seen as
-    cols: slice
-
-
-def cuts(size: int, block_size: int) -> list[slice]:
-    """A dim in blocks; the last may be smaller.
-
-    >>> cuts(5, 2)
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    >>> [tuple(block.shape) for block in blocks_of(torch.zeros(1, 5, 2), 2)]
+    [(1, 2, 2), (1, 2, 2), (1, 1, 2)]
     """
-    return [slice(start, min(start + block_size, size)) for start in range(0, size, block_size)]
-
-
-def length(where: slice) -> int:
-    """The number of positions in a slice from `cuts`."""
-    return int(where.stop - where.start)
+    # All matrices of a stack are cut alike, and their blocks run as one batch
+    if 0 in x.shape[1:]:
+        return []
+    return [block for band in x.split(size, 1) for block in band.split(size, 2)]
 
 
 def empty_side(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Side:
@@ -164,15 +156,10 @@ def scale_by_shampoo(
     view = matrices if as_matrices is None else as_matrices
     share = 1.0 if b2 == 1.0 else 1 - b2  # of a step's outer products in the statistic
 
-    def blocks_of(shape: tuple[int, ...]) -> list[Block]:
-        """A matrix's blocks, row by row: the order of `ShampooState.blocks`."""
-        # All matrices of a stack are cut alike, and their blocks run as one batch
-        _, num_rows, num_cols = view(shape)
-        blocks = []
-        for rows in cuts(num_rows, block_size):
-            for cols in cuts(num_cols, block_size):
-                blocks.append(Block(rows, cols))
-        return blocks
+    def shapes(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Of the blocks of a leaf of this shape: (rows, cols)."""
+        stack = torch.empty(view(shape), device="meta")
+        return [block.shape[1:] for block in blocks_of(stack, block_size)]
 
     def init(param: Tensor) -> ShampooState:
         shape = tuple(param.shape)
@@ -180,13 +167,13 @@ def scale_by_shampoo(
         # At least float32: roots of half-precision sums would be noise
         dtype, device = sum_dtype(param.dtype), param.device
         blocks: list[tuple[Side, ...]] = []
-        for rows, cols in blocks_of(shape):
-            left = empty_side(count, length(rows), dtype, device)
+        for rows, cols in shapes(shape):
+            left = empty_side(count, rows, dtype, device)
             # A vector is one column: only its rows have a statistic
             if param.ndim < 2:
                 blocks.append((left,))
             else:
-                blocks.append((left, empty_side(count, length(cols), dtype, device)))
+                blocks.append((left, empty_side(count, cols, dtype, device)))
         # Only grafts that divide by squares keep them
         squares = () if graft in (None, "sgd") else torch.zeros_like(param, dtype=dtype)
         return ShampooState(step_count(), tuple(blocks), squares)
@@ -217,11 +204,11 @@ def scale_by_shampoo(
         g = update.to(sum_dtype(update.dtype)).reshape(view(shape))  # (count, rows, cols)
         direction = torch.zeros_like(g)
         blocks: list[tuple[Side, ...]] = []
-        for (rows, cols), old in zip(blocks_of(shape), state.blocks, strict=True):
-            block = g[:, rows, cols]
+        rows = zip(*(blocks_of(x, block_size) for x in (g, direction)), state.blocks, strict=True)
+        for block, into, old in rows:
             # As in Algorithm 1 the statistic sees the gradient before it is preconditioned
             sides = new_sides(block, old, state.count)
-            direction[:, rows, cols] = precondition(block, sides)
+            into.copy_(precondition(block, sides))
             blocks.append(sides)
         squares = state.graft
         if graft is not None:
@@ -239,11 +226,11 @@ def scale_by_shampoo(
         """Operations of the eigendecompositions, up to a factor."""
         count, _, _ = view(shape)
         total = 0
-        for rows, cols in blocks_of(shape):
+        for rows, cols in shapes(shape):
             # n**3 for the eigenvectors of n x n; two sides but for vectors
-            total += length(rows) ** 3
+            total += rows**3
             if len(shape) > 1:
-                total += length(cols) ** 3
+                total += cols**3
         return float(count * total)
 
     return real_only(with_whole_leaves(init, update, cost=cost))
