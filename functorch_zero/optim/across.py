@@ -318,9 +318,15 @@ class Across(ABC):
         it may lie elsewhere."""
         return state
 
-    @abstractmethod
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         """The state of a whole-leaf transform: a tree shaped like params of `Owned`."""
+        leaves, treedef = optree.tree_flatten(params)
+        states = self._init_leaves(part, leaves)
+        return treedef.unflatten([Owned(state, i) for i, state in enumerate(states)])
+
+    @abstractmethod
+    def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
+        """The states of a whole-leaf transform, leaf by leaf, as they are here."""
 
     @abstractmethod
     def run_whole(
@@ -422,6 +428,18 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
         # overflows, or is lost below the smallest number, must do so in one process, too.
         return norm.square().sqrt()
     return x.sum(dtype=sum_dtype(x.dtype))
+
+
+def reduce_over(x: Tensor, dims: Shape, op: DimOp) -> Tensor:
+    """The sum or maximum of a tensor over these dims; a copy where there are none, of which torch
+    would take all."""
+    dtype = reduced_dtype(x.dtype, op)
+    if not dims:
+        return x.to(dtype, copy=True)
+    if op == "sum":
+        return x.sum(dims, dtype=dtype)
+    # Of no elements torch has no maximum
+    return x.amax(dims) if x.numel() else x.new_full(without((*x.shape,), dims), smallest(dtype))
 
 
 def norms_of(leaves: Sequence[Tensor]) -> list[Tensor]:

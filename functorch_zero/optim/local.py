@@ -27,13 +27,11 @@ from .across import (
     check_limit,
     check_whole,
     reduce_leaf,
+    reduce_over,
     run_batch,
-    smallest,
-    sum_dtype,
     sums_of,
     total_of,
     with_ones,
-    without,
 )
 
 
@@ -50,7 +48,7 @@ class Local(Across):
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         # The extent says nothing more: the leaf has its full shape
         def reduced(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            return _sum_dims(x, dims) if op == "sum" else _max_dims(x, dims)
+            return reduce_over(x, dims, op)
 
         return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
@@ -79,10 +77,9 @@ class Local(Across):
     ) -> tuple[Tree, Any]:
         return part.update(updates, state, params)
 
-    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+    def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
         # This process owns every leaf, so each state is whole
-        leaves, treedef = optree.tree_flatten(params)
-        return treedef.unflatten([Owned(part.init(leaf), i) for i, leaf in enumerate(leaves)])
+        return [*map(part.init, leaves)]
 
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
@@ -107,19 +104,3 @@ class Local(Across):
 
     def cut(self, tree: Tree) -> Tree:
         return tree
-
-
-def _sum_dims(x: Tensor, dims: Shape) -> Tensor:
-    # In at least float32, as ranks add their shares
-    dtype = sum_dtype(x.dtype)
-    if not dims:  # torch would sum over all of them
-        return x.to(dtype, copy=True)
-    return x.sum(dims, dtype=dtype)
-
-
-def _max_dims(x: Tensor, dims: Shape) -> Tensor:
-    if not dims:  # torch would take the maximum over all of them
-        return x.clone()
-    if not x.numel():  # of which torch has no maximum
-        return x.new_full(without(tuple(x.shape), dims), smallest(x.dtype))
-    return x.amax(dims)

@@ -17,7 +17,7 @@ from ..optim.base import Needs, Transform
 from ..precision import short
 from ..sharded.drawing import Bar, align, table_html
 from ..sharded.placed import Stored
-from ..sharded_optim.state_plan import make_planner
+from ..sharded_optim.state_plan import Planner
 
 KINDS = {  # of memory: the field of a `Sample`, and its name for people
     "params": "params",
@@ -148,8 +148,8 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
         return None
     # The planner answers `init`'s questions, and notes the leaves that ask for an owner
     # By placeholders: nothing of the model's size is made
-    planner = make_planner(layout, layout.trainable, layout.num_ranks)  # of the trained leaves
-    optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
+    planner = Planner(layout, layout.trainable, layout.num_ranks)  # of the trained leaves
+    optimizer.init(planner.placeholders(), planner)
     owned = []
     for n, owner, cost in planner.owned:  # cost: the transform's own, by default elements
         if owner >= 0:  # else every rank has it whole, or its rows

@@ -342,20 +342,18 @@ class Sharded(Across):
         known = [owner_without_choice(part, is_cut=cut, in_rows=rows) for cut, rows in rows]
         return owners_of(costs, known, self._group.size)
 
-    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
-        leaves, treedef = optree.tree_flatten(params)
+    def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
         extents = optree.tree_leaves(self.extents)
         owners = self._owners(part)
         (whole,) = self._exchange.to_owners([leaves], owners)  # by position, here only
         states = []
         for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, extents, strict=True)):
             if owner in (self._group.rank, EVERYONE, HOLDERS):
-                state = part.init(whole[i])
+                states.append(part.init(whole[i]))
             else:
                 # Another rank owns it: the state has the same structure, with empty tensors
-                state = state_elsewhere(part, leaf, extent)
-            states.append(Owned(state, i))
-        return treedef.unflatten(states)
+                states.append(state_elsewhere(part, leaf, extent))
+        return states
 
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..groups.protocol import ReduceOp
 from ..layout.extent import Box, Extent
-from ..optim.across import reduced_dtype, smallest, with_ones, without
+from ..optim.across import reduce_over, reduced_dtype, smallest, with_ones, without
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -82,12 +82,9 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     # An empty piece has no rows to look at
     if not extent.num_here:
         return piece.new_full(shape, identity, dtype=dtype)
-    # All of the leaf lies here: torch's own reduction, as the oracle takes it. Without dims it
-    # would be taken over all of them.
-    is_whole = extent.num_here == extent.numel
-    if dims and is_whole:
-        whole = piece.view(extent.shape)
-        return whole.sum(dims, dtype=dtype) if op == "sum" else whole.amax(dims)
+    # All of the leaf lies here: as the oracle takes it
+    if extent.num_here == extent.numel:
+        return reduce_over(piece.view(extent.shape), dims, op)
     # One number of all elements, wherever they lie
     if len(dims) == len(extent.shape) > 0:
         return piece.sum(dtype=dtype) if op == "sum" else piece.max()
@@ -97,11 +94,11 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
         sizes = _shape_of(box)
         part = piece[start : start + prod(sizes)].view(sizes)
         start += part.numel()
-        place = out[_kept(box, dims)]
+        place, here = out[_kept(box, dims)], reduce_over(part, dims, op)
         if op == "max":
-            torch.maximum(place, part.amax(dims) if dims else part, out=place)
+            torch.maximum(place, here, out=place)
         else:
-            place += part.sum(dims, dtype=dtype) if dims else part
+            place += here
     return out
 
 

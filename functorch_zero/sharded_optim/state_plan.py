@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..layout.extent import Extent
 from ..layout.layout import Layout
-from ..optim.across import Dim, DimOp, Owned, Question, Tree, WholeLeaf, reduced_dtype, without
+from ..optim.across import Dim, DimOp, Question, Tree, WholeLeaf, reduced_dtype, without
 from ..optim.local import Local
 from ..tree import PyTree, paths, select
 
@@ -127,28 +127,25 @@ class Planner(Local):
     """The `across` that `init` is given while a state is planned.
 
     Args:
-        numbers: a tree of leaves' numbers in the layout.
-        extents: of the whole leaves, in the same structure.
+        layout: how params are cut.
+        mask: the leaves that trees have.
         num_ranks: over which the owners of whole leaves are chosen.
-        whole: the numbers of leaves that are not cut.
-        in_rows: the numbers of those whose pieces are whole rows.
 
     Attributes:
         owned: the params that `init_whole` was asked for.
     """
 
-    def __init__(
-        self,
-        numbers: PyTree[int],
-        extents: PyTree[Extent],
-        num_ranks: int,
-        whole: frozenset[int],
-        in_rows: frozenset[int],
-    ):
-        self._numbers, self._num_ranks = numbers, num_ranks
-        self._whole, self._in_rows = whole, in_rows
-        self.extents = extents
+    def __init__(self, layout: Layout, mask: PyTree[bool], num_ranks: int):
+        self._layout, self._num_ranks = layout, num_ranks
+        # A tree of leaves' numbers in the layout, and their extents, which are whole
+        everything = layout.treedef.unflatten(range(len(layout.leaves)))
+        self._numbers: PyTree[int] = select(everything, mask)
+        self.extents = tree_map(self._whole, self._numbers)
         self.owned: list[OwnedParam] = []
+
+    def _whole(self, number: int) -> Extent:
+        leaf = self._layout.leaves[number]
+        return Extent(leaf.shape, 0, leaf.numel)
 
     def select(self, mask: PyTree[bool]) -> Self:
         chosen = super().select(mask)  # a copy, with the same list of owned params
@@ -156,9 +153,10 @@ class Planner(Local):
         chosen._numbers = select(self._numbers, mask)
         return chosen
 
-    def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
-        """A tree of placeholders; `dtypes` by leaf number."""
-        return tree_map(lambda n: placeholder(n, dtypes[n]), self._numbers)
+    def placeholders(self) -> Tree:
+        """A tree of placeholders."""
+        leaves = self._layout.leaves
+        return tree_map(lambda n: placeholder(n, leaves[n].dtype), self._numbers)
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
@@ -174,25 +172,26 @@ class Planner(Local):
 
         return tree_map(beside_param, self._numbers, tree)
 
-    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
-        leaves, treedef = optree.tree_flatten(params)
+    def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
         extents = optree.tree_leaves(self.extents)
         numbers = optree.tree_leaves(self._numbers)
         # The same choice as `Sharded` makes, so the plan's owners are the step's
         costs = [part.cost(extent.shape) for extent in extents]
         known = []
         for n in numbers:
-            is_cut, in_rows = n not in self._whole, n in self._in_rows
+            b, k = self._layout.places[n]
+            is_cut = self._layout.leaves[n].cut.num_pieces > 1
+            in_rows = self._layout.buckets[b].has_whole_rows(k)
             known.append(owner_without_choice(part, is_cut=is_cut, in_rows=in_rows))
         owners = owners_of(costs, known, self._num_ranks)
         self.owned += map(OwnedParam, numbers, owners, costs)
         states = []
-        for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
+        for leaf, extent, number, owner in zip(leaves, extents, numbers, owners, strict=True):
             # Run on a whole leaf of true shape, without values, as its owner will run it
             state = part.init(leaf.new_empty(extent.shape))
             # The plan numbers leaves in the layout, and `Owned` in this tree, which may be a part
-            states.append(Owned(_at_owner(state, numbers[i], owners[i]), i))
-        return treedef.unflatten(states)
+            states.append(_at_owner(state, number, owner))
+        return states
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         return [tree_map(lambda x, e: x.new_empty(e.shape), tree, self.extents) for tree in trees]
@@ -229,11 +228,10 @@ def plan_state(
     init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int
 ) -> StatePlan:
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
-    planner = make_planner(layout, mask, num_ranks)
-    dtypes = [leaf.dtype for leaf in layout.leaves]
+    planner = Planner(layout, mask, num_ranks)
     try:
         # On the meta device: an author's `zeros_like` and arithmetic give shapes and dtypes
-        state = init(planner.placeholders(dtypes), planner)
+        state = init(planner.placeholders(), planner)
     except RuntimeError as error:
         # A placeholder has no memory, and a tensor of its length elsewhere has no room
         if "allocate" not in str(error):
@@ -244,21 +242,6 @@ def plan_state(
             "or torch.zeros(param.shape, dtype=param.dtype, device=param.device)"
         ) from error
     return plan_of(state)
-
-
-def make_planner(layout: Layout, mask: PyTree[bool], num_ranks: int) -> Planner:
-    """The planner of the leaves where `mask` is true."""
-    all_numbers = layout.treedef.unflatten(range(len(layout.leaves)))
-    numbers = select(all_numbers, mask)
-
-    def whole_extent(number: int) -> Extent:
-        leaf = layout.leaves[number]
-        return Extent(leaf.shape, 0, leaf.numel)
-
-    extents = tree_map(whole_extent, numbers)
-    whole = [n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1]
-    in_rows = [n for n, (b, k) in enumerate(layout.places) if layout.buckets[b].has_whole_rows(k)]
-    return Planner(numbers, extents, num_ranks, frozenset(whole), frozenset(in_rows))
 
 
 def plan_of(state: Any) -> StatePlan:

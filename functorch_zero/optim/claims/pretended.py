@@ -9,7 +9,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_flatten, tree_leaves, tree_map, tree_structure
+from optree import tree_leaves, tree_map, tree_structure
 from torch import Tensor
 
 from ...errors import TransformError
@@ -20,7 +20,6 @@ from ..across import (
     DimOp,
     Factors,
     LeafOp,
-    Owned,
     Pointwise,
     Question,
     Refusing,
@@ -167,18 +166,17 @@ class PretendedRank(Local):
     ) -> tuple[Tree, Any]:
         return updates, state  # checked on its own
 
-    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
-        self._answer(("init_whole", _num_leaves([params])))
+    def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
+        self._answer(("init_whole", len(leaves)))
         # As a rank that owns none of them: tensors of shape (0,)
-        leaves, treedef = tree_flatten(params)
         states = []
-        for i, (leaf, extent) in enumerate(zip(leaves, tree_leaves(self.extents), strict=True)):
+        for leaf, extent in zip(leaves, tree_leaves(self.extents), strict=True):
             kind = part, extent.shape, leaf.dtype
             if kind not in self._states:  # else made for a leaf like this one
                 with self._watch.paused():
                     self._states[kind] = state_elsewhere(part, leaf, extent)
-            states.append(Owned(self._states[kind], i))
-        return treedef.unflatten(states)
+            states.append(self._states[kind])
+        return states
 
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
