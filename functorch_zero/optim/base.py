@@ -35,12 +35,12 @@ from ..tree import (
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
-from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
+from .complex_leaves import in_real_parts, refuse_complex
 from .local import Local
 from .naming import Named
 from .state_checks import check_opt_state, outline_of
 from .touched_rows import init_by_rows, name_of, update_by_rows
-from .zero_dim import has_scalars, init_widened, update_widened
+from .zero_dim import as_vectors
 
 # An author's functions; the constructors below say which arguments they take
 Init = Callable[..., Any]
@@ -335,44 +335,21 @@ def pointwise(
     _check_functions("pointwise", init, update)
     if in_place is not None:
         check_takes(in_place, _OF_TREES, 3, by="pointwise's in_place")
-    lifted_init = _lift_init(init)
     # There is one `across` for all calls: it has no state, and answers nothing
     refusing: Any = Refusing()  # typed as any `across`
+    lifted = _lifted(init)
 
     def asks_nothing(update: Update) -> Update:
-        lifted = _lift_update(update)
+        lifted = _lifted_update(update)
         return lambda updates, state, params: lifted(updates, state, params, refusing)
 
-    def of_parts(update: Update) -> Update:
-        lifted = asks_nothing(update)
-
-        def update_either(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
-            if in_parts and has_complex(params):
-                return update_in_parts(lifted, updates, state, params)
-            return lifted(updates, state, params)
-
-        return update_either
-
-    update_tree = of_parts(update)
-
-    def init_tree(params: PyTree[Tensor]) -> Any:
-        def make(params: PyTree[Tensor]) -> Any:
-            return lifted_init(params, refusing)
-
-        return init_in_parts(make, params) if in_parts and has_complex(params) else make(params)
-
-    # 0-d leaves are hidden from the author, see `zero_dim`
-    def init_wide(params: PyTree[Tensor]) -> Any:
-        return init_widened(init_tree, params) if has_scalars(params) else init_tree(params)
-
-    def update_wide(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[PyTree[Tensor], Any]:
-        if has_scalars(params):
-            return update_widened(update_tree, init_tree, updates, state, params)
-        return update_tree(updates, state, params)
-
-    part = Pointwise(init_wide, update_wide, of_parts(in_place) if in_place else None)
+    part = Pointwise(
+        lambda params: lifted(params, refusing),
+        asks_nothing(update),
+        asks_nothing(in_place) if in_place else None,
+    )
+    # Some leaves are seen in another form
+    part = as_vectors(in_real_parts(part) if in_parts else part)
     made_with = {"init": init, "update": update, "in_place": in_place, "in_parts": in_parts}
     return of_pointwise(part, name="pointwise", hyperparams=made_with)
 
@@ -429,16 +406,11 @@ def with_statistics(init: Init, update: Update) -> Transform:
     together, and one more where integers are asked about beside floating-point numbers.
     """
     _check_functions("with_statistics", init, update)
-    run = _lift_update(update)
-
-    def update_tree(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> tuple[PyTree[Tensor], Any]:
-        return _kept(run, updates, across.beside(state, params), params, across)
+    run = _lifted_update(update)
 
     return Transform(
-        _lift_init(init),
-        update_tree,
+        _lifted(init),
+        _kept(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
         Needs.STATISTICS,
         asks_for_state=True,
         name="with_statistics",
@@ -474,7 +446,7 @@ def with_whole_leaves(
     check_takes(update, ("update", "state", "param"), 2, by="with_whole_leaves' update")
     # Read off the signature: a param that the author doesn't take is not sent to the owner
     wants_param = _num_positional(update) > 2
-    spec = WholeLeaf(_made_of_tensors(init), _given_params(update), wants_param, cost, batched)
+    spec = WholeLeaf(_made_of_tensors(init), _lifted_update(update), wants_param, cost, batched)
     made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
     return _of_whole(spec, Needs.WHOLE_LEAF, "with_whole_leaves", made_with)
 
@@ -506,7 +478,7 @@ def with_whole_rows(
     """
     check_takes(init, ("param",), 1, by="with_whole_rows' init")
     check_takes(update, ("update", "state", "param"), 2, by="with_whole_rows' update")
-    run, name = _given_params(update), name_of(update)
+    run, name = _lifted_update(update), name_of(update)
     spec = WholeLeaf(
         _made_of_tensors(init_by_rows(init)),
         update_by_rows(run, name),
@@ -523,16 +495,9 @@ def with_whole_rows(
 def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any]) -> Transform:
     """The transform of a whole-leaf author's functions."""
 
-    def init(params: PyTree[Tensor], across: Across) -> Any:
-        return across.init_whole(part, params)
-
-    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
-        new, after = across.run_whole(part, updates, state, params)
-        return new, across.keep(after, updates, new, params)
-
     return Transform(
-        init,
-        update,
+        lambda params, across: across.init_whole(part, params),
+        _kept(lambda u, s, p, across: across.run_whole(part, u, s, p)),
         needs,
         asks_for_state=True,
         takes_rows=True,
@@ -559,22 +524,18 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     check_takes(update, _OF_TREES[:3], 2, by="with_whole_tree's update")
     # Read off the signature: params that the author doesn't take are not gathered
     wants_params = _num_positional(update) > 2
-    run = _given_params(update)
-
-    def init_tree(params: PyTree[Tensor], across: Across) -> Any:
-        return across.init_whole_tree(init, params, limit)
+    run = _lifted_update(update)
 
     def update_tree(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> Any:
+    ) -> tuple[PyTree[Tensor], Any]:
         given = params if wants_params else None
-        new, after = across.run_whole_tree(run, updates, state, given, limit)
-        return new, across.keep(after, updates, new, params)
+        return across.run_whole_tree(run, updates, state, given, limit)
 
     made_with = {"init": init, "update": update, "limit": limit}
     return Transform(
-        init_tree,
-        update_tree,
+        lambda params, across: across.init_whole_tree(init, params, limit),
+        _kept(update_tree),
         Needs.WHOLE_TREE,
         asks_for_state=True,
         name="with_whole_tree",
@@ -660,9 +621,15 @@ def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
 
 def real_only(transform: Transform) -> Transform:
     """The transform with an `init` that refuses complex leaves, by path."""
+    return checked(transform, lambda params, across: refuse_complex(params))
+
+
+def checked(transform: Transform, check: Callable[[PyTree[Tensor], Across], None]) -> Transform:
+    """The transform with a check of the params before its `init`: errors come there rather than in
+    the first step. It must fail on every rank or on none."""
 
     def init(params: PyTree[Tensor], across: Across) -> Any:
-        refuse_complex(params)
+        check(params, across)
         return transform.init_fn(params, across)
 
     return replace(transform, init_fn=init)
@@ -698,32 +665,27 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
     def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in parts)
 
-    def update(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
-        new: list[Any] = []
-        for part, old in zip(parts, state, strict=True):
-            updates, one = part.update(updates, old, params)
-            new.append(one)
-        return updates, tuple(new)
+    def updating(*, in_place: bool) -> Update:
+        def update(
+            updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+        ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
+            new: list[Any] = []
+            # Ids of the storages that the step gave away; the parts may write to no others
+            donated = storages(updates) if in_place else set()
+            for part, old in zip(parts, state, strict=True):
+                run = part.update
+                # Updates that lie elsewhere, or in a new state, are kept by a part or its author
+                if in_place and part.in_place and storages(updates) <= donated - storages(new):
+                    run = part.in_place
+                updates, one = run(updates, old, params)
+                new.append(one)
+            return updates, tuple(new)
 
-    def in_place(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
-        new: list[Any] = []
-        # Ids of the storages that the step gave away; the parts may write to no others
-        donated = storages(updates)
-        for part, old in zip(parts, state, strict=True):
-            # Updates that lie elsewhere, or in a new state, are kept by a part or its author
-            may_write = storages(updates) <= donated - storages(new)
-            run_part = part.in_place if may_write and part.in_place else part.update
-            updates, one = run_part(updates, old, params)
-            new.append(one)
-        return updates, tuple(new)
+        return update
 
     keeps_zeros = all(part.keeps_zeros for part in parts)
-    has_in_place = any(part.in_place for part in parts)
-    return Pointwise(init, update, in_place if has_in_place else None, keeps_zeros)
+    in_place = updating(in_place=True) if any(part.in_place for part in parts) else None
+    return Pointwise(init, updating(in_place=False), in_place, keeps_zeros)
 
 
 def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
@@ -768,23 +730,28 @@ def _num_positional(fn: Callable[..., Any]) -> int:
     return sum(kind in positional for kind in kinds)
 
 
-def _lift_init(init: Init) -> Callable[[PyTree[Tensor], Across], Any]:
-    """An author's `init` as `(params, across) -> state`."""
-    return init if _num_positional(init) > 1 else lambda params, across: init(params)
+def _lifted(author: Callable[..., Any]) -> Callable[..., Any]:
+    """An author's function, that may take the first few arguments only, as one that is given
+    all."""
+    num = _num_positional(author)
+    return lambda *given: author(*given[:num])
 
 
-def _lift_update(update: Update) -> Update:
-    """An author's `update` as `(updates, state, params, across) -> (updates, state)`."""
-    if _num_positional(update) > 3:
-        return _returns_pair(update, update)
-    return _returns_pair(update, lambda u, s, p, across: update(u, s, p))
+def _lifted_update(author: Update) -> Update:
+    """An author's `update` likewise, with an error that names it where it forgets the state."""
+    lifted = _lifted(author)
 
+    def run(*given: Any) -> tuple[Any, Any]:
+        made = lifted(*given)
+        if isinstance(made, tuple) and len(made) == 2:
+            return made
+        kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise TransformError(
+            f"{name_of(author)} must return (updates, state), got {kind}. Remedy: return the "
+            "state, too; `()` where there is none"
+        )
 
-def _given_params(update: Update) -> Update:
-    """An author's `update`, that may take no params, as one that is given them."""
-    if _num_positional(update) > 2:
-        return _returns_pair(update, update)
-    return _returns_pair(update, lambda u, s, p: update(u, s))
+    return run
 
 
 def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -796,7 +763,7 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
             if not isinstance(leaf, Tensor):
                 raise TransformError(
                     explain(
-                        f"{getattr(init, '__qualname__', init)} makes a state of other things than "
+                        f"{name_of(init)} makes a state of other things than "
                         "tensors, which ranks can't send to each other",
                         path=path,
                         expected="a tensor",
@@ -809,26 +776,14 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return run
 
 
-def _kept(
-    update: Update, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-) -> tuple[PyTree[Tensor], Any]:
-    """An author's `update`, whose state is kept apart from what later parts may write over."""
-    new, after = update(updates, state, params, across)
-    return new, across.keep(after, updates, new, params)
+def _kept(update: Update) -> Update:
+    """`update`, whose state is kept apart from what later parts may write over."""
 
-
-def _returns_pair(author: Update, update: Callable[..., Any]) -> Update:
-    """`update`, with an error that names its author's function where that forgets the state."""
-
-    def run(*args: Any) -> tuple[Any, Any]:
-        made = update(*args)
-        if isinstance(made, tuple) and len(made) == 2:
-            return made
-        kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise TransformError(
-            f"{getattr(author, '__qualname__', repr(author))} must return (updates, state), got "
-            f"{kind}. Remedy: return the state, too; `()` where there is none"
-        )
+    def run(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> tuple[PyTree[Tensor], Any]:
+        new, after = update(updates, state, params, across)
+        return new, across.keep(after, updates, new, params)
 
     return run
 

@@ -15,28 +15,35 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import TransformError, explain
-from ..tree import PyTree, named_leaves
+from ..tree import named_leaves
+from .across import Pointwise, Tree
 
-Tree = PyTree[Tensor]
+
+def in_real_parts(part: Pointwise) -> Pointwise:
+    """A pointwise author's functions, which see a complex leaf's real and imaginary parts."""
+
+    def init(params: Tree) -> Any:
+        state = part.init(params)
+        if not _has_complex(params):
+            return state
+        # What is complex when made of complex leaves follows one
+        return _joined_like(state, part.init(_in_parts(params)))
+
+    def joining(update: Callable[..., Any]) -> Callable[..., Any]:
+        def run(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+            if not _has_complex(params):
+                return update(updates, state, params)  # type: ignore[no-any-return]
+            new, after = update(_in_parts(updates), _in_parts(state), _in_parts(params))
+            return _joined_like(updates, new), _joined_like(state, after)
+
+        return run
+
+    in_place = joining(part.in_place) if part.in_place else None
+    return Pointwise(init, joining(part.update), in_place, part.keeps_zeros)
 
 
-def has_complex(tree: Tree) -> bool:
-    """Whether any leaf is complex."""
+def _has_complex(tree: Tree) -> bool:
     return any(x.is_complex() for x in optree.tree_leaves(tree))
-
-
-def init_in_parts(init: Callable[[Tree], Any], params: Tree) -> Any:
-    """The state of `params`, made from their parts."""
-    # What is complex when made of complex leaves follows one
-    return _joined_like(init(params), init(_in_parts(params)))
-
-
-def update_in_parts(
-    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]], updates: Tree, state: Any, params: Tree
-) -> tuple[Tree, Any]:
-    """An update of leaves' parts, joined again."""
-    new, new_state = update(_in_parts(updates), _in_parts(state), _in_parts(params))
-    return _joined_like(updates, new), _joined_like(state, new_state)
 
 
 def refuse_complex(params: Tree) -> None:

@@ -8,55 +8,49 @@ two would have other bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..tree import PyTree
-
-Tree = PyTree[Tensor]
+from .across import Pointwise, Tree
 
 
-def has_scalars(tree: Tree) -> bool:
-    """Whether any leaf is 0-d."""
+def as_vectors(part: Pointwise) -> Pointwise:
+    """A pointwise author's functions, which see a 0-d leaf as (1,). Flats have no such leaves, so
+    `in_place` stays."""
+
+    def init(params: Tree) -> Any:
+        if not _has_scalars(params):
+            return part.init(params)
+        # Made of (1,) leaves, so state that follows a 0-d param is (1,) here
+        return _reshaped(part.init(_widened(params)), _followers(part.init, params), ())
+
+    def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        if not _has_scalars(params):
+            return part.update(updates, state, params)
+        # Per leaf of the state, since counts are 0-d as well and must stay so
+        follow = _followers(part.init, params)
+        wide = _reshaped(state, follow, (1,))
+        new, after = part.update(_widened(updates), wide, _widened(params))
+        new = tree_map(lambda x, p: x.reshape(()) if p.ndim == 0 else x, new, params)
+        return new, _reshaped(after, follow, ())
+
+    return replace(part, init=init, update=update)
+
+
+def _has_scalars(tree: Tree) -> bool:
     return any(x.ndim == 0 for x in optree.tree_leaves(tree))
 
 
-def widened(tree: Tree) -> Tree:
+def _widened(tree: Tree) -> Tree:
     """The tree with (1,) for each 0-d leaf."""
     return tree_map(lambda x: x.reshape(1) if x.ndim == 0 else x, tree)
 
 
-def narrowed(tree: Tree, like: Tree) -> Tree:
-    """The inverse, given a tree that was not widened."""
-    return tree_map(lambda x, y: x.reshape(()) if y.ndim == 0 else x, tree, like)
-
-
-def init_widened(init: Callable[[Tree], Any], params: Tree) -> Any:
-    """The state of `params`, made from widened ones; its leaves that follow a 0-d param are 0-d."""
-    # Made of (1,) leaves, so state that follows a 0-d param is (1,) here
-    state = init(widened(params))
-    return _map_flagged(_to_0d, state, followers(init, params))
-
-
-def update_widened(
-    update: Callable[[Tree, Any, Tree], tuple[Tree, Any]],
-    init: Callable[[Tree], Any],
-    updates: Tree,
-    state: Any,
-    params: Tree,
-) -> tuple[Tree, Any]:
-    """An update of widened leaves, narrowed again."""
-    # Per leaf of the state, since counts are 0-d as well and must stay so
-    follow = followers(init, params)
-    wide_state = _map_flagged(_to_1d, state, follow)
-    new, wide_state = update(widened(updates), wide_state, widened(params))
-    return narrowed(new, params), _map_flagged(_to_0d, wide_state, follow)
-
-
-def followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
+def _followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
     """Per leaf of the state, whether it follows a 0-d param: whether it is larger when the param
     is. Found on the meta device."""
 
@@ -75,17 +69,9 @@ def followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
     return follow
 
 
-def _to_0d(x: Tensor) -> Tensor:
-    return x.reshape(())
-
-
-def _to_1d(x: Tensor) -> Tensor:
-    return x.reshape(1)
-
-
-def _map_flagged(fn: Callable[[Tensor], Tensor], tree: Any, flags: list[bool]) -> Any:
-    """The tree with `fn` of the leaves that have a flag."""
+def _reshaped(tree: Any, flags: list[bool], shape: tuple[int, ...]) -> Any:
+    """The tree with this shape for the leaves that have a flag."""
     leaves, treedef = optree.tree_flatten(tree)
     # Flags are in flatten order, one per leaf
     rows = zip(leaves, flags, strict=True)
-    return treedef.unflatten([fn(x) if flag else x for x, flag in rows])
+    return treedef.unflatten([x.reshape(shape) if flag else x for x, flag in rows])

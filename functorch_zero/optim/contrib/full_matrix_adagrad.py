@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
@@ -19,6 +17,7 @@ from ..base import (
     Schedule,
     Transform,
     chain,
+    checked,
     real_only,
     with_whole_leaves,
     with_whole_tree,
@@ -41,19 +40,12 @@ def first_state(num_elements: int, dtype: torch.dtype, device: torch.device) -> 
     return FullMatrixState(torch.zeros(shape, dtype=sum_dtype(dtype), device=device))
 
 
-class Step(NamedTuple):
-    """One step of a flat gradient."""
-
-    direction: Tensor  # (n,)
-    state: FullMatrixState
-
-
-def take_step(g: Tensor, state: FullMatrixState, eps: float) -> Step:
+def take_step(g: Tensor, state: FullMatrixState, eps: float) -> tuple[Tensor, FullMatrixState]:
     """The direction of a flat gradient (n,), and the state after it."""
     # A gradient that is not finite leaves the sum as it was: see Note [No answer]
     outer = if_finite(torch.addr(state.outer, g, g), state.outer)
     # By the new sum, which has seen this gradient
-    return Step(solve_root(outer, g, eps), FullMatrixState(outer))
+    return solve_root(outer, g, eps), FullMatrixState(outer)
 
 
 @named
@@ -173,20 +165,6 @@ def refuse_above(
             remedy=f"{remedy}, or raise limit",
         )
     )
-
-
-def checked(transform: Transform, check: Callable[[Tree, Across], None]) -> Transform:
-    """`transform` with a check of the params before `init`.
-
-    The check goes by full shapes, so it fails on every rank or on none.
-    """
-
-    # Errors come here rather than in the first step, and before communication
-    def init(params: Tree, across: Across) -> Any:
-        check(params, across)
-        return transform.init(params, across)
-
-    return dataclasses.replace(transform, init_fn=init)
 
 
 @named
