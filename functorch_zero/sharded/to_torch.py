@@ -34,6 +34,7 @@ from ..optim.claims.check import check_claims
 from ..optim.claims.operators import OperatorWatch
 from ..optim.naming import NamedFunction, described
 from ..sharded_optim.across import Sharded
+from ..sharded_optim.pointwise import UpdateFlats
 from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..step.backward import dense
 from ..step.evaluate import check_fits
@@ -176,6 +177,7 @@ class _Part:
     """Params that are updated together."""
 
     across: Sharded
+    flats: UpdateFlats  # of the update that runs
     state: StatePart
     views: _Views | None = None  # of the last step
 
@@ -241,7 +243,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves
             }
             check_claims(self.transform, metas)
-            across = self._across(self._params)
+            across = self._across(self._params, UpdateFlats())
             pieces = self._pieces(self._locals(self._params))
             tree = optree.tree_map(torch.clone, self.transform.init(pieces, across))
             self._state = TorchState(
@@ -257,11 +259,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Whether each param is updated as by an optimizer of its own."""
         return self.transform.needs == Needs.POINTWISE
 
-    def _across(self, paths: Collection[str]) -> Sharded:
+    def _across(self, paths: Collection[str], flats: UpdateFlats) -> Sharded:
         """The answers about these params."""
         # Not the gradients are donated, which somebody may read after a step
         group = labelled(self._placed.group, "optimizer/update")
-        return Sharded(self._layout, group, donate="state", mask=self._mask(paths))
+        mask = self._mask(paths)
+        return Sharded(self._layout, group, donate="state", mask=mask, owned=flats)
 
     def _plan(self, paths: Collection[str]) -> StatePlan:
         """The plan of the state of these params."""
@@ -404,7 +407,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         params = self._locals(paths)
         own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
         state = self._state.tree(part.state, paths)
-        updates, state = self._run(part, own, state, params)
+        try:
+            updates, state = self._run(part, own, state, params)
+        finally:
+            # Else the flats that it has made would be alive as long as the optimizer
+            part.flats.begin()
         self._state.take(part.state, paths, state)
         for path in paths:
             self._num_steps[path] += 1
@@ -475,8 +482,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             # Experts may rest in ever new combinations
             if len(self._parts) == _MOST_PARTS:
                 self._parts.clear()
-            across = self._across(paths)
-            self._parts[key] = _Part(across, self._state.part(self._plan(paths)))
+            flats = UpdateFlats()
+            across = self._across(paths, flats)
+            self._parts[key] = _Part(across, flats, self._state.part(self._plan(paths)))
         return self._parts[key]
 
     def _check_model(self) -> None:

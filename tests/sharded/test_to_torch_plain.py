@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,17 @@ def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def leaves_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_step_leaves_no_tensors_behind() -> None:
+    """Those of an optimizer without a kernel, which makes new updates."""
+    model = build()
+    optimizer = optim.to_torch(optim.lion(0.1), model)
+    counts = []
+    for i in range(2):
+        train(model, optimizer, 0, 1, range(2 * i, 2 * i + 2))
+        counts.append(sum(type(x) is Tensor for x in gc.get_objects()))
+    assert counts[0] == counts[1]
 
 
 def assert_like_torch(ours: nn.Module, theirs: nn.Module) -> None:
