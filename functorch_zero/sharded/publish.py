@@ -17,7 +17,6 @@ from ..layout.extent import Rows
 from ..layout.flat_buffers import (
     cut,
     own_piece,
-    pack_pieces,
 )
 from ..layout.home import Home
 from ..layout.layout import Bucket, Layout
@@ -100,25 +99,21 @@ def _add(
 ) -> None:
     """A piece of a bucket (piece,) + the updates of its leaves, (n,) or None each, or rows of its
     one leaf; `home`: that they are cut from, if it is known."""
-    if isinstance(updates[0], Rows):
-        if storage_id(out) != storage_id(piece):
-            out.copy_(piece)
+    is_of_rows = isinstance(updates[0], Rows)
+    if home is not None and not is_of_rows:
+        # Rounded to the param's dtype before the sum, as the oracle does
+        torch.add(piece, home.flat.to(piece.dtype), out=out)
+        return
+    if storage_id(out) != storage_id(piece):
+        out.copy_(piece)
+    if is_of_rows:
         updates[0].add_to(out)
         return
-    flat = home.flat if home is not None else _packed(updates, piece, bucket, piece_number)
-    # Rounded to the param's dtype before the sum, as the oracle does
-    torch.add(piece, flat.to(piece.dtype), out=out)
-
-
-def _packed(updates: Sequence[Any], piece: Tensor, bucket: Bucket, piece_number: int) -> Tensor:
-    """A new flat (piece,) of the updates of a bucket's leaves, for a piece of its params."""
-    if any(update is None for update in updates):
-        pairs = zip(updates, cut(piece, bucket, piece_number), strict=True)
-        updates = [torch.zeros_like(own) if x is None else x for x, own in pairs]
-    # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
-    if len({update.dtype for update in updates}) > 1:
-        updates = [update.to(piece.dtype) for update in updates]
-    return pack_pieces(updates, bucket, piece_number)
+    # Leaf by leaf, but for those that stay as they are
+    pairs = zip(cut(out, bucket, piece_number), updates, strict=True)
+    moved = [(own, update.to(own.dtype)) for own, update in pairs if update is not None]
+    if moved:
+        torch._foreach_add_(*map(list, zip(*moved, strict=True)))
 
 
 def copies_to_update(

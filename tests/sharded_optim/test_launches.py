@@ -131,7 +131,7 @@ NUM_LAUNCHES = {
     "lars": 22,
     "adafactor": 40,
     "adafactor of parts": 104,
-    "muon": 38,
+    "muon": 36,
     "grad_norm": 0,
     "param_norm": 0,
     "update_norm": 11,
