@@ -53,16 +53,9 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def slot_values(thing: Any) -> dict[str, Any]:
     """An object's attributes that its classes have slots for, by the names that getattr takes."""
-    found: dict[str, Any] = {}
-    for cls in type(thing).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            # Python adds the class to a private name: __x of class A is _A__x
-            private = name.startswith("__") and not name.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{name}" if private else name
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, attribute):
-                found[attribute] = getattr(thing, attribute)
-    return found
+    # As copy and pickle take an object apart: its __dict__, or a pair of that and these
+    state = object.__getstate__(thing)
+    return state[1] if isinstance(state, tuple) else {}
 
 
 def is_filled(cell: CellType) -> bool:
