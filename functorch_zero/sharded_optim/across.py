@@ -45,7 +45,7 @@ from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
-from .ferry import Brought, Coming, Ferry, in_turn
+from .ferry import Brought, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, UpdateFlats, device_of
 from .state_plan import EVERYONE, HOLDERS, owner_without_choice, owners_of
 from .whole_leaf import Exchange, batches
@@ -371,7 +371,7 @@ class Sharded(Across):
         results: dict[int, Any] = {}
         ferry, device = self._ferry, device_of(params)
 
-        def begin(batch: Sequence[int]) -> list[list[Coming]]:
+        def begin(batch: Sequence[int]) -> list[list[Brought]]:
             own = [optree.tree_leaves(states[i].state) for i in batch]
             return [[ferry.bring(x, device) for x in tensors] for tensors in own]
 
@@ -382,8 +382,7 @@ class Sharded(Across):
             ]
             return storages(tensors) <= writable
 
-        def run(batch: Sequence[int], coming: Sequence[Sequence[Coming]]) -> None:
-            arrived = [[*map(ferry.wait, own)] for own in coming]
+        def run(batch: Sequence[int], arrived: Sequence[Sequence[Brought]]) -> None:
             olds = []
             for i, own in zip(batch, arrived, strict=True):
                 structure = optree.tree_structure(states[i].state)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -27,23 +29,26 @@ from ..tree import has_values, is_flagged, paths
 T = TypeVar("T")
 
 
-class Coming(NamedTuple):
-    """A tensor of a state on its way."""
+@dataclass
+class Brought:
+    """A tensor of a state, on its way to be beside the params; whoever reads it waits for it."""
 
     stored: Tensor  # as the state has it
     place: Place | None  # None: it lies in none
     home: Tensor  # that it lies in
     arriving: Arriving
 
+    @cached_property
+    def arrived(self) -> Tensor:
+        """The home beside the params; itself, where it can be worked on."""
+        made = self.arriving.wait()
+        return made if self.place is None else checked(self.place, made, self.home)
 
-class Brought(NamedTuple):
-    """A tensor of a state, beside the params."""
-
-    stored: Tensor  # as the state has it
-    place: Place | None  # None: it lies in none
-    home: Tensor  # that it lies in
-    arrived: Tensor  # the home beside the params; itself, where it can be worked on
-    tensor: Tensor  # as `stored` lies in its home, in `arrived`
+    @cached_property
+    def tensor(self) -> Tensor:
+        """As `stored` lies in its home, in `arrived`."""
+        here = self.arrived
+        return here if self.place is None else within({id(self.home): here}, self.stored)
 
     @property
     def is_copy(self) -> bool:
@@ -52,7 +57,11 @@ class Brought(NamedTuple):
 
     def to_write(self) -> Brought:
         """One that may be written to, whatever happens to the old values."""
-        return self if self.is_copy else self._replace(tensor=self.tensor.clone())
+        if self.is_copy:
+            return self
+        made = replace(self)
+        made.tensor = self.tensor.clone()
+        return made
 
 
 class Ferry:
@@ -80,11 +89,11 @@ class Ferry:
         self._left: dict[int, _Left] = {}  # by id of the home, what is to be compared
         self._here: dict[int, _Shared] = {}  # by id, the homes that have come and not yet gone
 
-    def bring(self, stored: Tensor, device: torch.device | None) -> Coming:
+    def bring(self, stored: Tensor, device: torch.device | None) -> Brought:
         """Start to bring a tensor of the state beside params on this device."""
         home = home_of(stored) if self.places else None
         if home is None:
-            return Coming(stored, None, stored, Here(stored))
+            return Brought(stored, None, stored, Here(stored))
         for place in self.places:
             if place.holds(home):
                 # Leaves of one home share what was brought: of two copies, the one that leaves
@@ -93,19 +102,10 @@ class Ferry:
                 if shared is None:
                     shared = self._here[id(home)] = _Shared(place.bring(home))
                 shared.users += 1
-                return Coming(stored, place, home, shared)
+                return Brought(stored, place, home, shared)
         # One that lies elsewhere, a copy say, is worked on there, and moved afterwards
         here = stored if device is None else stored.to(device)
-        return Coming(stored, None, stored, Here(here))
-
-    def wait(self, coming: Coming) -> Brought:
-        """The tensor, when it has come."""
-        stored, place, home, arriving = coming
-        arrived = arriving.wait()
-        if place is None:
-            return Brought(stored, None, home, arrived, arrived)
-        arrived = checked(place, arrived, home)
-        return Brought(stored, place, home, arrived, within({id(home): arrived}, stored))
+        return Brought(stored, None, stored, Here(here))
 
     def writes_to(self, brought: Brought) -> bool:
         """Whether what an update makes of a tensor may be written over it, and will be."""
@@ -155,9 +155,9 @@ class Ferry:
         leaves, treedef = optree.tree_flatten(state)
         # Many leaves share a home, which is brought once. Ids are good while `leaves` holds them.
         homes = {id(home): home for leaf in leaves if (home := home_of(leaf)) is not None}
-        coming = {key: self.bring(home, device) for key, home in homes.items()}
-        here = {key: self.wait(one).tensor for key, one in coming.items()}
-        for one in coming.values():
+        brought = {key: self.bring(home, device) for key, home in homes.items()}
+        here = {key: one.tensor for key, one in brought.items()}
+        for one in brought.values():
             if one.place is not None:
                 self._let_go(one.place, one.home, changed=False)
         return treedef.unflatten([within(here, leaf) for leaf in leaves])

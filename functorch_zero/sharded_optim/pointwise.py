@@ -33,7 +33,7 @@ from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE, ON_A_GPU
 from ..tree import PyTree, copied_if_in, has_values, is_flagged, same_structure, select
-from .ferry import Coming, Ferry, in_turn
+from .ferry import Brought, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 T = TypeVar("T")
@@ -157,17 +157,16 @@ class PointwiseOnFlats:
         # The operands beside the updates: flats (piece,), and counts that groups share
         tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
-        def begin(batch: _Batch) -> list[Coming]:
+        def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(tensors[i], device) for i in batch.state]
 
-        def run(batch: _Batch, coming: Sequence[Coming]) -> None:
+        def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
             # The updates of each group, then the leaves of their state; only params are just read
             operands, params_here = [], []
             for group in batch.groups:
                 given = self._flat_of(group, new_updates)
                 operands.append(_Operand(given, is_flat=True, donated=may_write_updates))
                 params_here.append(self._flat_of(group, param_leaves))
-            arrived = [ferry.wait(one) for one in coming]
             for i, here in zip(batch.state, arrived, strict=True):
                 place = regrouping.places[i]
                 # A count is never written over: each batch reads the same old one
@@ -301,11 +300,10 @@ class PointwiseOnFlats:
             for k, position in batch.shared.items():
                 leaves[position] = made[k]
 
-        def begin(batch: _Batch) -> list[Coming]:
+        def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(tensors[i], device) for i in batch.state]
 
-        def run(batch: _Batch, coming: Sequence[Coming]) -> None:
-            arrived = [ferry.wait(one) for one in coming]
+        def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
             places = _at(batch.state, regrouping.places)
             if not donate:
                 rows = zip(arrived, places, strict=True)
