@@ -9,7 +9,7 @@ from torch import Tensor
 from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares
 from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like, value_of
 from ..naming import named
-from ..transforms.moments import shifted_root, uncorrected_shift
+from ..transforms.moments import adam_denominator
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
@@ -66,16 +66,13 @@ def scale_by_ademamix(
         m1 = ema(state.m1, updates, b1)
         m2 = ema(state.m2, updates, slow_decay)
         nu = ema_of_squares(state.nu, updates, b2)
-        # The fast mean and nu began at zero, and lack these factors
         c1 = bias_correction(b1, count)
-        c2 = bias_correction(b2, count)
-        shift = uncorrected_shift(eps_root, c2)
-        root_of_c2 = c2.sqrt()
+        denominator = adam_denominator(b2, count, eps, eps_root)
 
         def direction(fast: Tensor, slow: Tensor, v: Tensor) -> Tensor:
             # The slow mean is taken as it is: it should begin small
             mixture: Tensor = fast / c1 + slow * slow_weight
-            return mixture / (shifted_root(v, shift) / root_of_c2 + eps)
+            return mixture / denominator(v)
 
         return elementwise(direction, m1, m2, nu), ScaleByAdemamixState(count, m1, m2, nu)
 

@@ -6,6 +6,8 @@ scale_by_learning_rate(rate), scale_by_param_block_rms())`. A block is a leaf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from optree import tree_map
 from torch import Tensor
 
@@ -61,14 +63,7 @@ def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
     Args:
         min_scale: the least factor, so that zeros can move.
     """
-
-    def update(
-        updates: Tree, state: EmptyState, params: Tree, across: Across
-    ) -> tuple[Tree, EmptyState]:
-        sizes = on_numbers(lambda norm: norm.clamp(min=min_scale), across.norm(params))
-        return tree_map(times, updates, sizes), state
-
-    return with_statistics(init_empty, update)
+    return _times_sizes(lambda params, across: across.norm(params), min_scale)
 
 
 @named
@@ -84,12 +79,16 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
     Args:
         min_scale: the least factor, so that zeros can move.
     """
+    return _times_sizes(lambda params, across: block_rms(across.norm(params), across), min_scale)
+
+
+def _times_sizes(sizes_of: Callable[[Tree, Across], Tree], least: float) -> Transform:
+    """Each leaf's update times a size of its params, a number per leaf, at least this one."""
 
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        rms = block_rms(across.norm(params), across)
-        sizes = on_numbers(lambda x: x.clamp(min=min_scale), rms)
+        sizes = on_numbers(lambda x: x.clamp(min=least), sizes_of(params, across))
         return tree_map(times, updates, sizes), state
 
     return with_statistics(init_empty, update)

@@ -14,9 +14,8 @@ from ..kernels.fused_adamw import fused_adamw
 from ..naming import named
 from ..transforms.moments import (
     ScaleByAdamState,
+    adam_denominator,
     init_moments,
-    shifted_root,
-    uncorrected_shift,
     update_moments,
 )
 from ..transforms.scaling import scale_by_learning_rate
@@ -28,18 +27,9 @@ def adam_directions(
     state: ScaleByAdamState, b1: Number, b2: Number, eps: Number, eps_root: Number
 ) -> Tree:
     """Adam's directions from moments that are up to date: `scale_by_adam` has the formula."""
-    # Both means began at zero, and lack these factors
-    c1 = bias_correction(b1, state.count)
-    c2 = bias_correction(b2, state.count)
-    # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it
-    shift = uncorrected_shift(eps_root, c2)
-    root_of_c2 = c2.sqrt()  # 0-d float64, on the CPU, as c1 is
-
-    def direction(m: Tensor, v: Tensor) -> Tensor:
-        corrected = m / c1
-        return corrected / (shifted_root(v, shift) / root_of_c2 + eps)
-
-    return elementwise(direction, state.mu, state.nu)
+    c1 = bias_correction(b1, state.count)  # 0-d float64, on the CPU
+    denominator = adam_denominator(b2, state.count, eps, eps_root)
+    return elementwise(lambda m, v: m / c1 / denominator(v), state.mu, state.nu)
 
 
 @named

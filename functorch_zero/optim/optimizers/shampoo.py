@@ -156,7 +156,7 @@ def scale_by_shampoo(
     view = matrices if as_matrices is None else as_matrices
     share = 1.0 if b2 == 1.0 else 1 - b2  # of a step's outer products in the statistic
 
-    def shapes(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    def shapes(shape: tuple[int, ...]) -> list[torch.Size]:
         """Of the blocks of a leaf of this shape: (rows, cols)."""
         stack = torch.empty(view(shape), device="meta")
         return [block.shape[1:] for block in blocks_of(stack, block_size)]

@@ -6,11 +6,12 @@ Symbols as in optax: `mu` is the running mean of the gradients, `nu` that of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, ema, ema_of_squares, is_zero
+from ..arithmetic import Number, Tree, bias_correction, ema, ema_of_squares, is_zero
 from ..base import step_count, tree_zeros_like
 
 
@@ -52,11 +53,13 @@ def shifted_root(nu: Tensor, eps_root: Number) -> Tensor:
     return (nu + eps_root).sqrt()
 
 
-def uncorrected_shift(eps_root: Number, c2: Tensor) -> Number:
-    """The `eps_root` of a `nu` that is not divided by its bias correction `c2` (0-d) yet.
-
-    sqrt(nu / c2 + eps_root) = sqrt(nu + eps_root * c2) / sqrt(c2)
-    """
-    if is_zero(eps_root):
-        return eps_root  # a number, so that `shifted_root` sees that there is nothing to add
-    return eps_root * c2
+def adam_denominator(
+    b2: Number, count: Tensor, eps: Number, eps_root: Number
+) -> Callable[[Tensor], Tensor]:
+    """From a leaf of `nu` to `sqrt(nu / (1 - b2**count) + eps_root) + eps`."""
+    c2 = bias_correction(b2, count)  # 0-d float64, on the CPU, as its root is
+    # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it
+    root_of_c2 = c2.sqrt()
+    # sqrt(nu / c2 + eps_root) = sqrt(nu + eps_root * c2) / sqrt(c2). A number, where it is 0
+    shift = eps_root if is_zero(eps_root) else eps_root * c2
+    return lambda v: shifted_root(v, shift) / root_of_c2 + eps
