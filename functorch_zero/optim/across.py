@@ -24,7 +24,7 @@ from ..layout.extent import Extent, elements
 from ..tree import PyTree, paths, same_structure
 from .random_numbers import Kind, Number, draw_leaf, key_of
 
-Tree = PyTree[Tensor]
+Tree = PyTree[Tensor]  # leaves whole, pieces, or flats
 Shape = tuple[int, ...]  # of a whole leaf; also some of its dims, in order
 Dims = int | tuple[int, ...]  # of the full shape; negative ones count from its end
 Dim = Dims | Callable[[Shape], Dims | None]  # or by a leaf's full shape; None: not asked

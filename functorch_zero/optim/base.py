@@ -23,7 +23,6 @@ from ..errors import StructureError, TransformError, explain
 from ..in_a_loss import refuse_update
 from ..params import engine_of
 from ..tree import (
-    PyTree,
     check_savable,
     copied_if_in,
     dtensor_class,
@@ -32,7 +31,7 @@ from ..tree import (
     same_structure,
     storages,
 )
-from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .across import Across, Fused, Pointwise, Refusing, Tree, WholeLeaf
 from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
 from .complex_leaves import in_real_parts, refuse_complex
@@ -86,13 +85,13 @@ class Transform(Named):
         takes_rows: whether updates may have `Rows` in place of tensors; else they are made dense.
     """
 
-    init_fn: Callable[[PyTree[Tensor], Across], Any]
-    update_fn: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
+    init_fn: Callable[[Tree, Across], Any]
+    update_fn: Callable[[Tree, Any, Tree, Across], tuple[Tree, Any]]
     needs: Needs
     parts: tuple[Transform, ...] = ()
     plain: Pointwise | None = None
     fused: Fused | None = None
-    ending: Callable[..., tuple[PyTree[Tensor], Any]] | None = None
+    ending: Callable[..., tuple[Tree, Any]] | None = None
     asks_for_state: bool = False
     takes_rows: bool = field(default=False, kw_only=True)
     # Outlines of (params, state) that belong together, of one process; few, often one
@@ -106,7 +105,7 @@ class Transform(Named):
                 "with_whole_leaves or with_whole_tree"
             )
 
-    def init(self, params: PyTree[Tensor], across: Across | None = None) -> Any:
+    def init(self, params: Tree, across: Across | None = None) -> Any:
         """The first state, of the trained leaves of params.
 
         Without `across`, the params are a program's: a sharded tree, whose engine answers, or whole
@@ -127,11 +126,11 @@ class Transform(Named):
 
     def update(
         self,
-        updates: PyTree[Tensor],
+        updates: Tree,
         state: Any,
-        params: PyTree[Tensor],
+        params: Tree,
         across: Across | None = None,
-    ) -> tuple[PyTree[Tensor], Any]:
+    ) -> tuple[Tree, Any]:
         """New updates, from gradients or the updates of the transform before, and the next state.
 
         `across`: as in `init`. Without it, no argument is written to.
@@ -146,9 +145,7 @@ class Transform(Named):
             return engine.update(self, updates, state, params)
         return self._update_whole(updates, state, params)
 
-    def _update_whole(
-        self, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[PyTree[Tensor], Any]:
+    def _update_whole(self, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """`update` of a program's whole trees."""
         _refuse_dtensors(params)
         # A frozen leaf has no update; in `view` it has no param either
@@ -174,8 +171,8 @@ class Transform(Named):
         return self.fused is not None or self.ending is not None
 
     def update_and_add(
-        self, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> tuple[PyTree[Tensor], Any]:
+        self, updates: Tree, state: Any, params: Tree, across: Across
+    ) -> tuple[Tree, Any]:
         """As `update`, of an optimizer's last part: kernels add their updates to the params, where
         `across` says that these were donated. Returns the updates that are left to be added, 0
         where a kernel ran, and the next state."""
@@ -186,14 +183,14 @@ class Transform(Named):
             return across.run_fused(self.fused, self.plain, updates, state, params)
         return self.update_fn(updates, state, params, across)
 
-    def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
+    def init_whole(self, params: Tree, across: Across) -> Any:
         """The first state of one process, whose outline is remembered."""
         state = self.init_fn(params, across)
         check_savable(state, "the optimizer's state")
         self._remember(outline_of((params, state)))
         return state
 
-    def check_whole(self, state: Any, params: PyTree[Tensor], *, what: str) -> None:
+    def check_whole(self, state: Any, params: Tree, *, what: str) -> None:
         """Raise unless `init` makes such a state of these params, in one process: another
         transform's may have the same leaves, and another net's be broadcast.
 
@@ -215,7 +212,7 @@ class Transform(Named):
         check_opt_state(expected, state, what=what)
         self._remember(outline)
 
-    def init_on_meta(self, params: PyTree[Tensor]) -> Any:
+    def init_on_meta(self, params: Tree) -> Any:
         """A first state of one process without values, which takes no memory. Nothing is drawn from
         the global random state."""
         devices = {leaf.device for leaf in optree.tree_leaves(params) if leaf.is_cuda}
@@ -230,13 +227,13 @@ class Transform(Named):
 
     def apply(
         self,
-        grads: PyTree[Tensor],
+        grads: Tree,
         state: Any,
-        params: PyTree[Tensor],
+        params: Tree,
         *,
-        see: Callable[[PyTree[Tensor]], object] | None = None,
+        see: Callable[[Tree], object] | None = None,
         donate: bool = False,
-    ) -> tuple[PyTree[Tensor], Any]:
+    ) -> tuple[Tree, Any]:
         """The next params and the next state: `update`, and its updates added to params.
 
         No argument is written to. Collectives, of sharded trees: those that the transform asks for,
@@ -270,7 +267,7 @@ class Transform(Named):
         return apply_whole(params, updates), state
 
 
-def _refuse_dtensors(params: PyTree[Tensor]) -> None:
+def _refuse_dtensors(params: Tree) -> None:
     """Raise if a leaf is a DTensor: in a state, its whole shape and its part would be mixed up."""
     # By class, of which there are few
     kinds = {*map(type, optree.tree_leaves(params))}
@@ -300,7 +297,7 @@ class EmptyState(NamedTuple):
     """The state of a transform that has none."""
 
 
-def init_empty(params: PyTree[Tensor]) -> EmptyState:
+def init_empty(params: Tree) -> EmptyState:
     """The `init` of a transform without state."""
     return EmptyState()
 
@@ -364,12 +361,10 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
         naming: its `name` and `hyperparams`.
     """
 
-    def init(params: PyTree[Tensor], across: Across) -> Any:
+    def init(params: Tree, across: Across) -> Any:
         return part.init(params)
 
-    def update(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> tuple[PyTree[Tensor], Any]:
+    def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         return across.run_pointwise(part, updates, state, params)
 
     return Transform(
@@ -526,9 +521,7 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     wants_params = _num_positional(update) > 2
     run = _lifted_update(update)
 
-    def update_tree(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> tuple[PyTree[Tensor], Any]:
+    def update_tree(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         given = params if wants_params else None
         return across.run_whole_tree(run, updates, state, given, limit)
 
@@ -553,13 +546,13 @@ def chain(*transforms: Transform) -> Transform:
         check_is_transform(f"chain's argument {i}", t)
 
     # One state per transform, also of those that run merged: merging shows in no checkpoint
-    def init(params: PyTree[Tensor], across: Across) -> tuple[Any, ...]:
+    def init(params: Tree, across: Across) -> tuple[Any, ...]:
         return tuple(t.init(params, across) for t in transforms)
 
     # Found once per chain, not once per step
     runs = _runs(transforms)
 
-    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+    def update(updates: Tree, state: Any, params: Tree, across: Across) -> Any:
         new: list[Any] = []  # the parts' states
         for run in runs:
             # The run's share of the chain's state: one entry per transform in it
@@ -599,7 +592,7 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
         return None
     head, last = chain(*transforms[:-1]), transforms[-1]
 
-    def ending(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+    def ending(updates: Tree, state: Any, params: Tree, across: Across) -> Any:
         *before, own = state
         updates, states = head.update_fn(updates, tuple(before), params, across)
         updates, own = last.update_and_add(updates, own, params, across)
@@ -624,11 +617,11 @@ def real_only(transform: Transform) -> Transform:
     return checked(transform, lambda params, across: refuse_complex(params))
 
 
-def checked(transform: Transform, check: Callable[[PyTree[Tensor], Across], None]) -> Transform:
+def checked(transform: Transform, check: Callable[[Tree, Across], None]) -> Transform:
     """The transform with a check of the params before its `init`: errors come there rather than in
     the first step. It must fail on every rank or on none."""
 
-    def init(params: PyTree[Tensor], across: Across) -> Any:
+    def init(params: Tree, across: Across) -> Any:
         check(params, across)
         return transform.init_fn(params, across)
 
@@ -662,13 +655,11 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
     # All of them: a run holds transforms that have `plain`
     parts = [t.plain for t in run if t.plain is not None]
 
-    def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
+    def init(params: Tree) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in parts)
 
     def updating(*, in_place: bool) -> Update:
-        def update(
-            updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-        ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
+        def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, tuple[Any, ...]]:
             new: list[Any] = []
             # Ids of the storages that the step gave away; the parts may write to no others
             donated = storages(updates) if in_place else set()
@@ -779,16 +770,14 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 def _kept(update: Update) -> Update:
     """`update`, whose state is kept apart from what later parts may write over."""
 
-    def run(
-        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
-    ) -> tuple[PyTree[Tensor], Any]:
+    def run(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         new, after = update(updates, state, params, across)
         return new, across.keep(after, updates, new, params)
 
     return run
 
 
-def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:
+def tree_zeros_like(tree: Tree) -> Tree:
     """Zeros shaped like each leaf."""
 
     def zeros_like(x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...tree import PyTree, paths
-from ..across import Pointwise
+from ...tree import paths
+from ..across import Pointwise, Tree
 from ..base import Needs, Transform
 from ..local import Local
 from .cuts import (
@@ -92,7 +92,7 @@ def pointwise_parts(transform: Transform) -> Iterator[Transform]:
             yield from pointwise_parts(part)
 
 
-def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> None:
+def check_claims(transform: Transform, params: Tree | None = None) -> None:
     """Raise `TransformError` if the transform needs more of a tensor than its `needs` says.
 
     Args:
@@ -154,7 +154,7 @@ def hostile_leaves() -> dict[str, Tensor]:
     return {name: torch.empty(shape, device="meta") for name, shape in HOSTILE_SHAPES.items()}
 
 
-def _representatives(params: PyTree[Tensor]) -> Any:
+def _representatives(params: Tree) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
@@ -167,7 +167,7 @@ def _representatives(params: PyTree[Tensor]) -> Any:
     return treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
 
 
-def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
+def _check_as_a_whole(transform: Transform, params: Tree, few: Tree) -> None:
     """Check a transform with all that is around its parts; on few leaves, if they will do.
 
     `few`: `params` with None for all leaves but a few of each kind.
@@ -189,7 +189,7 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
 
 
 def _draw(
-    tree: PyTree[Tensor],
+    tree: Tree,
     dtype: torch.dtype | None = None,
     magnitudes: Sequence[float] = (1,),
 ) -> tuple[Any, list[Any]]:
@@ -206,7 +206,7 @@ def _draw(
     return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
-def _check_magnitudes(transform: Transform, tree: PyTree[Tensor]) -> None:
+def _check_magnitudes(transform: Transform, tree: Tree) -> None:
     """A pointwise author's functions on whole leaves and in pieces, where values are large and
     small."""
     assert transform.plain is not None
@@ -217,7 +217,7 @@ def _check_magnitudes(transform: Transform, tree: PyTree[Tensor]) -> None:
 
 
 def _check_pointwise(
-    transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, ours: bool = False
+    transform: Transform, tree: Tree, dtype: torch.dtype, *, ours: bool = False
 ) -> None:
     """A pointwise author's functions as they are, on whole leaves, in pieces, and joined. On leaves
     of our own, every operator is watched, and whole leaves are tried with other strides, too."""
@@ -258,7 +258,7 @@ def _check_rows(transform: Transform) -> None:
     test.check()
 
 
-def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
+def _check_across(transform: Transform, tree: Tree) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
     answers: list[Any] = []  # the first rank's questions, and their answers
     ranks: list[PretendedRank] = []  # one per run

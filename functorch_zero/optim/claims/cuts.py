@@ -26,8 +26,8 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...tree import PyTree, check_savable, paths
-from ..across import Pointwise
+from ...tree import check_savable, paths
+from ..across import Pointwise, Tree
 from ..base import Needs, Transform
 from .operators import OperatorWatch
 
@@ -50,7 +50,7 @@ class TrialCut(NamedTuple):
     """A way to hold the elements of a tree."""
 
     on: str  # the kind of leaves, for errors
-    of: Callable[[PyTree[Tensor]], Any]  # from a tree of whole leaves to a tree that is held
+    of: Callable[[Tree], Any]  # from a tree of whole leaves to a tree that is held
 
 
 def middle(numel: int) -> int:
@@ -71,7 +71,7 @@ def _second_piece(x: Tensor) -> Tensor:
     return x.reshape(-1)[middle(x.numel()) :].clone()
 
 
-def _join(tree: PyTree[Tensor]) -> Tensor:
+def _join(tree: Tree) -> Tensor:
     """All leaves as one, the last one first."""
     # Neither their order nor their number nor their shapes are those of the tree
     return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
@@ -122,8 +122,8 @@ class CutTest:
     """
 
     transform: Transform
-    params: PyTree[Tensor]
-    updates: Sequence[PyTree[Tensor]]
+    params: Tree
+    updates: Sequence[Tree]
     watch: OperatorWatch
     compare: Callable[[Tensor, Tensor], str | None]
     operators: bool = False
@@ -213,7 +213,7 @@ class CutTest:
             made.append(_Made(optree.tree_leaves(new), state))
         return made
 
-    def _steps(self, *, late: bool) -> list[tuple[int, PyTree[Tensor]]]:
+    def _steps(self, *, late: bool) -> list[tuple[int, Tree]]:
         """The updates of each step, and what counters are moved on by before it; see Note [later
         counters]."""
         steps = [(0, updates) for updates in self.updates]
@@ -228,7 +228,7 @@ class CutTest:
             story = f"returns {name} of {num} leaves where {expected} are expected"
             self.watch.refuse(story, "keep the structure")
 
-    def _check_shapes(self, new: Any, updates: PyTree[Tensor], cut: TrialCut) -> None:
+    def _check_shapes(self, new: Any, updates: Tree, cut: TrialCut) -> None:
         rows = zip(optree.tree_leaves(new), optree.tree_leaves(updates), strict=True)
         for i, (x, update) in enumerate(rows):
             if isinstance(x, Tensor) and x.shape == update.shape:

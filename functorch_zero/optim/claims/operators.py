@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..._torch_private import QuickDispatchMode, arguments_of, storage_id, version_of
 from ...errors import TransformError, users_line
-from ...tree import PyTree, named_leaves
+from ...tree import named_leaves
+from ..across import Tree
 
 # Ways to a tensor's values or address that run no operator
 HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
@@ -62,15 +63,13 @@ class OperatorWatch:
         # Storages of values of leaves, by id; kept alive, so that an id stays theirs
         self._marked: dict[int, Any] = {}
         # The inputs of the function that runs: by name, and by storage with its version
-        self._given: dict[str, PyTree[Tensor]] = {}
+        self._given: dict[str, Tree] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         # Whether a function runs now, and whether nothing is to be looked at
         self._runs, self._paused = False, False
 
     @contextmanager
-    def running(
-        self, on: str, *, operators: bool = True, **given: PyTree[Tensor]
-    ) -> Iterator[None]:
+    def running(self, on: str, *, operators: bool = True, **given: Tree) -> Iterator[None]:
         """Watch the operators that run inside.
 
         Args:

@@ -275,15 +275,8 @@ def reduce_on_plateau(
 
     def init(params: Tree) -> ReduceLROnPlateauState:
         # In the state, since `observe` is given nothing else
-        rules = PlateauRules(
-            factor=number(factor),
-            patience=number(patience),
-            rtol=number(rtol),
-            atol=number(atol),
-            cooldown=number(cooldown),
-            accumulation_size=number(accumulation_size),
-            min_scale=number(min_scale),
-        )
+        given = factor, patience, rtol, atol, cooldown, accumulation_size, min_scale
+        rules = PlateauRules(*map(number, given))
         return ReduceLROnPlateauState(
             scale=number(1.0),
             best_value=number(math.inf),  # so any first mean is better
