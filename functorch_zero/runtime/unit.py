@@ -574,7 +574,8 @@ class Pass:
 
     def scaled_rows(self, grads: Tensor) -> Tensor:
         """Gradients (k, columns) of this rank's loss, as they are reduced."""
-        return self._scale(grads, is_own=False)
+        scaled: Tensor = self._scale(grads, is_own=False)
+        return scaled
 
     def watch(self, unit: UnitInPass) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept. Others
