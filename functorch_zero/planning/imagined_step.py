@@ -217,8 +217,6 @@ class _AnnouncedEngine:
             metrics[name] = as_metric(value)
         report = agreed.report._replace(metrics=metrics)
         results, grads = finish(run, local, agreed._replace(report=report))
-        if run.scope is not None and run.scope.donation is not None:
-            run.scope.donation.num_taken += 1
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
         return results, grads

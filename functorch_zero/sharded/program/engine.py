@@ -432,10 +432,7 @@ class ShardedEngine:
             run = self.open_gradient(call, tree)
             local = differentiate(run)
             agreed = agree_on(run, local, fine=is_fine(run, local))
-            results, grads = finish(run, local, agreed)
-            if run.scope is not None and run.scope.donation is not None:
-                run.scope.donation.num_taken += 1
-            return results, grads
+            return finish(run, local, agreed)
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
         """Check a loss's arguments, and join the sharded trees among them: one pass runs over all,

@@ -389,14 +389,14 @@ class ShardedStep:
                 own=self._agreement.own,
             )
             ledger.note_given(as_given.by_path)
-            donation = None
+            donation, streams = None, Streams(state.seed, state.step)
             if self.options.donate:
                 assert state.sharding is not None
                 # A file may still be made of the state
                 agree = [ledger.settle, state.sharding.take_storage]
-                donation = Donation(given.nodes, self._earlier, agree)
+                donation = Donation(given.nodes, self._earlier, agree, streams)
             scope = RanksScope(
-                streams=Streams(state.seed, state.step),
+                streams=streams,
                 calls=self._loss_calls,
                 rank=rank,
                 ledger=ledger,
@@ -411,7 +411,7 @@ class ShardedStep:
                 result = self.unsharded.program(given.value, *args)
             if donation is not None:
                 donation.note_result(result)
-            self.unsharded.check_taken(scope.streams, rank)
+            self.unsharded.check_taken(streams, rank)
             new, metrics = check_result(result, rank)
             made = given.next(new, rank, free=self.unsharded.free)
             unwritten.check(lambda node, leaf: given.paths[node], rank, given.used_up())
@@ -419,7 +419,7 @@ class ShardedStep:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             if not ledger.is_by_gradients:
-                ledger.note_results(made.by_path, metrics, scope.streams.num_draws)
+                ledger.note_results(made.by_path, metrics, streams.num_draws)
                 ledger.settle_at_end(args)
             if donation is not None:
                 self._earlier.note(donation)
