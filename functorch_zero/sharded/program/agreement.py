@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,24 +27,8 @@ from ..equal_batches import EqualBatches
 from ..options import Options
 from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
-from .ledger import Compare, Ledger
+from .ledger import Ledger
 from .value import unsharded_leaves
-
-
-class Agreement(Protocol):
-    """The comparison of a program's ranks, as `AgreementOfRanks` makes it. A plan has another."""
-
-    is_by_gradients: bool
-    own: Sequence[str]
-
-    def on_arguments(self, given: Any, layouts: Any, seed: int | None, facts: Any) -> None: ...
-
-    def on_first_value(self, value: Any, fills: Any) -> None: ...
-
-    def looks_at(self, call: int) -> bool: ...
-
-    @property
-    def compare(self) -> Compare: ...
 
 
 class AgreementOfRanks:
@@ -60,10 +44,6 @@ class AgreementOfRanks:
         step: the program.
         options: those of `shard`.
         background: the step's tasks, whose failures all ranks learn here.
-
-    Attributes:
-        is_by_gradients: whether each gradient compares all words so far, and nothing else does.
-        own: names of the value's entries that each rank keeps for itself.
     """
 
     def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
@@ -129,7 +109,7 @@ class AgreementOfRanks:
     def compare(
         self, ledger: Ledger, label: str, *, flags: Sequence[bool] = (), batch: Any = None
     ) -> list[bool]:
-        """As `ledger.Compare` says. Only when ranks differ, an exchange of JSON follows."""
+        """As `Agreement` says. Only when ranks differ, an exchange of JSON follows."""
         group = labelled(self._options.group, label)
         gradients = [gradient.words for gradient in ledger.gradients]
         found = _Findings(ledger.step, ledger.calls, gradients, ledger.facts, {})

@@ -56,14 +56,30 @@ class Posted(NamedTuple):
         return [*self.report, *self.log]
 
 
-class Compare(Protocol):
-    """The comparison of ledgers among ranks: one all-reduce. It raises, on every rank, where they
-    differ, or where a background task of any rank has failed."""
+class Agreement(Protocol):
+    """The comparison of a program's ranks: each method raises, on every rank, where they differ.
+    `AgreementOfRanks` makes it, and a plan another one.
 
-    def __call__(
+    Attributes:
+        is_by_gradients: whether each gradient compares all words so far, and nothing else does.
+        own: names of the value's entries that each rank keeps for itself, as it does all buffers
+            then.
+    """
+
+    is_by_gradients: bool
+    own: Sequence[str]
+
+    def on_arguments(self, given: Any, layouts: Any, seed: int | None, facts: Any) -> None: ...
+
+    def on_first_value(self, value: Any, fills: Any) -> None: ...
+
+    def looks_at(self, call: int) -> bool: ...
+
+    def compare(
         self, ledger: Ledger, label: str, *, flags: Sequence[bool] = (), batch: Any = None
     ) -> list[bool]:
-        """The flags, each raised by any rank.
+        """Compare ledgers, by one all-reduce. It raises, too, where a background task of any rank
+        has failed. Returns the flags, each raised by any rank.
 
         Args:
             label: of the collective.
@@ -79,15 +95,13 @@ class Ledger:
 
     Args:
         step: its number.
+        agreement: of the ranks.
         era: of the ranks: a step that is tried again makes other trees than the one that failed.
-        compare: with the other ranks.
-        is_by_gradients: whether each gradient compares all words so far, and nothing else does.
         look: whether the step is looked at, so that nothing waits. See Note [words that wait].
-        own: names of the value's entries that each rank keeps for itself, as it does all buffers
-            then.
 
     Attributes:
-        step, look, is_by_gradients: as given.
+        step, look: as given.
+        is_by_gradients: as of the agreement.
         calls: of the library so far, in words that are the same on all ranks.
         gradients: of these calls.
         facts: by name, what the calls were given, as plain data that is equal on ranks that have
@@ -95,23 +109,14 @@ class Ledger:
         told: by name of a fact that is a checksum, makes the same in words, for an error.
     """
 
-    def __init__(
-        self,
-        step: int,
-        compare: Compare,
-        *,
-        is_by_gradients: bool,
-        look: bool,
-        era: int,
-        own: Sequence[str],
-    ):
-        self.step, self.look, self.is_by_gradients = step, look, is_by_gradients
+    def __init__(self, step: int, agreement: Agreement, *, look: bool, era: int):
+        self.step, self.look, self.is_by_gradients = step, look, agreement.is_by_gradients
         self._name = f"step {step}'s" if era == 0 else f"step {step}'s (era {era})"
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
         self.told: dict[str, Callable[[], Any]] = {}
-        self._compare, self._own = compare, own
+        self._compare, self._own = agreement.compare, agreement.own
         self._num_settled = 0  # gradients
         self._is_calling = self._is_closed = False
 

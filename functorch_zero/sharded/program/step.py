@@ -68,11 +68,11 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import Agreement, AgreementOfRanks
+from .agreement import AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
-from .ledger import Ledger, name_nodes
+from .ledger import Agreement, Ledger, name_nodes
 from .outline import structure_made_of
 from .scope import RanksScope
 from .value import (
@@ -380,14 +380,7 @@ class ShardedStep:
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
-            ledger = Ledger(
-                number,
-                self._agreement.compare,
-                is_by_gradients=self._agreement.is_by_gradients,
-                look=look,
-                era=era_of(self.group),
-                own=self._agreement.own,
-            )
+            ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
             ledger.note_given(as_given.by_path)
             donation, streams = None, Streams(state.seed, state.step)
             if self.options.donate:
