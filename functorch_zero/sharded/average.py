@@ -125,11 +125,6 @@ def report_without_words(means: MeansUnderWay, group: Group, copy: Copy = ONLY_C
     means.work.wait()
     if copy.num > 1:
         check_copies(copy, _own_numbers(means), group)
-    return _report(means, copy)
-
-
-def _report(means: MeansUnderWay, copy: Copy) -> Report:
-    """The metrics' weighted means over ranks, and the sum of the weights."""
     sent = means.vector[: 2 + len(means.values)]  # zeros come behind
     num_weighty, total, *sums = sent.unbind()
     # Where no batch weighs anything the sums are 0

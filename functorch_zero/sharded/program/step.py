@@ -171,24 +171,15 @@ class ShardedStep:
         with sharing_failures(*axes.groups, call="init", settles=True), torch.no_grad():
             check_records("a first state", axes.world.rank)
             given = named_args(self.unsharded.first_value, args, named)
-            state = self._agreed_first_state(given, seed, values)
+            deferred = dict(named_values(given, values))
+            # They are not cut, nor filled bucket by bucket
+            for name in self.unsharded.buffers:
+                if name in deferred:
+                    given[name] = deferred.pop(name).fill(given[name])
+            marked = self.unsharded.marked(given)
+            state, _ = self._agreed_on(marked, seed, _fills(given, deferred), {})
             self._note_structure(_structure_of(state))
             return state
-
-    def _agreed_first_state(
-        self,
-        given: dict[str, Any],
-        seed: int | None,
-        values: DeferredInit | Mapping[str, DeferredInit] | None,
-    ) -> State:
-        """The first state, of which all ranks know that they have made the same."""
-        values = dict(named_values(given, values))
-        # They are not cut, nor filled bucket by bucket
-        for name in self.unsharded.buffers:
-            if name in values:
-                given[name] = values.pop(name).fill(given[name])
-        marked = self.unsharded.marked(given)
-        return self._agreed_on(marked, seed, _fills(given, values), {})[0]
 
     def _agreed_on(
         self,
