@@ -272,7 +272,7 @@ class ShardedStep:
         def placed(node: Any) -> Any:
             if places is not None and isinstance(node, ShardedTree):
                 return moved_tree(places, node, frozen)
-            # States have no place, say, and the engine leaves them where they are
+            # Without a place the engine leaves it where it is
             if isinstance(node, ShardedOptState) and not is_placed(node):
                 return self.engine.placed(node)
             return node
