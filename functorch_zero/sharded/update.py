@@ -9,7 +9,6 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
 
 from ..groups import labelled
 from ..layout.extent import Rows
@@ -104,8 +103,9 @@ class PreparedUpdate:
         """The optimizer's next state, of params to which its kernel adds the updates, where it
         `fuses`."""
         assert self._split is not None
-        # (piece,) each, views of the params' own, to which a kernel writes
-        flats, own = _trained_flats(grads), _trained_flats(params)
+        # (piece,) each, those of params views of their own, to which a kernel writes. Frozen
+        # buckets have none
+        flats, own = optree.tree_leaves(grads.flats()), optree.tree_leaves(params.flats())
 
         def trees() -> tuple[Any, Any]:
             return grads.local_tree, params.local_tree
@@ -198,11 +198,6 @@ class PreparedUpdate:
             likes = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
             self._fuses_on[device] = self.across.fuses(self._split[1], likes)
         return self._fuses_on[device]
-
-
-def _trained_flats(pieces: ShardedTree) -> list[Tensor]:
-    """The flats (piece,) of the trained buckets."""
-    return [flat for flat in pieces.flats() if flat is not None]
 
 
 def _asks_statistics(optimizer: Transform) -> bool:
