@@ -81,7 +81,7 @@ class Holding:
     @cached_property
     def in_pieces(self) -> Holding:
         """The same of gradients and updates; with the same engine and number."""
-        return replace(self, form="pieces")
+        return replace(self, form="pieces", read_only=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether the leaves are of the same elements, so that `tree_map` may pair them."""
@@ -401,13 +401,9 @@ class ShardedTree(OnEngine):
         # The usual case: one step's result is the next one's argument
         if self.is_uncut:
             return self._homes
-        leaves = self._leaves()
-        # The updates of a tree that is read only
-        if self._is_of_no_updates(leaves):
-            return [None] * len(self.sharding.layout.buckets)
         # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
-        holding, homes = self.holding, self.known_homes
+        leaves, holding, homes = self._leaves(), self.holding, self.known_homes
         for b, bucket in enumerate(self.sharding.layout.buckets):
             # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
@@ -434,10 +430,6 @@ class ShardedTree(OnEngine):
             homes.append(home if is_ours else None)
         return homes
 
-    def _is_of_no_updates(self, leaves: Sequence[Tensor | None]) -> bool:
-        is_noted = self.holding.form == "pieces" and self.holding.read_only
-        return is_noted and all(leaf is None for leaf in leaves)
-
     def check_leaves(self, *, some: bool = False) -> None:
         """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
         assignments, may have made others. With `some`, any leaf may be None."""
@@ -447,12 +439,13 @@ class ShardedTree(OnEngine):
         layout, holding = self.sharding.layout, self.holding
         are_shown = self._tree is not None
         leaves = self._shown() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
-        rows = zip(leaves, layout.places, holding.extents(), holding.are_whole(), strict=True)
-        for n, (leaf, (b, _), extent, is_whole) in enumerate(rows):
+        columns = layout.places, holding.trained, holding.extents(), holding.are_whole()
+        rows = zip(leaves, *columns, strict=True)
+        for n, (leaf, (b, _), is_trained, extent, is_whole) in enumerate(rows):
             # Rows are made by the library alone
             if (some and leaf is None) or isinstance(leaf, Rows):
                 continue
-            fault = _fault_of(leaf, layout.buckets[b], holding.form)
+            fault = _fault_of(leaf, layout.buckets[b], holding.form, is_trained=is_trained)
             if fault is None and leaf is not None:
                 # This library's own are 1-D in the form of pieces
                 is_shaped = is_whole and (are_shown or holding.form == "held")
@@ -715,10 +708,10 @@ def _local_of(leaf: Any, form: Form) -> Any:
     return local if is_piece else local.detach()
 
 
-def _fault_of(leaf: Any, bucket: Bucket, form: Form) -> _Fault | None:
+def _fault_of(leaf: Any, bucket: Bucket, form: Form, *, is_trained: bool) -> _Fault | None:
     """The fault of a leaf that lies in this bucket; None: it has none."""
     # In pieces, frozen leaves have neither gradients nor updates
-    if form == "pieces" and not bucket.trainable:
+    if form == "pieces" and not is_trained:
         if leaf is None:
             return None
         return _Fault("is given for a frozen leaf", None, type(leaf).__name__, "leave it None")

@@ -96,35 +96,30 @@ def check_own_tensors(
         return
     for name, tree in given.items():
         old, new = (_leaves_of(tree, name, names, known) for names in (before, after))
-        gone, added = {*old} - {*new}, {*new} - {*old}
-        # The same leaves in another order belong to other elements, too
-        changed = [gone, added] if gone or added else [{*old[:1]}]
-        if old == new:
-            continue
         chosen = {*old, *new}
+        # Of no leaves there is no state. The same ones in another order belong to other elements
+        rest = {*old} & {*new} or {*new}
+        rest = rest - {*old[:1]} if rest == {*old} == {*new} else rest
+        if old == new or not rest or rest == chosen:
+            continue
         everything = _shapes_of_value(first_value, given, name, chosen, rank)
-        for leaves in changed:
-            rest = chosen - leaves
-            # Of no leaves there is no state
-            if not leaves or not rest:
-                continue
-            fewer = _shapes_of_value(first_value, given, name, rest, rank)
-            nodes = {_node_of_trees(path, leaves) for path in everything.keys() - fewer.keys()}
-            for path, shape in fewer.items():
-                is_beside = path.rpartition(".")[0] in nodes - {""}
-                if shape and path in known and (is_beside or everything.get(path) != shape):
-                    raise StructureError(
-                        explain(
-                            "refit trains other leaves than before, or in another order, and can't "
-                            "keep a leaf of the optimizer's state that belongs to all leaves "
-                            "together",
-                            path=path,
-                            expected=f"the trained leaves {[*before]}",
-                            got=f"{[*after]}",
-                            rank=rank,
-                            remedy=_BEGIN_ANEW,
-                        )
+        fewer = _shapes_of_value(first_value, given, name, rest, rank)
+        gone = everything.keys() - fewer.keys()
+        nodes = {_node_of_trees(path, chosen - rest) for path in gone}
+        for path, shape in fewer.items():
+            is_beside = path.rpartition(".")[0] in nodes - {""}
+            if shape and path in known and (is_beside or everything.get(path) != shape):
+                raise StructureError(
+                    explain(
+                        "refit trains other leaves than before, or in another order, and can't "
+                        "keep a leaf of the optimizer's state that belongs to all leaves together",
+                        path=path,
+                        expected=f"the trained leaves {[*before]}",
+                        got=f"{[*after]}",
+                        rank=rank,
+                        remedy=_BEGIN_ANEW,
                     )
+                )
 
 
 def _node_of_trees(path: str, leaves: Set[str]) -> str:

@@ -347,7 +347,7 @@ class ShardedEngine:
             self._check_pieces(a, a)
             self._check_pieces(b, a)
             # Of both, it is 0
-            if _is_of_no_updates(a) != _is_of_no_updates(b):
+            if a.holding.read_only != b.holding.read_only:
                 self._refuse_no_updates(a)
                 self._refuse_no_updates(b)
             return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
@@ -607,12 +607,11 @@ class ShardedEngine:
                     "themselves as fz.pieces(params); of several trees pass one at a time",
                 )
             )
-        if not _is_of_no_updates(tree):
-            tree.check_leaves(some=some)
+        tree.check_leaves(some=some)
 
     def _refuse_no_updates(self, tree: ShardedTree) -> None:
         """Raise if all leaves are None, as the gradients of a tree that is read only."""
-        if _is_of_no_updates(tree):
+        if tree.holding.read_only:
             raise StructureError(
                 explain(
                     "updates of trained params were expected, and those of a tree that is read "
@@ -629,10 +628,6 @@ class ShardedEngine:
 
 def _nobody_listens(phase: str) -> None:
     """A plan does."""
-
-
-def _is_of_no_updates(tree: ShardedTree) -> bool:
-    return tree.holding.read_only and all(flat is None for flat in tree.flats())
 
 
 def _prefixes(names: Sequence[str]) -> list[str] | None:

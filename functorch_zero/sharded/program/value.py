@@ -231,8 +231,6 @@ def _with_state(path: str, noted: Any, node: Any) -> Any:
             )
         )
     like = _state_like(noted)
-    if optree.tree_structure(node) != noted.plan.treedef:
-        check_opt_state(like, node, sharding.rank, what=what)
     made = ShardedOptState.of_shown(node, noted)
     check_opt_state(like, made.as_it_lies, sharding.rank, what=what)
     return made
@@ -398,10 +396,10 @@ def _structure_of(node: Any) -> Any:
         return ShardedOptState.of_shown(
             plan.treedef.unflatten(range(len(plan.leaves))), node.holding
         )
-    layout, in_pieces = node.sharding.layout, node.holding.form == "pieces"
+    holding = node.holding
     # In pieces, frozen leaves are None
-    leaves = [None if in_pieces and not leaf.trainable else 0 for leaf in layout.leaves]
-    return ShardedTree(layout.treedef.unflatten(leaves), node.holding)
+    leaves = [0 if on or holding.form == "held" else None for on in holding.trained]
+    return ShardedTree(holding.sharding.layout.treedef.unflatten(leaves), holding)
 
 
 def _fits(old: Any, new: Any) -> bool:
