@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -344,14 +344,20 @@ def _single(packet: str) -> set[Any]:
 
 
 class _Call:
-    """One operator, and what it is given."""
+    """One operator, and what it is given.
+
+    Attributes:
+        words: of the operands that `local` was asked for.
+    """
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.kind = _kind_of(func)
         self.pieces = [*_pieces_among(*args, *kwargs.values())]
+        self.words: list[str] = []
+        self._numbers: list[Tensor] = []  # on a device, of which no host knows the values
 
-    @property
+    @cached_property
     def first(self) -> Piece:
         """The first piece that is a part; else the first one."""
         return min(self.pieces, key=lambda piece: piece.is_whole)
@@ -413,15 +419,6 @@ class _Call:
                     )
                 )
 
-
-class _Operands:
-    """The operands of an operator on this rank, and their words."""
-
-    def __init__(self, call: _Call):
-        self._func, self._first = call.func, call.first
-        self.words: list[str] = []
-        self._numbers: list[Tensor] = []  # on a device, of which no host knows the values
-
     @property
     def numbers(self) -> tuple[Tensor, ...]:
         """Those of the result, each once. Many are one, of which the device makes them: else they
@@ -435,17 +432,17 @@ class _Operands:
     def local(self, operand: Any) -> Any:
         """The operand on this rank; its word is noted."""
         if isinstance(operand, Piece):
-            self._check(operand)
+            self._check_alike(operand)
             self.words.append(_operand_in_words(operand))
             self._numbers += operand.history.numbers
             return _as_operand(operand)
         if isinstance(operand, Tensor):
-            is_one = operand.numel() == 1 and operand.dim() <= self._first.dim()
+            is_one = operand.numel() == 1 and operand.dim() <= self.first.dim()
             if not is_one:
-                same = operand.shape == self._first.shape
+                same = operand.shape == self.first.shape
                 refuse(
-                    f"{self._func} combines them with a tensor of shape {tuple(operand.shape)}",
-                    self._first,
+                    f"{self.func} combines them with a tensor of shape {tuple(operand.shape)}",
+                    self.first,
                     _FORMS if same else "",
                 )
             # A number of a device would make its host wait
@@ -455,19 +452,19 @@ class _Operands:
                 self.words.append(str(operand.dtype))
                 self._numbers.append(operand)
             # Parts are 1-D
-            return operand if operand.dim() == 0 or self._first.is_whole else operand.reshape(1)
+            return operand if operand.dim() == 0 or self.first.is_whole else operand.reshape(1)
         if isinstance(operand, list | tuple):
             return [self.local(x) for x in operand]
         # Ranks have devices of other numbers
         self.words.append(operand.type if isinstance(operand, torch.device) else repr(operand))
         return operand
 
-    def _check(self, piece: Piece) -> None:
-        extent = self._first.extent
-        if piece.is_whole and not self._first.is_whole:
-            refuse(f"{self._func} combines them with whole leaves", self._first, _FORMS)
+    def _check_alike(self, piece: Piece) -> None:
+        extent = self.first.extent
+        if piece.is_whole and not self.first.is_whole:
+            refuse(f"{self.func} combines them with whole leaves", self.first, _FORMS)
         if piece.extent is not extent and piece.extent != extent:
-            refuse(f"{self._func} combines them with pieces of another leaf", self._first)
+            refuse(f"{self.func} combines them with pieces of another leaf", self.first)
 
 
 def _operand_in_words(piece: Piece) -> str:
@@ -493,21 +490,21 @@ def _as_local(made: Tensor, extent: Extent, *, is_whole: bool) -> Tensor:
 
 def _run(call: _Call) -> Any:
     """A pointwise operator on pieces of one leaf."""
-    operands = _Operands(call)
-    args = [operands.local(x) for x in call.args]
-    kwargs = {name: operands.local(x) for name, x in call.kwargs.items()}
+    args = [call.local(x) for x in call.args]
+    kwargs = {name: call.local(x) for name, x in call.kwargs.items()}
     made = call.func(*args, **kwargs)
-    text = f"{call.kind.name}({', '.join(operands.words)})"
+    text = f"{call.kind.name}({', '.join(call.words)})"
     if call.kind.written:
-        return _written(call, text, operands)
+        return _written(call, text)
     if isinstance(made, Tensor):
-        return _made(call, call.first, made, text, operands)
+        return _made(call, made, text)
     # An operator with several results
-    return tuple(_made(call, call.first, x, f"{text}[{n}]", operands) for n, x in enumerate(made))
+    return tuple(_made(call, x, f"{text}[{n}]") for n, x in enumerate(made))
 
 
-def _made(call: _Call, of: Piece, made: Tensor, text: str, operands: _Operands) -> Piece:
-    """The result of an operator on a leaf like this one."""
+def _made(call: _Call, made: Tensor, text: str) -> Piece:
+    """The result of an operator on pieces of one leaf."""
+    of = call.first
     # The same tensor, which knows the flat that it lies in
     if call.kind.makes_alias:
         return Piece(of.here, of.extent, is_whole=of.is_whole, history=of.history)
@@ -515,14 +512,14 @@ def _made(call: _Call, of: Piece, made: Tensor, text: str, operands: _Operands) 
     if made.shape != _as_operand(of).shape:
         refuse(f"{call.func} is not elementwise", of, _ASK)
     local = _as_local(made.resolve_conj().resolve_neg(), of.extent, is_whole=of.is_whole)
-    history = History(text, operands.numbers)
+    history = History(text, call.numbers)
     return Piece(local, of.extent, is_whole=of.is_whole, history=history)
 
 
-def _written(call: _Call, text: str, operands: _Operands) -> Any:
+def _written(call: _Call, text: str) -> Any:
     """The pieces that an operator has written to: made anew, in the words of their aliases, too."""
     for piece in _pieces_among(*call.written):
-        piece.note_write(text, operands.numbers, coming=0 if piece.is_inference() else 1)
+        piece.note_write(text, call.numbers, coming=0 if piece.is_inference() else 1)
     return _one_or_all(call.written)
 
 

@@ -534,14 +534,14 @@ class ShardedTree(OnEngine):
 
         `published`: of the same numbers, as of `note_published`.
         """
-        homes = self.known_homes
-        made = self
+        homes, made = self.known_homes, self
         # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
         if not all(map(is_, flats, [home and home.flat for home in homes])):
             made = ShardedTree.of_flats(flats, self.holding)
-            # Another tree may have leaves of a flat that stays
-            known = {id(home.flat): home for home in homes if home is not None}
-            made._homes = [home and known.get(id(home.flat), home) for home in made._homes]
+            for b, home in enumerate(homes):
+                # Another tree may have leaves of a flat that stays
+                if home is not None and home.flat is flats[b]:
+                    made._homes[b] = home
         made.note_published(published)
         return made
 

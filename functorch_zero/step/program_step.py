@@ -567,12 +567,6 @@ def check_next_value(
             )
 
 
-def check_next_structure(old: Any, new: Any, rank: int | None = None) -> None:
-    """Raise, naming the first path that differs, unless a program's next value has the structure of
-    the one that it was given."""
-    same_structure(old, new, what="the program's next value", rank=rank, remedy=_AS_IT_WAS)
-
-
 def _forms(tensors: Sequence[Tensor]) -> list[Any]:
     return [*map(_FORM, tensors)]
 

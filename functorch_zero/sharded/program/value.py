@@ -24,7 +24,7 @@ from ...optim.state_checks import check_opt_state
 from ...params import Engine, as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...sharded_optim.state_plan import state_like
-from ...step.program_step import check_next_structure, check_next_value, device_of
+from ...step.program_step import check_next_value, device_of
 from ...step.refit import without_values
 from ...step.state import Trained
 from ...step.trainable import check_alike
@@ -103,7 +103,7 @@ class Nodes(NamedTuple):
         nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
         if treedef != self.treedef:
             outline = self.treedef.unflatten(map(_structure_of, self.nodes))
-            check_next_structure(outline, value, rank)
+            check_next_value(outline, value, rank)  # which names the difference
         made = self._replace(nodes=[*map(_plain, nodes)])
         before, after = [*self.nodes], [*made.nodes]
         for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):

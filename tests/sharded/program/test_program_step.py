@@ -434,18 +434,22 @@ def test_updates_of_a_mapped_tree_are_those_of_the_whole_one() -> None:
         assert not any(leaf.requires_grad for leaf in applied)
 
 
-def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
-    def first(params: Any) -> Any:
+def test_init_that_trains_other_leaves_of_a_tree_than_it_was_cut_for_is_refused() -> None:
+    """The layout says which leaves a tree trains: its buckets are trained or frozen."""
+    some_frozen = tree_map(lambda p: p.detach().clone().requires_grad_(p.dim() > 1), first_noisy)
+
+    def freezing(params: Any) -> Any:
         leaves, treedef = optree.tree_flatten(params)
         return treedef.unflatten([leaves[0].clone(), *leaves[1:]])
 
-    step = fz.program_step(lambda value: (value, {}), init=first)
+    def thawing(params: Any) -> Any:
+        return tree_map(lambda p: p.clone().requires_grad_(), params)
 
     def run(group: Any) -> None:
-        with pytest.raises(
-            StructureError, match="other leaves of a sharded tree require grad than"
-        ):
-            fz.shard(step, level=3, group=group).init(first_noisy)
+        for init, params in ((freezing, first_noisy), (thawing, some_frozen)):
+            step = fz.program_step(lambda value: (value, {}), init=init)
+            with pytest.raises(StructureError, match="other leaves .* than when it was cut"):
+                fz.shard(step, level=3, group=group).init(params)
 
     run_ranks(run, 2)
 
