@@ -151,22 +151,6 @@ def _own_numbers(means: MeansUnderWay) -> dict[str, float]:
     return dict(zip(own, torch.stack(on_device).tolist(), strict=True))
 
 
-def average(
-    metrics: Mapping[str, Tensor | float],
-    weight: Tensor | float | None,
-    group: Group,
-    log: Sequence[str] = (),
-    flags: Sequence[bool] = (),
-    copy: Copy = ONLY_COPY,
-    size: int = 0,
-    device: torch.device | None = None,
-) -> Report:
-    """`start_means` and `report_of`, one after the other, where no backward could hide the means'
-    way. Without a device, means are on the CPU."""
-    device = torch.device("cpu") if device is None else device
-    return report_of(start_means(metrics, weight, group, device), group, log, flags, copy, size)
-
-
 def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device) -> Tensor:
     """Whether the weight isn't 0, the weight, each value times it, and zeros: (a multiple of
     `WIDTH`,) float64."""

@@ -29,7 +29,7 @@ from ..step.scope import given_batch
 from ..step.state import State, TrainValue
 from ..step.weights import check_weight_value
 from ..tree import PyTree, check_tensors
-from .average import average
+from .average import report_of, start_means
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
 from .checks import check_batch, check_not_donated, check_place
@@ -207,9 +207,9 @@ class ShardedEvalStep:
         """The metrics for all ranks. Collectives: two all-reduces, of metrics and words."""
         group, copy = labelled(self.group, "evaluation/metrics"), self.options.axes.copy
         size = total_size(batch)
-        report = average(
-            found.metrics, found.weight, group, log, copy=copy, size=size, device=device
-        )
+        # No backward could hide the means' way
+        means = start_means(found.metrics, found.weight, group, device)
+        report = report_of(means, group, log, copy=copy, size=size)
         if not on_ranks.exchanged:
             rows = leading_sizes(batch)
             self.unsharded.reminder.compare_ranks(rows, found.weight, report.sizes, group.rank)

@@ -341,16 +341,15 @@ def check_places(value: Any) -> Places:
         )
     found = {}
     for kind, given in value.items():
-        rule = given if isinstance(given, Mapping) else {"": given}
-        for pattern, place in rule.items():
-            if not isinstance(pattern, str) or not _is_place(place):
-                raise TypeError(
-                    f"place[{kind!r}] must be an object with `empty`, `holds`, `bring` and "
-                    "`leave`, or a dict of such by patterns of units' paths, got "
-                    f"{given!r}. Remedy: fz.places.File(folder), or see fz.places.Place"
-                )
+        rule = dict(given) if isinstance(given, Mapping) else {"": given}
+        if not all(isinstance(p, str) for p in rule) or not all(map(_is_place, rule.values())):
+            raise TypeError(
+                f"place[{kind!r}] must be an object with `empty`, `holds`, `bring` and `leave`, or "
+                f"a dict of such by patterns of units' paths, got {given!r}. Remedy: "
+                "fz.places.File(folder), or see fz.places.Place"
+            )
         if any(place is not None for place in rule.values()):
-            found[kind] = ByUnit(dict(rule))
+            found[kind] = ByUnit(rule)
     return Places(**found)
 
 

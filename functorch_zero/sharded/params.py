@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..groups.mesh import Axes
+from ..groups.protocol import Group
 from ..layout.extent import Rows
 from ..layout.flat_buffers import own_piece, to_tree, unpack
-from ..layout.layout import Layout
+from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.reduce import GradientReduction, Kept
@@ -55,13 +56,18 @@ def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
         if piece is None:
             parts.append([None] * len(bucket.leaves))
             continue
-        whole = piece.clone()
-        if bucket.cut.num_pieces > 1:
-            whole = piece.new_empty(bucket.numel)
-            # Above level 0, pieces are those that the optimizer's ranks update
-            axes.optimizer.all_gather(whole, piece).wait()
-        parts.append(unpack(whole, bucket))
+        # Above level 0, pieces are those that the optimizer's ranks update
+        parts.append(unpack(all_gathered(piece, bucket, axes.optimizer), bucket))
     return to_tree(parts, layout)
+
+
+def all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:
+    """All ranks' pieces (piece,) of a bucket, joined in a new flat (numel,)."""
+    if bucket.cut.num_pieces == 1:
+        return piece.clone()
+    flat = piece.new_empty(bucket.numel)
+    group.all_gather(flat, piece).wait()
+    return flat
 
 
 def make_reduction(

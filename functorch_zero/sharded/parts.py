@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups.mesh import Axes
-from ..groups.protocol import Group
 from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, pack, slice_flat, unpack
 from ..layout.layout import Bucket, Layout
 from ..runtime.reduce import Carried, Kept, Reduction
 from ..tree import paths, same_structure
+from .params import all_gathered
 
 Parts = dict[str, Any]
 Leaves = dict[str, Tensor]  # of one bucket: by path, or by the bucket's name
@@ -171,7 +171,7 @@ class ReductionParts:
         def whole_leaves(kept: Tensor, carried: Carried, b: int) -> Leaves:
             bucket = self.layout.buckets[b]
             if carried == "pieces":
-                flat = _all_gathered(kept, bucket, axes.optimizer)
+                flat = all_gathered(kept, bucket, axes.optimizer)
                 return dict(zip(self._keys(carried, b), unpack(flat, bucket), strict=True))
             flat = kept.clone()  # the given state stays good
             if carried == "sum":
@@ -279,12 +279,3 @@ def _distinct_names(buckets: Sequence[Bucket]) -> list[str]:
         number = seen[bucket.name]
         names.append(bucket.name if number == 1 else f"{bucket.name}#{number}")
     return names
-
-
-def _all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:
-    """All ranks' pieces (piece,) of a bucket, joined in a new flat (numel,)."""
-    if bucket.cut.num_pieces == 1:
-        return piece.clone()
-    flat = piece.new_empty(bucket.numel)
-    group.all_gather(flat, piece).wait()
-    return flat

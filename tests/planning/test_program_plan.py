@@ -20,9 +20,9 @@ from functorch_zero import optim, plan
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
+from functorch_zero.layout.sharded_tree import is_held
 from functorch_zero.params import is_on_engine
 from functorch_zero.places import File
-from functorch_zero.planning.imagined_step import held_and_others
 from tests.local import part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.case import Case, applied, net
@@ -59,9 +59,9 @@ def check(case: Case, ranks: int, **options: Any) -> None:
     value, calls = run(case, ranks, **options)[rank]
     made = plan(tuple(trees), case.step, ranks=ranks, rank=rank, batch=sample, **options)
     assert calls_of(made) == calls
-    params, others = held_and_others(value)
-    assert made.params == held(params)
-    assert made.state == held(others)
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    assert made.params == held([node for node in nodes if is_held(node)])
+    assert made.state == held([node for node in nodes if not is_held(node)])
     assert made.num_params == sum(leaf.numel() for leaf in optree.tree_leaves(trees))
 
 
