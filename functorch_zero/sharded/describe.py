@@ -3,7 +3,7 @@ whole that is here."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -84,13 +84,11 @@ class Description(NamedTuple):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines about sparse gradients, and about a unit of more than half of the parameters."""
-        elements: dict[str, int] = {}
-        tables = set()
+        elements: Counter[str] = Counter()
         for row in self.rows:
             if row.leaves:
-                elements[row.unit] = elements.get(row.unit, 0) + row.elements
-            if any(message == "rows" for message, _ in row.wire):
-                tables.add(row.unit)
+                elements[row.unit] += row.elements
+        tables = {row.unit for row in self.rows for message, _ in row.wire if message == "rows"}
         return notes_of(elements, self.num_ranks, tables)
 
     def __repr__(self) -> str:
@@ -275,12 +273,9 @@ class _Nodes(NamedTuple):
         """The tree to whose leaves an optimizer's state belongs; None: it isn't there any more."""
         sharding = state.holding.sharding
         fitting = [tree for tree in self.held.values() if tree.holding == Holding(sharding, "held")]
-
-        def farness(tree: ShardedTree) -> tuple[bool, bool]:
-            # Two networks may be cut alike; and an average is, as the params of its layout
-            return tree.sharding.layout is not sharding.layout, tree.holding.read_only
-
-        return min(fitting, key=farness, default=None)
+        # Two networks may be cut alike; and an average is, as the params of its layout
+        own = [tree for tree in fitting if tree.sharding.layout is sharding.layout] or fitting
+        return min(own, key=lambda tree: tree.holding.read_only, default=None)
 
 
 def _stored(nodes: _Nodes, places: Places) -> Iterator[Stored]:

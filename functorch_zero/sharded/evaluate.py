@@ -49,6 +49,7 @@ class _Arguments:
     """
 
     def __init__(self, given: tuple[Any, ...]):
+        self._first = given[0]
         self._nodes, self._treedef = optree.tree_flatten(given, is_leaf=is_on_engine)
         self._places = [n for n, node in enumerate(self._nodes) if is_held(node)]
         self.trees: list[ShardedTree] = [self._nodes[n] for n in self._places]
@@ -56,8 +57,9 @@ class _Arguments:
     @property
     def others(self) -> PyTree[Tensor]:
         """The other tensors of the first one, which every rank holds."""
-        first, *_ = self._treedef.unflatten(self._nodes)
-        return tree_map(lambda x: x if isinstance(x, Tensor) else None, first, is_leaf=is_on_engine)
+        return tree_map(
+            lambda x: x if isinstance(x, Tensor) else None, self._first, is_leaf=is_on_engine
+        )
 
     def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
         """The same with lazy trees in the places of these."""
