@@ -5,11 +5,10 @@ checksum, and is checked before it counts.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor
 
 from .checksums import CHECKSUMS
+from .contents import Part
 from .errors import CorruptError
-from .files import create, opened, read_into, write_all, write_file
+from .files import created, opened, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
 from .places import RankFile
 from .rows import Piece, borders, encode_rows, rows_name
@@ -170,22 +170,48 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> tuple[File, int]:
         dtype = NAMES[part.tensor.dtype]
         tensors.append(entry_of(path_of_leaf, dtype, part.start, part.numel))
     header, _ = make_header(tensors)
-    out = BlockWriter(path, snapshot.progress)
-    try:
-        out.write(memoryview(header))
-        for part in parts:
-            for chunk in chunks_of(part.flat()):
-                out.write(bytes_of(chunk))
-                # Handed over, and perhaps still in the block under way
-                snapshot.progress.written += chunk.nbytes
-                out.report()
-        out.finish()
-    finally:  # a file that an error cut short stays, and goes with its folder
-        out.close()
+    sums, size = list[int](), 0
+    with created(path) as file:
+        for block in _blocks(_data(header, parts, snapshot.progress, path.name)):
+            write_all(file, block)
+            sums.append(CHECKSUMS[CHECKSUM](block))
+            size += len(block)
     pieces = [Piece(part.leaf, part.start, part.numel) for part in parts]
-    rows = encode_rows(pieces, out.sums)
+    rows = encode_rows(pieces, sums)
     write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
-    return File(path.name, out.size, len(pieces), zlib.crc32(rows)), borders(pieces)
+    return File(path.name, size, len(pieces), zlib.crc32(rows)), borders(pieces)
+
+
+def _data(
+    header: bytes, parts: Iterable[Part], progress: Progress, name: str
+) -> Iterator[memoryview]:
+    """A file's bytes. Says how far the save is, from time to time."""
+    yield memoryview(header)
+    reported = time.monotonic()
+    for part in parts:
+        for chunk in chunks_of(part.flat()):
+            yield bytes_of(chunk)
+            # Handed over, and perhaps still in the block under way
+            progress.written += chunk.nbytes
+            if time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                done, total = progress.written / 1e6, progress.total / 1e6
+                log.info("%s: %.0f of %.0f MB", name, done, total)
+
+
+def _blocks(data: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The bytes block by block, the last of which may be shorter."""
+    block = bytearray()
+    for view in data:
+        while view:
+            room = BLOCK - len(block)
+            block += view[:room]
+            view = view[room:]
+            if len(block) == BLOCK:
+                yield memoryview(block)
+                block = bytearray()
+    if block:
+        yield memoryview(block)
 
 
 def entry_of(path: str, dtype: str, start: int, numel: int) -> Entry:
@@ -203,49 +229,3 @@ def chunks_of(flat: Tensor) -> Iterator[Tensor]:
     # `split` takes no size of 0, which an empty leaf would give
     for run in flat.split(max(1, size)):
         yield run.cpu()
-
-
-class BlockWriter:
-    """Writes a new file block by block, with a checksum of each."""
-
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self.sums: list[int] = []  # of each block written
-        self.size = 0  # bytes written
-        self._path = path
-        self._progress = progress
-        self._block = bytearray()  # under way
-        self._file = create(path)
-        self._reported = time.monotonic()
-
-    def write(self, data: memoryview) -> None:
-        """Add bytes."""
-        while data:
-            room = BLOCK - len(self._block)
-            self._block += data[:room]
-            data = data[room:]
-            if len(self._block) == BLOCK:
-                self._flush()
-
-    def finish(self) -> None:
-        """Write the last block, and flush everything to disk."""
-        self._flush()
-        # Before the manifest names the file: a name must never come before its data
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def report(self) -> None:
-        """Say how far the save is, from time to time."""
-        now = time.monotonic()
-        if now - self._reported >= _SECONDS_BETWEEN_REPORTS:
-            self._reported = now
-            done = self._progress
-            log.info("%s: %.0f of %.0f MB", self._path.name, done.written / 1e6, done.total / 1e6)
-
-    def _flush(self) -> None:
-        if self._block:
-            write_all(self._file, memoryview(self._block))
-            self.sums.append(CHECKSUMS[CHECKSUM](memoryview(self._block)))
-            self.size += len(self._block)
-            self._block = bytearray()

@@ -29,11 +29,22 @@ def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
                 remedy="checkpoint.save(root, step, state), and pass that root",
             )
         )
-    found = latest(root) if count is None else count
-    if found is None:
-        raise CheckpointError(f"{root} has no complete checkpoint")
-    manifest = check_sizes(Path(root), found)
-    return manifest, step_folder(Path(root), found)
+    found = step_in(Path(root), count)
+    return check_sizes(Path(root), found), step_folder(Path(root), found)
+
+
+def step_in(root: Path, count: int | None) -> int:
+    """The step of that number, None being the newest complete one.
+
+    Raises:
+        CheckpointError: it has no checkpoint.
+    """
+    counts, found = counts_in(root), latest(root) if count is None else count
+    if found is not None and found in counts:
+        return found
+    which = "complete checkpoint" if count is None else f"checkpoint of step {count}"
+    listed = ", ".join(map(str, counts[-10:])) or "none"
+    raise CheckpointError(f"{root} has no {which}; steps found: {listed}")
 
 
 def latest(root: PathLike) -> int | None:
@@ -109,16 +120,9 @@ def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
     Raises:
         CheckpointError: there is no checkpoint of step `count`.
     """
-    counts = counts_in(Path(root))
     # `count=None` on an empty folder is no error: there is nothing to find fault with
-    if count is not None and count not in counts:
-        raise CheckpointError(f"{root} has no checkpoint of step {count}; it has {_listed(counts)}")
-    looked_at = counts if count is None else [count]
-    return {n: _problems(Path(root), n) for n in looked_at}
-
-
-def _listed(counts: list[int]) -> str:
-    return ", ".join(map(str, counts[-10:])) if counts else "none"
+    counts = counts_in(Path(root)) if count is None else [step_in(Path(root), count)]
+    return {n: _problems(Path(root), n) for n in counts}
 
 
 def _problems(root: Path, count: int) -> list[str]:
@@ -182,9 +186,10 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
         raise ValueError(f"last and every must be at least 1, got {last} and {every}")
     path = Path(root)
     # Oldest first; damaged ones must not push intact ones out
-    intact = [count for count in counts_in(path) if _is_complete(path, count)]
+    manifests = {count: _complete(path, count) for count in counts_in(path)}
+    intact = [count for count, manifest in manifests.items() if manifest is not None]
     old = [count for count in intact[:-last] if every is None or count % every]
-    partial = [count for count in intact if read_manifest(path, count).left_out]
+    partial = [count for count, manifest in manifests.items() if manifest and manifest.left_out]
     whole = [count for count in intact if count not in partial]
     # Their frozen params may lie nowhere else, and those of later ones may be others
     kept = set(partial) - set(old)
@@ -195,16 +200,9 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     return old
 
 
-def _is_complete(root: Path, count: int) -> bool:
-    """Whether the checkpoint of step `count` has a sound manifest, and all its files in full
-    size."""
+def _complete(root: Path, count: int) -> Manifest | None:
+    """The manifest of step `count`, if it is sound, and all its files are there in full size."""
     try:
-        check_sizes(root, count)
+        return check_sizes(root, count)
     except CorruptError:
-        return False
-    return True
-
-
-def bytes_in(manifest: Manifest) -> int:
-    """The bytes of a checkpoint's tensors."""
-    return sum(leaf.nbytes for leaf in manifest.leaves)
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .catalogue import bytes_in, check_sizes, verify
+from .catalogue import check_sizes, verify
 from .convert import TREES, export_weights
 from .errors import CheckpointError
 from .files import counts_in
@@ -52,7 +52,8 @@ def _line(root: Path, count: int) -> str:
         manifest = check_sizes(root, count)
     except (CheckpointError, OSError) as error:
         return f"step {count}  damaged: {error}"
-    size = f"{bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves"
+    num_bytes = sum(leaf.nbytes for leaf in manifest.leaves)
+    size = f"{num_bytes / 1e6:.1f} MB  {len(manifest.leaves)} leaves"
     if manifest.left_out:
         size += f" ({len(manifest.left_out)} frozen ones left out)"
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"

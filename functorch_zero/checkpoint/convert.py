@@ -23,7 +23,7 @@ from .block_io import Wanted, read_wanted
 from .catalogue import chosen
 from .contents import Contents, Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
 from .errors import CheckpointError, CorruptError
-from .files import Temporary, create, read_file, write_all, write_file
+from .files import Temporary, created, read_file, write_all, write_file
 from .load import Allowed, Chosen, not_chosen, some_of, state_to_fill
 from .manifest import Leaf, Manifest
 from .places import Places, find_places
@@ -56,10 +56,6 @@ class Named(NamedTuple):
     name: str
     number: int  # of its leaf in the manifest
     leaf: Leaf
-
-    @property
-    def nbytes(self) -> int:
-        return self.leaf.numel * self.leaf.width
 
 
 def export_weights(
@@ -202,11 +198,11 @@ def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
     size = 0
     for tensor in tensors:
         # A tensor larger than the limit is alone in its file: an empty file is never closed
-        if files[-1] and size + tensor.nbytes > limit:
+        if files[-1] and size + tensor.leaf.nbytes > limit:
             files.append([])
             size = 0
         files[-1].append(tensor)
-        size += tensor.nbytes
+        size += tensor.leaf.nbytes
     return files
 
 
@@ -223,7 +219,7 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
     file_of: dict[str, str] = {}
     for name, tensors in zip(names, files, strict=True):
         for tensor in tensors:
-            total += tensor.nbytes
+            total += tensor.leaf.nbytes
             file_of[tensor.name] = name
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     return json.dumps(index, indent=2).encode()
@@ -235,15 +231,11 @@ def _write(path: Path, tensors: Sequence[Named], places: Places) -> None:
     entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
     # Loaders of Hugging Face refuse a file without this format
     header, _ = make_header(entries, {"format": "pt"})
-    descriptor = create(path)
-    try:
+    with created(path) as descriptor:
         write_all(descriptor, memoryview(header))
         for tensor in ordered:
             if tensor.leaf.numel:  # the leaf is freed before the next one is read
                 write_all(descriptor, bytes_of(read_leaf(tensor, places)))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def places_of(tensors: Sequence[Named], manifest: Manifest, folder: Path) -> Places:
@@ -266,12 +258,6 @@ def read_leaf(tensor: Named, places: Places) -> Tensor:
     return whole
 
 
-class NoTensor(NamedTuple):
-    """What lies under a name and is no tensor: a module's extra state, say."""
-
-    got: str  # its type
-
-
 class Source(NamedTuple):
     """A tensor to read from."""
 
@@ -279,6 +265,10 @@ class Source(NamedTuple):
     dtype: torch.dtype
     # Not a tensor: a source is read when it is its turn, and freed after
     whole: Callable[[], Tensor]  # all of it; of a mapped file, only pages in use are read
+
+
+# What lies under a name: a tensor, or the type of something else, a module's extra state say
+Found = Source | str
 
 
 def import_weights(
@@ -343,7 +333,7 @@ def import_weights(
 @torch.no_grad()
 def import_into(
     what: str,
-    find: Callable[[], dict[str, Source | NoTensor]],
+    find: Callable[[], dict[str, Found]],
     step: Step,
     like: State,
     names: Names | None,
@@ -404,7 +394,7 @@ def import_into(
 
 def _matching(
     leaves: Mapping[str, Held],
-    found: Mapping[str, Source | NoTensor],
+    found: Mapping[str, Found],
     aliases: Mapping[str, str],
     optional: Collection[str],
     allowed: Allowed,
@@ -455,9 +445,7 @@ def _matching(
     return sources
 
 
-def _renamed(
-    found: Mapping[str, Source | NoTensor], rename: Rename
-) -> dict[str, Source | NoTensor]:
+def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
     """All that was found, by the model's names.
 
     Raises:
@@ -469,7 +457,7 @@ def _renamed(
         unknown = sorted(set(rename) - set(found))
         if unknown:
             raise StructureError(f"rename= has {unknown[0]}, which is not among the weights")
-    named: dict[str, Source | NoTensor] = {}
+    named: dict[str, Found] = {}
     for old, source in found.items():
         name = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
         if name is None:
@@ -494,13 +482,13 @@ def _matched(
     return read, again
 
 
-def _told(name: str, given: Source | NoTensor) -> str:
-    return f"{name} (no tensor, a {given.got})" if isinstance(given, NoTensor) else name
+def _told(name: str, given: Found) -> str:
+    return f"{name} (no tensor, a {given})" if isinstance(given, str) else name
 
 
-def _misfits(name: str, held: Held, given: Source | NoTensor, allowed: Allowed) -> list[str]:
+def _misfits(name: str, held: Held, given: Found, allowed: Allowed) -> list[str]:
     """The difference in shape or dtype between a leaf and its source, if any."""
-    if isinstance(given, NoTensor):
+    if isinstance(given, str):
         return [f"{_told(name, given)} has the name of a leaf"]
     if held.shape != given.shape:
         return [f"{name} has shape {given.shape}, expected {held.shape}"]
@@ -533,10 +521,10 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
     return named
 
 
-def _sources(source: Any) -> dict[str, Source | NoTensor]:
+def _sources(source: Any) -> dict[str, Found]:
     """The entries of files or of a `state_dict`, by name."""
     entries = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
-    found: dict[str, Source | NoTensor] = {}
+    found: dict[str, Found] = {}
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise StructureError(f"a state_dict holds tensors by name, got the key {name!r}")
@@ -544,7 +532,7 @@ def _sources(source: Any) -> dict[str, Source | NoTensor]:
             # `detach` is the function that gives the whole tensor
             found[name] = Source(tuple(entry.shape), entry.dtype, entry.detach)
         else:
-            found[name] = NoTensor(type(entry).__name__)
+            found[name] = type(entry).__name__
     return found
 
 

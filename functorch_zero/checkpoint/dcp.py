@@ -19,7 +19,7 @@ from .contents import Step
 from .convert import (
     TREES,
     Aliases,
-    NoTensor,
+    Found,
     PathLike,
     Rename,
     Source,
@@ -118,13 +118,13 @@ def import_dcp(
     path = Path(folder)
 
     # Runs inside of the job: only metadata is read, tensors one by one when their turn comes
-    def sources() -> dict[str, Source | NoTensor]:
-        found: dict[str, Source | NoTensor] = {}
+    def sources() -> dict[str, Found]:
+        found: dict[str, Found] = {}
         for name, entry in list_entries(path).items():
             if not name.startswith(prefix):
                 continue
             own_name = name.removeprefix(prefix)
-            found[own_name] = NoTensor("pickled object")
+            found[own_name] = "pickled object"
             if entry is not None:
                 found[own_name] = Source(*entry, whole=partial(read_tensor, path, name, *entry))
         return found

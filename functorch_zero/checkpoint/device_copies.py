@@ -1,12 +1,15 @@
-"""Copies of GPUs' tensors in the host's memory, made beside the work of the caller's streams."""
+"""Copies and reads of GPUs' tensors beside the work of the caller's streams."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class DeviceCopies:
@@ -26,23 +29,19 @@ class DeviceCopies:
     def start(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Copies on the CPU, right once `wait` has returned. Called once."""
         copies: list[Tensor] = []
-        on_gpus: defaultdict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in tensors:
-            if _is_on_gpu(tensor):
-                copies.append(_pinned_like(tensor))
-                on_gpus[tensor.device].append((copies[-1], tensor))
-            else:
+            if not _is_on_gpu(tensor):
                 # copy=True: on the CPU `to` would give the tensor itself
                 copies.append(tensor.to("cpu", copy=True))
-        for device, pairs in on_gpus.items():
-            stream = torch.cuda.Stream(device)
-            # Behind the work that makes the tensors
-            stream.wait_event(torch.cuda.current_stream(device).record_event())
+                continue
+            if tensor.device not in streams:
+                streams[tensor.device] = _stream_beside(tensor.device)
+            stream = streams[tensor.device]
             with torch.cuda.stream(stream):
-                for copy, tensor in pairs:
-                    copy.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-            self._ends[device] = stream.record_event()
+                copies.append(_pinned_like(tensor).copy_(tensor, non_blocking=True))
+            tensor.record_stream(stream)
+        self._ends = {device: stream.record_event() for device, stream in streams.items()}
         return copies
 
     def wait(self) -> None:
@@ -54,6 +53,32 @@ class DeviceCopies:
         """Let work that is queued from now on, on the current streams, wait for the copies."""
         for device, end in self._ends.items():
             torch.cuda.current_stream(device).wait_event(end)
+
+
+def reading_beside(devices: Iterable[torch.device], job: Callable[[], T]) -> Callable[[], T]:
+    """The job as another thread runs it, which reads what lies on these GPUs now.
+
+    That thread reads on streams of its own. Its default stream would not wait for the caller's, and
+    on the caller's each copy would queue between the kernels of training.
+    """
+    streams = {device: _stream_beside(device) for device in devices}
+
+    def run() -> T:
+        with ExitStack() as stack:
+            for device, stream in streams.items():
+                # torch enters a stream by way of the current device
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            return job()
+
+    return run
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """A new stream, behind the work that is queued on the current one."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(torch.cuda.current_stream(device).record_event())
+    return stream
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:

@@ -215,18 +215,20 @@ def write_file(path: Path, data: bytes, limit: int) -> None:
     """
     if len(data) > limit:
         raise CheckpointError(f"{path}: {len(data)} bytes, more than the {limit} that it may have")
-    descriptor = create(path)
-    try:
+    with created(path) as descriptor:
         write_all(descriptor, memoryview(data))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
-def create(path: Path) -> int:
-    """A descriptor of a new file."""
+@contextlib.contextmanager
+def created(path: Path) -> Iterator[int]:
+    """A descriptor of a new file, which is on disk when the block has ended well."""
     # Never onto an existing file, nor through a link
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:  # a file that an error cut short stays, and goes with its folder
+        os.close(descriptor)
 
 
 def write_all(descriptor: int, data: memoryview) -> None:

@@ -26,10 +26,9 @@ from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import nothing, together
 from .block_io import Wanted, read_wanted
-from .catalogue import check_sizes, latest, read_manifest
+from .catalogue import check_sizes, read_manifest, step_in
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
-from .errors import CheckpointError
-from .files import counts_in, step_folder
+from .files import step_folder
 from .frozen import crc_shares, crcs_from
 from .manifest import Leaf, LeftOut, Manifest, encode_manifest
 from .places import Place, Places, find_places
@@ -140,13 +139,7 @@ def _choose(root: Path, count: int | None, rank: int) -> int:
     """The step to load; rank 0's word counts."""
     if rank != 0:  # any number: only rank 0's is taken
         return -1
-    found = latest(root) if count is None else count
-    counts = counts_in(root)
-    if found is None or found not in counts:
-        which = "no complete checkpoint" if count is None else f"no checkpoint of step {count}"
-        raise CheckpointError(
-            f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}"
-        )
+    found = step_in(root, count)
     # Rank 0 looks at the sizes of all files; other ranks at those of the files that they read
     if count is not None:
         check_sizes(root, count)

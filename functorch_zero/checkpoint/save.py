@@ -21,7 +21,7 @@ from ..groups.single import SingleRank
 from ..sharded.program.step import ShardedStep
 from ..step.state import State
 from .contents import Step, donates, group_of
-from .device_reads import DeviceReads
+from .device_copies import reading_beside
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of
 
@@ -117,7 +117,7 @@ def async_save(
     # Without a snapshot the job only tells the other ranks why
     if snapshot is None:
         return savers.start(job.run, Progress())
-    return savers.start(DeviceReads(devices_of(snapshot)).around(job.run), snapshot.progress)
+    return savers.start(reading_beside(devices_of(snapshot), job.run), snapshot.progress)
 
 
 def wait_for_saves(step: Step) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from ..groups.protocol import Group
-from ..sharded.agreement import first_difference, first_unlike
-from ..sharded.readable import told_apart
+from ..sharded.agreement import difference_in_words
 from .agreement import together
 from .block_io import BLOCK, CHECKSUM, write_rank_file
 from .contents import Held
@@ -69,7 +68,12 @@ class SaveJob:
             _check_agreement(begun)
             if any(row["digest"] != begun[0]["digest"] for row in begun):
                 facts = together(self._group, what, lambda: self._facts(_in_texts)).told
-                raise _difference(facts, self._group.rank)
+                _, difference = difference_in_words(facts)
+                raise MismatchError(
+                    f"the ranks save different things: {difference} (this is rank "
+                    f"{self._group.rank}). Remedy: gather what differs by rank into one value "
+                    "that all ranks pass"
+                )
             what = f"save step {begun[0]['step']} to {self._root}"
             # Every rank's file is on disk before any rank goes on
             told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"]))).told
@@ -204,18 +208,6 @@ def _in_texts(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _in_texts(data[key]) for key in sorted(data)}
     return json.dumps(data)
-
-
-def _difference(everyone: Sequence[dict[str, Any]], own_rank: int) -> MismatchError:
-    """The error that tells in what the ranks differ first, by the rows of `_facts`."""
-    rank = first_unlike(everyone)
-    field, *values = first_difference(everyone[0], everyone[rank])
-    ours, theirs = told_apart(*values)
-    return MismatchError(
-        f"the ranks save different things: {field} is {ours} on rank 0 and {theirs} on rank {rank} "
-        f"(this is rank {own_rank}). Remedy: gather what differs by rank into one value that all "
-        "ranks pass"
-    )
 
 
 Orders = dict[int, tuple[int, ...]]  # of dims, by the leaf's number

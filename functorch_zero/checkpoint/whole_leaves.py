@@ -165,7 +165,9 @@ def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Ten
         for told in group.exchange(own.numpy().tobytes())
     ]  # by rank and leaf: start, number of elements
     widths = [sent.here.element_size() for sent in pack]
-    sizes = [sum(n * width for (_, n), width in zip(rows, widths, strict=True)) for rows in spans]
+    # By rank and leaf, in bytes
+    lengths = [[n * w for (_, n), w in zip(rows, widths, strict=True)] for rows in spans]
+    sizes = [sum(own) for own in lengths]
     source = torch.cat([sent.here.view(torch.uint8) for sent in pack])
     is_here = group.rank == to
     out = source.new_empty(sum(sizes) if is_here else 0)
@@ -174,15 +176,14 @@ def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Ten
     group.all_to_all(out, out_sizes, source, in_sizes).wait()
     if not is_here:
         return []
-    runs = out.split(sizes)  # by rank, bytes of its elements of all leaves
-    offsets = [0] * group.size
+    # By rank and leaf, bytes of its elements
+    runs = [run.split(own) for run, own in zip(out.split(sizes), lengths, strict=True)]
     whole = []
     for n, (sent, width) in enumerate(zip(pack, widths, strict=True)):
         leaf = sent.here.new_empty(sent.shape)
         flat = leaf.view(-1).view(torch.uint8)
-        for rank, rows in enumerate(spans):
-            start, number = (width * x for x in rows[n])
-            flat[start : start + number] = runs[rank][offsets[rank] :][:number]
-            offsets[rank] += number
+        for rows, own in zip(spans, runs, strict=True):
+            start = width * rows[n][0]
+            flat[start : start + len(own[n])] = own[n]
         whole.append((sent.path, leaf))
     return whole

@@ -29,14 +29,17 @@ def check_flat(name: str, tensor: Tensor) -> None:
     )
 
 
-def check_all_gather(size: int, out: Tensor, piece: Tensor) -> None:
-    """Raise unless `out` is (size * k,) and `piece` (k,), of one dtype and device."""
-    _check_pieces(size, "out", out, "piece", piece)
-
-
-def check_reduce_scatter(size: int, out: Tensor, whole: Tensor) -> None:
-    """Raise unless `out` is (k,) and `whole` (size * k,), of one dtype and device."""
-    _check_pieces(size, "whole", whole, "out", out)
+def check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+    """Raise unless one tensor has `size` times the elements of the other, and they are of one dtype
+    and device."""
+    _check_alike(long_name, long, short_name, short)
+    num_long, num_short = long.numel(), short.numel()
+    if num_long == size * num_short:
+        return
+    raise ValueError(
+        f"{long_name} must have {size} times (once per rank) the {num_short} elements of "
+        f"{short_name}, got {num_long}"
+    )
 
 
 def check_all_to_all(
@@ -118,18 +121,6 @@ def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
     other_kind = f"{other.dtype} on {other.device}"
     raise ValueError(
         f"{name} and {other_name} must have one dtype and device, got {kind} and {other_kind}"
-    )
-
-
-def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
-    """Raise unless one tensor has `size` times the elements of the other."""
-    _check_alike(long_name, long, short_name, short)
-    num_long, num_short = long.numel(), short.numel()
-    if num_long == size * num_short:
-        return
-    raise ValueError(
-        f"{long_name} must have {size} times (once per rank) the {num_short} elements of "
-        f"{short_name}, got {num_long}"
     )
 
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ..tree import has_values
 from .checks import (
-    check_all_gather,
     check_all_to_all,
     check_flat,
-    check_reduce_scatter,
+    check_pieces,
     check_source,
 )
-from .forwarding import Forwarding
+from .forwarding import Forwarding, subgroup
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
 from .signature import brought
 
@@ -62,7 +61,7 @@ class RecordingGroup(Forwarding):
 
     def subgroup(self, ranks: Sequence[int]) -> RecordingGroup:
         """The inner group's, whose calls are recorded here too."""
-        made = RecordingGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
+        made = RecordingGroup(subgroup(self.inner, ranks))
         # One list: the calls of a mesh's axes are found in one place
         made.calls = self.calls
         return made
@@ -135,7 +134,7 @@ class MirrorGroup:
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        check_all_gather(self.size, out, piece)
+        check_pieces(self.size, "out", out, "piece", piece)
         if not has_values(out):
             return Done()
         # (N * k,) as N rows (k,), all equal
@@ -145,7 +144,7 @@ class MirrorGroup:
 
     @torch.no_grad()
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        check_reduce_scatter(self.size, out, whole)
+        check_pieces(self.size, "whole", whole, "out", out)
         check_reducible("sum", whole)
         if not has_values(out):
             return Done()

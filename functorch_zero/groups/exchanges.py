@@ -7,7 +7,6 @@ slices needs room for those of all ranks. Two ranks need neither: see `Pair`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,14 +73,6 @@ class Pair(Exchanges):
         halves = whole.chunk(2)  # two views (k,) of `whole`
         work = self._swap("reduce_scatter", out, halves[1 - self._rank])
         return Then(work, lambda: out.add_(halves[self._rank]))  # in `wait`, on the waiting thread
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        theirs = torch.empty_like(tensor)  # (k,), the other rank's
-        # In rank order, so that both ranks get the same bits
-        first, second = (tensor, theirs) if self._rank == 0 else (theirs, tensor)
-        fold_pair: Any = torch.add if op == "sum" else torch.maximum  # both keep NaN
-        work = self._swap("all_reduce", theirs, tensor)
-        return Then(work, lambda: fold_pair(first, second, out=tensor))
 
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
         """The other's `source` comes into `out`."""

@@ -93,6 +93,23 @@ def sibling(group: Group) -> Group | None:
     return made
 
 
+def subgroup(group: Group, ranks: Sequence[int]) -> Group:
+    """The group of these of its ranks, in increasing order, this one among them. Each of them calls
+    it.
+
+    Raises:
+        TypeError: groups of this kind can't be divided.
+    """
+    divide = getattr(group, "subgroup", None)
+    if divide is None:
+        raise TypeError(
+            f"a {type(group).__name__} can't be divided into axes. Remedy: give it a method "
+            "`subgroup(ranks) -> Group`"
+        )
+    made: Group = divide(ranks)
+    return made
+
+
 def reduce_apart(group: Group) -> None:
     """Let a group's reduce-scatters run beside its other collectives, where its kind can; every
     rank calls this."""

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import GroupError, LostPeerError, PeerError
 from .checks import by_rank
-from .forwarding import AllSay, Forwarding, ranks_of, ring_of
+from .forwarding import AllSay, Forwarding, ranks_of, ring_of, subgroup
 from .last_collectives import Entry
 from .protocol import Group, Work
 from .signature import Signature, brought
@@ -83,12 +83,7 @@ class CheckedGroup(LabelledGroup):
     def subgroup(self, ranks: Sequence[int]) -> CheckedGroup:
         """The checked group of these of its ranks, where its kind can be divided (for a
         `HybridGroup`)."""
-        divide = getattr(self.inner, "subgroup", None)
-        if divide is None:
-            raise TypeError(
-                f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can"
-            )
-        return CheckedGroup(divide(ranks), self.label)
+        return CheckedGroup(subgroup(self.inner, ranks), self.label)
 
     @property
     def all_say(self) -> AllSay | None:

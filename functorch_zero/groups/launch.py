@@ -110,22 +110,16 @@ def launch(
     with socket.create_server((LOOPBACK, 0)) as listener:  # 0: any free port
         port = listener.getsockname()[1]
         meet = partial(_meet, ranks, port, backend, threads_per_rank)
-        starter = _Starter(ranks, meet, partial(fn, *args), start_method)
-        members = starter.members
-        try:
-            # The ranks queue at the listening socket; the store answers once they all have started
-            starter.start_all()
-            with _store_served(listener):
-                try:
-                    reports = _watch(members, timeout)
-                except KeyboardInterrupt:
-                    _interrupt(members)
-                    raise
-                # Those that have not reported are killed at once
-                _let_exit([members[report.rank] for report in reports])
-        finally:
-            starter.stop()
-            _kill(members)
+        # The ranks queue at the listening socket; the store answers once they all have started
+        serving = _store_served(listener)
+        with _started(ranks, meet, partial(fn, *args), start_method) as members, serving:
+            try:
+                reports = _watch(members, timeout, _SECONDS_AFTER_FAILURE)
+            except KeyboardInterrupt:
+                _interrupt(members)
+                raise
+            # Those that have not reported are killed at once
+            _let_exit([members[report.rank] for report in reports])
     # Several ranks fail when one does: the cause is raised, not a consequence
     failed = [report for report in reports if report.error is not None]
     if failed:
@@ -227,47 +221,45 @@ class _Report(NamedTuple):
     died: bool = False  # the parent's word, for a rank that left none
 
 
-class _Starter:
-    """Starts the ranks' processes, from a thread that has done nothing else.
+@contextlib.contextmanager
+def _started(
+    ranks: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
+) -> Iterator[list[_Member]]:
+    """The ranks' processes, started from a thread that has done nothing else, and killed at the
+    end.
 
     OpenMP keeps a pool of threads for each thread that has computed with it. A process that is
     forked there waits for the pool, for good, as it has only a copy of the thread that forked.
     """
+    members: list[_Member] = []  # in rank order
+    started: Future[None] = Future()
+    over = threading.Event()
+    if start_method == "fork":
+        task = partial(_with_settings, ThreadSettings.now(), task)
 
-    def __init__(
-        self, ranks: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
-    ) -> None:
-        self.members: list[_Member] = []  # in rank order
-        if start_method == "fork":
-            task = partial(_with_settings, ThreadSettings.now(), task)
-        self._starts = [partial(_start, rank, meet, task, start_method) for rank in range(ranks)]
-        self._started: Future[None] = Future()
-        self._over = threading.Event()
-        # What else is kept per thread, and spawned ranks don't have
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="launch")
-
-    def start_all(self) -> None:
-        """Return when all processes have been started."""
-        self._thread.start()
-        self._started.result()
-
-    def stop(self) -> None:
-        """Start no more. On Linux, ranks that run are killed."""
-        self._over.set()
-        if self._thread.ident is not None:  # None: it has not begun
-            self._thread.join()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            for start in self._starts:
-                if not self._over.is_set():
-                    self.members.append(start())
-            self._started.set_result(None)
+            for rank in range(ranks):
+                if not over.is_set():
+                    members.append(_start(rank, meet, task, start_method))
+            started.set_result(None)
         except BaseException as error:
-            self._started.set_exception(error)
+            started.set_exception(error)
         # The kernel kills the ranks when the thread that started them ends
-        self._over.wait()
+        over.wait()
+
+    # What else is kept per thread, and spawned ranks don't have
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="launch")
+    try:
+        thread.start()
+        started.result()
+        yield members
+    finally:
+        over.set()
+        if thread.ident is not None:  # None: it has not begun
+            thread.join()
+        _kill(members)
 
 
 def _with_settings(settings: ThreadSettings, task: Callable[[], T]) -> T:
@@ -320,9 +312,7 @@ def _store_served(listener: socket.socket) -> Iterator[None]:
         del store
 
 
-def _watch(
-    members: list[_Member], timeout: float | None, after_failure: float = _SECONDS_AFTER_FAILURE
-) -> list[_Report]:
+def _watch(members: list[_Member], timeout: float | None, after_failure: float) -> list[_Report]:
     """Wait for all ranks, but after a failure for a while only; return reports as they arrived."""
     reports: list[_Report] = []
     failed = False
@@ -353,7 +343,7 @@ def _interrupt(members: list[_Member]) -> None:
         if member.process.is_alive():
             os.kill(member.process.pid, signal.SIGINT)
     with contextlib.suppress(TimeoutError):
-        _watch(members, _SECONDS_AFTER_INTERRUPT, after_failure=_SECONDS_AFTER_INTERRUPT)
+        _watch(members, _SECONDS_AFTER_INTERRUPT, _SECONDS_AFTER_INTERRUPT)
         _let_exit(members)
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .forwarding import Forwarding, reduce_apart
+from .forwarding import Forwarding, reduce_apart, subgroup
 from .labels import labelled
 from .process import ProcessGroup
 from .protocol import Done, Group, Work
@@ -28,16 +28,6 @@ from .torch_distributed import parent_group, part_of, rows_of_mesh
 from .work import Then
 
 SameData = Literal["replicate", "shard"]
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """A group that can be divided."""
-
-    def subgroup(self, ranks: Sequence[int]) -> Group:
-        """The group of these of its ranks, in increasing order, this one among them. Each of them
-        calls it."""
-        ...
 
 
 class HybridGroup(Forwarding):
@@ -86,34 +76,25 @@ class HybridGroup(Forwarding):
                 f"are alike; got {shard_size}"
             )
         super().__init__(group)
-        replica, place = divmod(group.rank, shard_size)
-        first = replica * shard_size
         # Neighbours: launchers number the ranks of one machine in a row
-        shard = range(first, first + shard_size)
-        replicate = range(place, group.size, shard_size)
-        self._divide(shard, replicate)
+        starts = range(0, group.size, shard_size)
+        self._divide([range(first, first + shard_size) for first in starts])
 
     @classmethod
     def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:
         """The same of a mesh given as its rows, each the ranks of one replica."""
         made = cls.__new__(cls)
         Forwarding.__init__(made, group)
-        # A mesh's rows may come in any order, so the arithmetic of `__init__` won't do
-        row = next(row for row in rows if group.rank in row)  # this rank's replica
-        place = row.index(group.rank)
-        column = [other[place] for other in rows]
-        made._divide(sorted(row), sorted(column))  # as `subgroup` wants them
+        made._divide(rows)
         return made
 
-    def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
+    def _divide(self, rows: Sequence[Sequence[int]]) -> None:
         """Make the groups of the two axes. Every rank makes both, in this order."""
-        if not isinstance(self.inner, Divisible):
-            raise TypeError(
-                f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a "
-                "method `subgroup(ranks) -> Group`"
-            )
-        self.shard = self.inner.subgroup(tuple(shard))
-        self.replicate = self.inner.subgroup(tuple(replicate))
+        row = next(row for row in rows if self.rank in row)  # this rank's replica
+        column = [other[row.index(self.rank)] for other in rows]
+        # In increasing order, whatever that of the rows is
+        self.shard = subgroup(self.inner, sorted(row))
+        self.replicate = subgroup(self.inner, sorted(column))
 
     @property
     def data(self) -> Group:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from . import torch_distributed
 from .checks import (
-    check_all_gather,
     check_all_to_all,
     check_flat,
-    check_reduce_scatter,
+    check_pieces,
     check_source,
     check_subgroup,
 )
@@ -112,10 +111,9 @@ class ProcessGroup:
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
         place in `out`."""
-        check_all_gather(self.size, out, piece)
+        check_pieces(self.size, "out", out, "piece", piece)
         # Not for autograd: writing in place into a leaf that requires grad would raise
-        if out.requires_grad or piece.requires_grad:
-            out, piece = out.detach(), piece.detach()
+        out, piece = out.detach(), piece.detach()
         # Without a message: k is equal on all ranks, so all of them come to this line
         if self._alone or not out.numel():
             return copy_alone(out, piece)
@@ -125,10 +123,9 @@ class ProcessGroup:
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,)."""
-        check_reduce_scatter(self.size, out, whole)
+        check_pieces(self.size, "whole", whole, "out", out)
         check_reducible("sum", whole)
-        if out.requires_grad or whole.requires_grad:
-            out, whole = out.detach(), whole.detach()
+        out, whole = out.detach(), whole.detach()
         if self._alone or not whole.numel():
             return copy_alone(out, whole)
         if self._must_stage(whole):
@@ -142,8 +139,7 @@ class ProcessGroup:
         every rank."""
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
+        tensor = tensor.detach()
         if self._alone or not tensor.numel():
             return Done()
         if self._must_stage(tensor):

@@ -92,11 +92,16 @@ def wait_for_all(store: Any, name: str, rank: int, size: int) -> None:
     if store.add(f"{name}/count", 1) == size:
         store.set(f"{name}/all", "")
     store.wait([f"{name}/all"])
-    # Rank 0, which may serve the store, may end at once
-    if store.add(f"{name}/num know", 1) == size:
-        store.set(f"{name}/all know", "")
+    keep_rank_0(store, f"{name}/know", rank, size)
+
+
+def keep_rank_0(store: Any, name: str, rank: int, size: int, *limit: timedelta) -> None:
+    """On rank 0, which may serve the store and end at once, return when all ranks have come
+    here."""
+    if store.add(f"{name}/count", 1) == size:
+        store.set(f"{name}/all", "")
     if rank == 0:
-        store.wait([f"{name}/all know"])
+        store.wait([f"{name}/all"], *limit)
 
 
 def _store_of(task: Task, seconds: float) -> Any:
@@ -179,12 +184,11 @@ class _Meeting:
     def __init__(self, store: Any, task: Task, seconds: float) -> None:
         self._store, self._task, self._seconds = store, task, seconds
         # By job: a port that jobs choose by themselves may be another job's
-        name = f"functorch_zero/meeting/{task.job}"
+        self._name = name = f"functorch_zero/meeting/{task.job}"
         self._count = f"{name}/count"  # of those that have come
         self._apart = f"{name}/apart"  # there are ranks on another host than rank 0
         self._local_only = f"{name}/local only"  # why some rank can be reached from its host alone
         self._outcome = f"{name}/outcome"
-        self._num_heard, self._all_heard = f"{name}/heard", f"{name}/all heard"
 
     def _say_where_gloo_listens(self) -> None:
         """Tell the others if this host's ranks can't be reached from other hosts, and whether there
@@ -230,16 +234,10 @@ class _Meeting:
         outcome = store.get(self._outcome).decode()
         if outcome == _ALL_HERE:
             return
-        self._let_all_hear()
+        with contextlib.suppress(RuntimeError):  # some may never come
+            limit = timedelta(seconds=_SECONDS_TO_HEAR)
+            keep_rank_0(store, f"{self._name}/heard", self._task.rank, size, limit)
         raise GroupError(outcome)
-
-    def _let_all_hear(self) -> None:
-        """Keep rank 0, which may serve the store, until the others know the outcome."""
-        if self._store.add(self._num_heard, 1) == self._task.size:
-            self._store.set(self._all_heard, "")
-        if self._task.rank == 0:
-            with contextlib.suppress(RuntimeError):  # some may never come
-                self._store.wait([self._all_heard], timedelta(seconds=_SECONDS_TO_HEAR))
 
 
 class Trouble(NamedTuple):

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,7 +61,6 @@ class Circle:
         # By position: collectives that some rank has yet to call
         self.open: dict[int, Meeting] = {}
         self._num_calls = dict.fromkeys(ranks, 0)  # rank -> collectives that it has called here
-        self.questions: list[Meeting] = []  # open ones: some rank has yet to ask
 
     def next_meeting(self, rank: int) -> Meeting:
         """The one that this rank has not called yet."""
@@ -73,15 +72,7 @@ class Circle:
     def begin_anew(self) -> None:
         """Forget the meetings under way."""
         self.open.clear()
-        self.questions.clear()
         self._num_calls = dict.fromkeys(self.ranks, 0)
-
-
-class Break(NamedTuple):
-    """Why collectives of this world fail: those that some rank won't call, or all of them."""
-
-    kind: type[GroupError]
-    text: str
 
 
 class World:
@@ -100,10 +91,13 @@ class World:
         self._stopped = False  # by `run_ranks`: the batons are void
         # Meetings
         self._waiting: dict[int, Meeting] = {}  # by rank
-        self._circles = [self.everyone]
+        # By ranks, and by the number of circles of these ranks that were made before
+        self._circles = {(self.everyone.ranks, -1): self.everyone}
         self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()  # asked for by a rank
+        self._questions: dict[Circle, Circle] = {}  # of each, its questions (`all_say`)
         # Failures, and beginning anew after them
-        self.broken: Break | None = None
+        # Why collectives fail: those that some rank won't call, or all of them
+        self.broken: GroupError | None = None
         self._told: set[int] = set()  # of a broken world: who knows, and calls nothing any more
         self._is_given_up = False  # nothing that is under way will be finished
         self._back: set[int] = set()  # and who waits for the others to begin anew
@@ -112,16 +106,9 @@ class World:
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
         """The next circle of these ranks that this rank hasn't asked for: each of them gets the
         same ones in turn."""
-        # `everyone` stands first, and nobody asks for it
-        same = [circle for circle in self._circles[1:] if circle.ranks == ranks]
-        # How many of those this rank has asked for by now
         number = self._num_circles[rank, ranks]
         self._num_circles[rank, ranks] += 1
-        # This rank is the first of them to ask for it
-        if number == len(same):
-            same.append(Circle(ranks))
-            self._circles.append(same[-1])
-        return same[number]
+        return self._circles.setdefault((ranks, number), Circle(ranks))
 
     def join(
         self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle
@@ -134,7 +121,7 @@ class World:
         meeting.deposits[rank] = deposit
         # Compared at every arrival, so that the error comes at the first rank that differs
         if not meeting.agreed():
-            self.break_with(GroupError, f"the ranks called different collectives: {meeting}")
+            self.break_with(GroupError(f"the ranks called different collectives: {meeting}"))
             self._raise_if_broken(rank)
         # The last to come combines, in its own thread
         if len(meeting.calls) == len(circle.ranks):
@@ -157,33 +144,30 @@ class World:
     def all_say(self, rank: int, words: str, circle: Circle) -> bool:
         """Whether all ranks of the circle say the same words. The others run until they have said
         theirs, or until none can go on."""
-        # The first question that this rank has not been asked; a new one if there is none
-        question = next((q for q in circle.questions if rank not in q.calls), None)
-        if question is None:
-            question = Meeting(0, circle.ranks)
-            circle.questions.append(question)
+        questions = self._questions.setdefault(circle, Circle(circle.ranks))
+        question = questions.next_meeting(rank)
         self._raise_if_lost(rank, question)
         question.calls[rank] = Signature("all_say", option=words)
-        if len(question.calls) == len(circle.ranks):
-            circle.questions.remove(question)
+        have_all_asked = len(question.calls) == len(circle.ranks)
+        if have_all_asked or not question.agreed():
             question.answer(question.agreed())
-        elif not question.agreed():
-            question.answer(False)
+        if have_all_asked:
+            del questions.open[question.position]
         return bool(self.result_of(question, rank))
 
     def fail(self, rank: int, text: str) -> None:
         """This rank has failed, and knows it."""
-        self.break_with(PeerError, text)
+        self.break_with(PeerError(text))
         self._told.add(rank)
 
-    def break_with(self, kind: type[GroupError], text: str) -> None:
+    def break_with(self, error: GroupError) -> None:
         """Make collectives raise this; the first reason stays.
 
         After a rank's failure they are those that a rank which knows of it won't call: others may
         be in an earlier step, which the ranks of their axis finish, as processes do.
         """
-        self.broken = self.broken or Break(kind, text)
-        if kind is not PeerError:
+        self.broken = self.broken or error
+        if not isinstance(error, PeerError):
             self._is_given_up = True
 
     def rejoin(self, rank: int) -> None:
@@ -196,13 +180,13 @@ class World:
         if self.broken is None or rank not in self._told:
             return
         # Ranks whose calls differ are out of step for good, and a rank that has ended won't come
-        if self.broken.kind is not PeerError or self._ended:
+        if not isinstance(self.broken, PeerError) or self._ended:
             raise self._error()
         self._back.add(rank)
         # The last rank to come begins anew for all
         if len(self._back) == self.size:
             self.broken, self._is_given_up = None, False
-            for circle in self._circles:
+            for circle in (*self._circles.values(), *self._questions.values()):
                 circle.begin_anew()
             self._told.clear()
             self._back.clear()
@@ -244,7 +228,7 @@ class World:
 
     def stop(self) -> None:
         """Let every waiting rank go, to raise at once: turns no longer matter."""
-        self.break_with(GroupError, "run_ranks was stopped before this rank had ended")
+        self.break_with(GroupError("run_ranks was stopped before this rank had ended"))
         self._stopped = True
         for baton in self._batons:
             baton.put(None)
@@ -254,7 +238,7 @@ class World:
         waited for."""
         if self.broken is not None:
             return  # its own error is raised
-        for circle in self._circles:
+        for circle in self._circles.values():
             if not circle.open:
                 continue
             meeting = circle.open[min(circle.open)]  # the earliest that somebody missed
@@ -328,18 +312,18 @@ class World:
             meeting.combine(combine)
         except Exception as error:
             kind = type(error) if isinstance(error, GroupError) else GroupError
-            self.break_with(kind, f"{error} (in {meeting})")
+            self.break_with(kind(f"{error} (in {meeting})"))
             raise self._error() from error
 
     def _break_deadlock(self) -> None:
         # Ranks that ask, while others wait for them elsewhere, have their answer
-        asking = [question for circle in self._circles for question in circle.questions]
+        asking = [q for questions in self._questions.values() for q in questions.open.values()]
         for question in asking:
             question.answer(False)
         if any(question in self._waiting.values() for question in asking):
             return
         # In a broken world, too: ranks that are out of step wait for each other
-        self.break_with(GroupError, f"no rank can go on: {self.where_ranks_are()}")
+        self.break_with(GroupError(f"no rank can go on: {self.where_ranks_are()}"))
 
     def _is_lost(self, meeting: Meeting) -> bool:
         """Whether some rank won't come to a collective, after a failure that it knows of."""
@@ -359,4 +343,4 @@ class World:
 
     def _error(self) -> GroupError:
         assert self.broken is not None
-        return self.broken.kind(self.broken.text)
+        return type(self.broken)(*self.broken.args)  # without the traceback of another rank

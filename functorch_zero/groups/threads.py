@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..errors import GroupError, PeerError
 from .checks import (
-    check_all_gather,
     check_all_to_all,
     check_flat,
-    check_reduce_scatter,
+    check_pieces,
     check_source,
     check_subgroup,
     failure_text,
@@ -92,6 +91,11 @@ class ThreadGroup:
 
     It belongs to its rank's thread and refuses calls from any other. Sums are in rank order. A
     `Work` may be waited for late, in any order, or never.
+
+    Attributes:
+        rank: this rank's number, from 0 to size - 1.
+        size: the number of ranks.
+        ranks: their numbers among all ranks.
     """
 
     def __init__(
@@ -102,22 +106,9 @@ class ThreadGroup:
         self._world = world
         self._rank = rank  # among all ranks of the world
         self._circle = world.everyone if circle is None else circle
+        self.ranks: Sequence[int] = self._circle.ranks
+        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self._thread = threading.get_ident()  # the one that may use it
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0 to size - 1."""
-        return self._circle.ranks.index(self._rank)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self._circle.ranks)
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Its ranks, numbered among all."""
-        return self._circle.ranks
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
@@ -129,7 +120,7 @@ class ThreadGroup:
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
-        check_all_gather(self.size, out, piece)
+        check_pieces(self.size, "out", out, "piece", piece)
         call = Signature("all_gather", piece.dtype, piece.numel())
         # One tensor for all: `wait` copies it, so no rank holds another's memory
         return self._start(call, piece, out, lambda pieces: [torch.cat(pieces)] * len(pieces))
@@ -137,7 +128,7 @@ class ThreadGroup:
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N
         * k,)."""
-        check_reduce_scatter(self.size, out, whole)
+        check_pieces(self.size, "whole", whole, "out", out)
         check_reducible("sum", whole)
         call = Signature("reduce_scatter", whole.dtype, whole.numel())
         # Local: the last rank to come runs `combine`, for all of them
@@ -354,7 +345,7 @@ class _Run(Generic[T]):
         except BaseException as error:
             # `_Interrupted` and SystemExit too: the other ranks must hear of any end
             self._failures.append((rank, error))
-            self._world.break_with(PeerError, failure_text(rank, error))
+            self._world.break_with(PeerError(failure_text(rank, error)))
 
 
 class _Interrupted(BaseException):

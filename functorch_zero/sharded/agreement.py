@@ -30,15 +30,21 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
         return
     # The keys in the order given: causes come before their effects
     everyone = exchange_data(group, facts)
+    field, text = difference_in_words(everyone)
+    raise MismatchError(
+        f"the ranks were given different things: {text} (this is rank {group.rank}). Remedy: "
+        f"{_remedy(field)}"
+    )
+
+
+def difference_in_words(everyone: Sequence[Any]) -> tuple[str, str]:
+    """Of all ranks' facts, which are not equal, the first field that differs, and how."""
     # Two of the facts are enough to name: rank 0's, and the first that differ
     other = everyone[first_unlike(everyone)]
     like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
     field, *values = first_difference(everyone[0], other)
     ours, theirs = told_apart(*values)
-    raise MismatchError(
-        f"the ranks were given different things: {field} is {ours} on rank 0 and {theirs} on "
-        f"{ranks_text(like_other)} (this is rank {group.rank}). Remedy: {_remedy(field)}"
-    )
+    return field, f"{field} is {ours} on rank 0 and {theirs} on {ranks_text(like_other)}"
 
 
 def releases_and_ranks(group: Group) -> dict[str, Any]:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from functorch_zero.groups.checks import (
-    check_all_gather,
     check_all_to_all,
     check_flat,
-    check_reduce_scatter,
+    check_pieces,
     check_source,
 )
 from functorch_zero.groups.counting import CountingGroup
@@ -172,12 +171,12 @@ class SimulatedGroup(Forwarding):
         self.wire = Wire() if wire is None else wire
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        check_all_gather(self.size, out, piece)
+        check_pieces(self.size, "out", out, "piece", piece)
         num_bytes = self._ring_bytes(out)
         return self._start(num_bytes, lambda: self._fill_rows(out, piece), out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        check_reduce_scatter(self.size, out, whole)
+        check_pieces(self.size, "whole", whole, "out", out)
         check_reducible("sum", whole)
         num_bytes = self._ring_bytes(whole)
         return self._start(num_bytes, lambda: self._multiply_slice(out, whole), out, whole)

@@ -492,10 +492,10 @@ def test_a_stale_file_is_reported_and_never_read(saved: Any, tmp_path: Path) -> 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "none") is None
-    with pytest.raises(CheckpointError, match="there is no complete checkpoint; steps found: none"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint; steps found: none"):
         load_on(tmp_path / "none", 2, 3)
     save_step(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="there is no checkpoint of step 7; steps found: 2"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 7; steps found: 2"):
         load_on(tmp_path, 2, 3, count=7)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has 2"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 7; steps found: 2"):
         checkpoint.verify(tmp_path, count=7)
