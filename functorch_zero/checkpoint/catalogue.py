@@ -39,7 +39,8 @@ def step_in(root: Path, count: int | None) -> int:
     Raises:
         CheckpointError: it has no checkpoint.
     """
-    counts, found = counts_in(root), latest(root) if count is None else count
+    found = latest(root) if count is None else count
+    counts = counts_in(root)
     if found is not None and found in counts:
         return found
     which = "complete checkpoint" if count is None else f"checkpoint of step {count}"
