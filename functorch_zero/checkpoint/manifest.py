@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -190,43 +191,37 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     Raises:
         CorruptError: it is damaged, of another version, or not a manifest.
     """
+
+    def need(condition: bool, problem: str) -> None:
+        if not condition:
+            raise CorruptError(f"{where}: {problem}")
+
     # Each check may rely on those before it
-    rows = _Checked(_body(data, where), where)
-    known = isinstance(rows.value, dict) and rows.value.get("format") == FORMAT
-    rows.need(known, f"not a {FORMAT}")
-    version = rows["version"]
+    rows = _body(data, where)
+    known = isinstance(rows, dict) and rows.get("format") == FORMAT
+    need(known, f"not a {FORMAT}")
+    version = rows.get("version")
     known = type(version) is int and 1 <= version <= VERSION
-    rows.need(known, f"of version {_short(version)}, which this library doesn't know")
+    need(known, f"of version {_short(version)}, which this library doesn't know")
     # Exact, both ways: an unknown key could change the meaning of the others
-    odd = sorted(set(rows.value) ^ (_KEYS | {"left_out"} if version == VERSION else _KEYS))
-    rows.need(not odd, f"has the keys {odd[:5]} too many or too few")
+    odd = sorted(set(rows) ^ (_KEYS | {"left_out"} if version == VERSION else _KEYS))
+    need(not odd, f"has the keys {odd[:5]} too many or too few")
     old_rows: dict[str, bytes] = {}
     if version == 1:
-        rows.value["files"], old_rows = upgraded(rows["files"], where)
+        rows["files"], old_rows = upgraded(rows["files"], where)
     # The head first: the number of ranks is needed to check the files
-    _check_head(rows)
+    _check_head(rows, need)
     head = {name: rows[name] for name in (*_HEAD, "values", "user", "about")}
-    leaves, left_out = _leaves(rows), _left_out(rows) if version == VERSION else ()
+    leaves = _leaves(rows["leaves"], need)
+    left_out = _left_out(rows["left_out"], need) if version == VERSION else ()
+    files = _files(rows["files"], rows["ranks"], need)
     paths = [*(leaf.path for leaf in leaves), *(leaf.path for leaf, _ in left_out), *rows["values"]]
-    rows.need(len(set(paths)) == len(paths), "a path occurs twice")
-    return Manifest(leaves=leaves, files=_files(rows), left_out=left_out, old_rows=old_rows, **head)
+    need(len(set(paths)) == len(paths), "a path occurs twice")
+    return Manifest(leaves=leaves, files=files, left_out=left_out, old_rows=old_rows, **head)
 
 
-class _Checked:
-    """Parsed JSON, and a place to complain."""
-
-    def __init__(self, value: Any, where: str):
-        self.value = value
-        self.where = where  # the file's name, for errors
-
-    def __getitem__(self, key: str) -> Any:
-        self.need(key in self.value, f"lacks {key!r}")
-        return self.value[key]
-
-    def need(self, condition: bool, problem: str) -> None:
-        """Raise `CorruptError`, which names the file and the problem, unless this holds."""
-        if not condition:
-            raise CorruptError(f"{self.where}: {problem}")
+# Raises `CorruptError`, which names the file and the problem, unless a condition holds
+_Need = Callable[[bool, str], None]
 
 
 def _short(value: Any) -> str:
@@ -261,85 +256,77 @@ def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length
 
 
-def _check_head(rows: _Checked) -> None:
+def _check_head(rows: dict[str, Any], need: _Need) -> None:
     """Check all but the leaves and files: they need these numbers."""
-    rows.need(_is_count(rows["step"]), "the step is no count")
-    rows.need(_is_between(rows["ranks"], 1, MAX_RANKS), "the number of ranks is none")
+    need(_is_count(rows["step"]), "the step is no count")
+    need(_is_between(rows["ranks"], 1, MAX_RANKS), "the number of ranks is none")
     level = rows["level"]
-    rows.need(level is None or _is_between(level, 0, 3), "no such level")
+    need(level is None or _is_between(level, 0, 3), "no such level")
     checksum = rows["checksum"]
     named = isinstance(checksum, str) and checksum in CHECKSUMS
-    rows.need(named, f"unknown checksum {_short(checksum)}")
+    need(named, f"unknown checksum {_short(checksum)}")
     block = rows["block"]
     # A multiple of 64, so that no element lies in two blocks
     sane = _is_between(block, MIN_BLOCK, MAX_BLOCK) and block % 64 == 0
-    rows.need(sane, "no size for a block")
+    need(sane, "no size for a block")
     values = rows["values"]
-    rows.need(isinstance(values, dict), "values is no object")
+    need(isinstance(values, dict), "values is no object")
     # By exact type: True is an int to isinstance
     plain = all(type(value) in (bool, int, float, str) for value in values.values())
     about = isinstance(rows["about"], dict)
-    rows.need(plain and about, "values or about hold what they may not")
+    need(plain and about, "values or about hold what they may not")
 
 
-def _check_shape(shape: Any, what: str) -> None:
-    """Raise `CorruptError` unless this is a shape of sane size."""
+def _is_shape(shape: Any) -> bool:
+    """Whether this is a shape of sane size."""
     # Few dims, each bounded, so that the product stays cheap
     sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(_is_count, shape))
-    if not sane or prod(shape) > HUGE // 16:  # so that its bytes are no more than HUGE
-        raise CorruptError(f"{what} is not a shape: {str(shape)[:80]}")
+    return sane and prod(shape) <= HUGE // 16  # so that its bytes are no more than HUGE
 
 
-def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
-    table = rows["leaves"]
-    rows.need(isinstance(table, list), "leaves is no list")
-    return tuple(_leaf(rows, row) for row in table)
+def _leaves(table: Any, need: _Need) -> tuple[Leaf, ...]:
+    need(isinstance(table, list), "leaves is no list")
+    return tuple(_leaf(row, need) for row in table)
 
 
-def _left_out(rows: _Checked) -> tuple[LeftOut, ...]:
-    table = rows["left_out"]
-    rows.need(isinstance(table, list) and bool(table), "left_out is no list of leaves")
+def _left_out(table: Any, need: _Need) -> tuple[LeftOut, ...]:
+    need(isinstance(table, list) and bool(table), "left_out is no list of leaves")
     found = []
     for row in table:
-        rows.need(_is_list(row, 5), f"no leaf and its CRC: {_short(row)}")
-        rows.need(_is_between(row[4], 0, 2**32 - 1), f"no CRC-32: {_short(row[4])}")
-        found.append(LeftOut(_leaf(rows, row[:4]), row[4]))
+        need(_is_list(row, 5), f"no leaf and its CRC: {_short(row)}")
+        need(_is_between(row[4], 0, 2**32 - 1), f"no CRC-32: {_short(row[4])}")
+        found.append(LeftOut(_leaf(row[:4], need), row[4]))
     return tuple(found)
 
 
-def _leaf(rows: _Checked, row: Any) -> Leaf:
+def _leaf(row: Any, need: _Need) -> Leaf:
     """One leaf's entry, checked."""
-    rows.need(_is_list(row, 4) and isinstance(row[0], str), f"no leaf: {_short(row)}")
+    need(_is_list(row, 4) and isinstance(row[0], str), f"no leaf: {_short(row)}")
     path, dtype, shape, order = row
     name = path[:200]  # for errors
     known = isinstance(dtype, str) and dtype in DTYPES
-    rows.need(known, f"{name} has the unknown dtype {_short(dtype)}")
+    need(known, f"{name} has the unknown dtype {_short(dtype)}")
     # An export allocates by this shape
-    _check_shape(shape, f"{rows.where}: the shape of {name}")
+    need(_is_shape(shape), f"the shape of {name} is not a shape: {str(shape)[:80]}")
     if order is None:
         return Leaf(path, dtype, tuple(shape))
     ints = isinstance(order, list) and all(type(dim) is int for dim in order)
     # A permutation of the dims
     permuted = ints and sorted(order) == list(range(len(shape)))
-    rows.need(permuted, f"{name} has no order of dims")
+    need(permuted, f"{name} has no order of dims")
     return Leaf(path, dtype, tuple(shape), tuple(order))
 
 
-def _files(rows: _Checked) -> tuple[File, ...]:
-    table = rows["files"]
-    ranks = rows["ranks"]
-    rows.need(_is_list(table, ranks), f"{ranks} ranks must have as many files")
-    files = []
-    for rank, row in enumerate(table):
-        files.append(_file(rows, row, file_name(rank, ranks)))
-    return tuple(files)
+def _files(table: Any, ranks: int, need: _Need) -> tuple[File, ...]:
+    need(_is_list(table, ranks), f"{ranks} ranks must have as many files")
+    return tuple(_file(row, file_name(rank, ranks), need) for rank, row in enumerate(table))
 
 
-def _file(rows: _Checked, row: Any, expected: str) -> File:
+def _file(row: Any, expected: str, need: _Need) -> File:
     """One file's entry, checked. `expected` is the name that it must have."""
-    rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
+    need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
     name, *counts = row
     # The name follows from the rank, so that no manifest reaches outside of its folder
-    rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")
-    rows.need(all(map(_is_count, counts)), f"{name}: no counts: {_short(counts)}")
+    need(name == expected, f"expected the file {expected}, got {_short(name)}")
+    need(all(map(_is_count, counts)), f"{name}: no counts: {_short(counts)}")
     return File(name, *counts)

@@ -13,7 +13,7 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,15 +65,48 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     stream = torch.get_rng_state()  # uint8, the CPU generator's state
     world = World(ranks)
-    # Threads are made, not started: what they inherit is taken here
-    run: _Run[T] = _Run(world, fn, stream)
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+    settings = ThreadSettings.now()
+
+    def call(rank: int) -> None:
+        try:
+            # Before anything else: one rank runs at a time, from its first line
+            world.take_baton(rank)
+            torch.set_rng_state(stream)  # the caller's: each rank starts there
+            # Backward in the rank's own thread, which is the one that holds the baton
+            with settings.applied(), torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(ThreadGroup(world, rank))
+        except BaseException as error:
+            # `_Interrupted` and SystemExit too: the other ranks must hear of any end
+            failures.append((rank, error))
+            world.break_with(PeerError(failure_text(rank, error)))
+
+    def run(rank: int) -> None:
+        """A rank's thread, from its start to its end."""
+        with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
+            try:
+                call(rank)
+            finally:
+                world.end(rank)
+
+    threads: list[threading.Thread] = []
+    for rank in range(ranks):
+        # One copy for each thread: a context can't be entered by two at a time
+        in_context = contextvars.copy_context().run
+        # A daemon, so that a rank that can't be interrupted doesn't keep the process alive
+        thread = threading.Thread(target=in_context, args=(run, rank), daemon=True)
+        thread.name = f"rank {rank}"
+        threads.append(thread)
     try:
-        run.start()
+        for thread in threads:
+            thread.start()
+        world.begin()
         in_time = world.all_ended.wait(timeout)
         places = world.where_ranks_are()
     finally:
         # Also on the caller's KeyboardInterrupt: no rank may run on
-        still_alive = run.stop()
+        still_alive = _stop(world, threads)
         torch.set_rng_state(stream)
     # In order of cause: the time, a collective that somebody missed, a rank's own error
     if not in_time:
@@ -82,8 +115,39 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
             f"ranks need longer, run_ranks(fn, {ranks}, timeout={2 * timeout:g})"
         )
     world.check_all_called()
-    run.raise_first_failure()
-    return [run.results[rank] for rank in range(ranks)]
+    if not failures:
+        return [results[rank] for rank in range(ranks)]
+    # A PeerError only tells of another rank's failure; `min` takes the first of equals
+    rank, error = min(failures, key=lambda failure: isinstance(failure[1], PeerError))
+    failures.clear()
+    error.add_note(f"Raised on rank {rank} of {ranks}.")
+    try:
+        raise error
+    finally:
+        # An exception and a frame that hold each other would keep the ranks' tensors alive
+        del error
+
+
+def _stop(world: World, threads: list[threading.Thread]) -> str:
+    """End every thread: at once when all ranks have ended, else by breaking their collectives and
+    interrupting the one that runs.
+
+    Return the words to add to an error about a thread that could not be ended, if any.
+    """
+    if world.all_ended.is_set():
+        for thread in threads:
+            thread.join()
+        return ""
+    # Those that wait raise; the one that runs is interrupted between two lines of Python
+    world.stop()
+    _interrupt(threads[world.holder])
+    for thread in threads:
+        if thread.ident is not None:  # None: it was never started
+            thread.join(_SECONDS_TO_END)
+    alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if not alive:
+        return ""
+    return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
 
 
 class ThreadGroup:
@@ -263,89 +327,6 @@ class _ThreadWork:
         with torch.no_grad():
             self._out.copy_(result)
         self._meeting = self._out = None  # the results go when the last rank lets go of them
-
-
-class _Run(Generic[T]):
-    """The threads of one `run_ranks`, and their results and failures."""
-
-    def __init__(self, world: World, fn: Callable[[ThreadGroup], T], stream: Tensor) -> None:
-        self.results: dict[int, T] = {}  # rank -> its result
-        self._world = world
-        self._fn = fn
-        self._stream = stream  # the RNG state that every rank begins with
-        self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
-        self._settings = ThreadSettings.now()  # of the caller's thread, where this runs
-        self._threads: list[threading.Thread] = []
-        for rank in range(world.size):
-            # One copy for each thread: a context can't be entered by two at a time
-            in_context = contextvars.copy_context().run
-            name, arguments = f"rank {rank}", (self._in_thread, rank)
-            # A daemon, so that a rank that can't be interrupted doesn't keep the process alive
-            thread = threading.Thread(target=in_context, args=arguments, name=name, daemon=True)
-            self._threads.append(thread)
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-        self._world.begin()
-
-    def stop(self) -> str:
-        """End every thread: at once when all ranks have ended, else by breaking their collectives
-        and interrupting the one that runs.
-
-        Return the words to add to an error about a thread that could not be ended, if any.
-        """
-        if self._world.all_ended.is_set():
-            for thread in self._threads:
-                thread.join()
-            return ""
-        # Those that wait raise; the one that runs is interrupted between two lines of Python
-        self._world.stop()
-        _interrupt(self._threads[self._world.holder])
-        for thread in self._threads:
-            if thread.ident is not None:  # None: `start` was cut short before it
-                thread.join(_SECONDS_TO_END)
-        alive = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
-        if not alive:
-            return ""
-        return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
-
-    def raise_first_failure(self) -> None:
-        """Raise the first error that is a rank's own, with a note of its rank; return if all went
-        well."""
-        if not self._failures:
-            return
-        # A PeerError only tells of another rank's failure; Python's sort keeps their order
-        self._failures.sort(key=lambda failure: isinstance(failure[1], PeerError))
-        rank, error = self._failures[0]
-        self._failures.clear()
-        error.add_note(f"Raised on rank {rank} of {self._world.size}.")
-        try:
-            raise error
-        finally:
-            # An exception and a frame that hold each other would keep the ranks' tensors alive
-            del error
-
-    def _in_thread(self, rank: int) -> None:
-        """A rank's thread, from its start to its end."""
-        with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
-            try:
-                self._call_fn(rank)
-            finally:
-                self._world.end(rank)
-
-    def _call_fn(self, rank: int) -> None:
-        try:
-            # Before anything else: one rank runs at a time, from its first line
-            self._world.take_baton(rank)
-            torch.set_rng_state(self._stream)  # the caller's: each rank starts there
-            # Backward in the rank's own thread, which is the one that holds the baton
-            with self._settings.applied(), torch.autograd.set_multithreading_enabled(False):
-                self.results[rank] = self._fn(ThreadGroup(self._world, rank))
-        except BaseException as error:
-            # `_Interrupted` and SystemExit too: the other ranks must hear of any end
-            self._failures.append((rank, error))
-            self._world.break_with(PeerError(failure_text(rank, error)))
 
 
 class _Interrupted(BaseException):
