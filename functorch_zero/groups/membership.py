@@ -209,12 +209,10 @@ class Membership:
             if self.connections.host is None:
                 return
             text = failure_text(self.known_as, error)
-            self._error = GroupError(
-                f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
-            )
             # Published before the connections close: the other ranks look for it when theirs break
             self._publish(self._failure_key, text)
-            self._leave()
+            remedy = "Remedy: call rejoin() on all ranks"
+            self._leave(GroupError(f"{text}, and so left this group. {remedy}"))
 
     def lost(self, text: str, era: int | None = None) -> GroupError:
         """Leave the group after a collective failed on this rank, so that nobody waits for it, and
@@ -232,8 +230,7 @@ class Membership:
                     self._publish(alarm_key(self._failure_key), text)
                 # Before all else, so that the other ranks see it at once
                 self.connections.close_host(self.era)
-                self._error = self._cause(text)
-                self._leave()
+                self._leave(self._cause(text))
             return self.why_left(era)
 
     def _cause(self, text: str) -> GroupError:
@@ -281,16 +278,16 @@ class Membership:
                 self._publish(torch_distributed.failure_key(next_era), text)
                 return
             self.device.begin_call()  # what is queued is still wanted
-            self._error = GroupError(text)
-            self._leave()
+            self._leave(GroupError(text))
             self.store = torch_distributed.torchs_store()  # without its own connection
 
-    def _leave(self) -> None:
+    def _leave(self, error: GroupError) -> None:
         """Give the torch groups back, and with them the connections, on which other ranks may
-        wait. The error says already why."""
+        wait. The error says why."""
+        self._errors[self.era] = error
         self.connections.close_host(self.era)
         # Who is lost won't come back, and for a closed group nobody has to
-        in_vain = self._closed or isinstance(self._error, LostPeerError)
+        in_vain = self._closed or isinstance(error, LostPeerError)
         self.device.let_go(
             self.connections.take_devices(),
             self._failure_key,
@@ -304,17 +301,17 @@ class Membership:
     def rejoin(self) -> None:
         """As the group's."""
         with self._leaving:  # the watch's thread may be about to leave
+            reason = self._errors.get(self.era)
             # Nothing has failed, as far as this rank knows
-            if self.connections.host is not None or self._error is None:
+            if self.connections.host is not None or reason is None:
                 self.device.begin_call()
                 return
         # A lost rank won't come back, and to wait for it would take the whole time limit
-        if self._closed or isinstance(self._error, LostPeerError):
+        if self._closed or isinstance(reason, LostPeerError):
             raise self.why_left()
         # A rank whose function raised under `launch` won't come either
         if ended := torch_distributed.world_failure(self.store):
             raise PeerError(ended)
-        reason = self._error
         spoilt = spoilt_key(self._failure_key)  # of the era that ends here
         if not self.device.becomes_idle():
             self._publish(
@@ -333,26 +330,15 @@ class Membership:
             if self.connections.device is not None:
                 lost = self.store.read(spoilt, seconds=limit)
         except RuntimeError as error:
-            self._error = LostPeerError(
-                f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
-                f"all did: {error}"
-            )
-            self._publish(self._failure_key, str(self._error))
-            self._leave()
+            text = f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
+            text += f"all did: {error}"
+            self._publish(self._failure_key, text)
+            self._leave(LostPeerError(text))
             raise self.why_left() from error.with_traceback(None)
         if lost is not None:
-            self._error = LostPeerError(f"{lost}. Remedy: start again from the last checkpoint")
-            self._leave()
+            self._leave(LostPeerError(f"{lost}. Remedy: start again from the last checkpoint"))
             raise self.why_left() from reason
         self._watch_device()
-
-    @property
-    def _error(self) -> GroupError | None:
-        return self._errors.get(self.era)
-
-    @_error.setter
-    def _error(self, error: GroupError) -> None:
-        self._errors[self.era] = error
 
     @property
     def _failure_key(self) -> str:
