@@ -175,9 +175,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 # ---- Trees ----
 
-# The file of torch's own `tree_map`, which calls users' functions: frames are told by their files.
-PYTREE_FILE: str = torch_pytree.__file__ or ""
-
 
 def register_in_torch(
     kind: type[Any],

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from functorch_zero.runtime.table import Reading
 from functorch_zero.sharded.program.engine import ShardedEngine
 from tests.tiers import THOROUGH
 
@@ -238,7 +239,8 @@ def is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-# The parts of a step. Groups and modes, which plans extend, are made to be extended.
+# The parts of a step. Groups and modes, which plans extend, are made to be extended, and so is what a
+# table's lookup reads.
 OF_A_STEP = ("step", "runtime", "sharded_optim", "sharded")
 
 
@@ -247,7 +249,8 @@ def bases_of_a_step(classes: Iterable[type]) -> set[tuple[str, str]]:
     found = set()
     for each in classes:
         for base in each.__mro__[1:]:
-            if base.__module__.startswith(tuple(f"{PACKAGE}.{folder}." for folder in OF_A_STEP)):
+            of_a_step = tuple(f"{PACKAGE}.{folder}." for folder in OF_A_STEP)
+            if base.__module__.startswith(of_a_step) and base is not Reading:
                 found.add((each.__qualname__, base.__qualname__))
     return found
 

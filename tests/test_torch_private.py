@@ -217,17 +217,6 @@ def test_has_backward_hooks() -> None:
 # ---- Trees ----
 
 
-def test_pytree_file() -> None:
-    def callers_file(leaf: int) -> str:
-        frame = sys._getframe(1)
-        while frame.f_code.co_name != "tree_map":
-            frame = frame.f_back
-        return frame.f_code.co_filename
-
-    tree_map = torch.utils._pytree.tree_map
-    assert tree_map(callers_file, [1]) == [private.PYTREE_FILE]
-
-
 class Pair:
     def __init__(self, first: Any, second: Any):
         self.first, self.second = first, second

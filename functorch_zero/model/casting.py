@@ -49,12 +49,14 @@ class Policies:
                 return self.given[path]
         return Precision()
 
-    def of_leaves(self, slots: Iterable[Slot]) -> dict[str, Precision]:
-        """The policy of each leaf, from every place that one is used in."""
+    def of_leaves(self, slots: Iterable[Slot], *, buffers: bool = False) -> dict[str, Precision]:
+        """The policy of each leaf, from every place that one is used in; of buffers, the part that
+        is about them."""
         found: dict[str, Precision] = {}
         for slot in slots:
             # A tied leaf is one tensor, and can't be cast in two ways
             policy = self.of(slot.module)
+            policy = Precision(buffers=policy.buffers) if buffers else policy
             if found.setdefault(slot.leaf, policy) != policy:
                 raise StructureError(
                     explain(
@@ -63,23 +65,6 @@ class Policies:
                         expected=found[slot.leaf],
                         got=f"{policy} at {slot.module or 'the model'}",
                         remedy="give all modules that use it the same policy",
-                    )
-                )
-        return found
-
-    def buffers_of_leaves(self, slots: Iterable[Slot]) -> dict[str, torch.dtype | None]:
-        """The dtype that each buffer is kept and used in, from every place that it is used in."""
-        found: dict[str, torch.dtype | None] = {}
-        for slot in slots:
-            dtype = self.of(slot.module).buffers
-            if found.setdefault(slot.leaf, dtype) != dtype:
-                raise StructureError(
-                    explain(
-                        "a buffer that several modules share would have two dtypes",
-                        path=slot.leaf,
-                        expected=f"Precision.buffers = {found[slot.leaf]}",
-                        got=f"{dtype} at {slot.module or 'the model'}",
-                        remedy="give all modules that use it the same Precision.buffers",
                     )
                 )
         return found

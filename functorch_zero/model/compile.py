@@ -58,29 +58,19 @@ def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict
             f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}"
         )
     made = dict(options or {})
-    if made.get("backend") == "cudagraphs":
-        raise _cuda_graphs("backend='cudagraphs'", remedy="the backend 'inductor'")
-    # Other backends draw random numbers in their own way
-    if not compiles or made.get("backend", "inductor") != "inductor":
-        return made
-    # See Note [random numbers]; torch takes a mode or options, so a mode is written out as options
-    given, mode = made.get("options") or {}, made.get("mode")
-    # Given options stand for the mode already
-    if not given and mode:
+    given, mode, backend = made.get("options") or {}, made.get("mode"), made.get("backend")
+    by_inductor = compiles and backend in (None, "inductor")
+    # Torch takes a mode or options, so a mode is written out; given options stand for it already
+    if by_inductor and mode and not given:
         given = options_of_mode(made.pop("mode"), made.get("dynamic"))
-        if given.get("triton.cudagraphs"):
-            raise _cuda_graphs(f"{mode=}", remedy="'max-autotune-no-cudagraphs', or no mode")
-    if given.get("triton.cudagraphs"):
-        raise _cuda_graphs("options={'triton.cudagraphs': True}", remedy="leave that option out")
-    # Off by name, since a process may have switched graphs on for all that inductor compiles
-    made["options"] = {"fallback_random": True, "triton.cudagraphs": False, **given}
+    if backend == "cudagraphs" or (by_inductor and given.get("triton.cudagraphs")):
+        raise ValueError(  # see Note [CUDA graphs]
+            f"compile_options={options} records CUDA graphs. A graph reads weights where they lay "
+            "when it was recorded, and a step's weights lie elsewhere each time. Remedy: leave "
+            "that out; or the mode 'max-autotune-no-cudagraphs'"
+        )
+    # Other backends draw random numbers in their own way: see Note [random numbers]
+    if by_inductor:
+        # Off by name, since a process may have switched graphs on for all that inductor compiles
+        made["options"] = {"fallback_random": True, "triton.cudagraphs": False, **given}
     return made
-
-
-def _cuda_graphs(given: str, *, remedy: str) -> ValueError:
-    """See Note [CUDA graphs]."""
-    return ValueError(
-        f"compile_options have {given}, which records CUDA graphs. A graph reads weights where "
-        "they lay when it was recorded, and a step's weights lie elsewhere each time. Remedy: "
-        f"{remedy}"
-    )

@@ -24,7 +24,7 @@ from .._torch_private import (
 )
 from ..errors import StructureError, explain
 from ..introspection import name_in_callers
-from ..params import Names, OnEngine, Params, UnitSpec
+from ..params import Names, OnEngine, Params
 from ..precision import Precision
 from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
@@ -253,26 +253,29 @@ def functionalize(
     specs = find_units(model, units, slots)
     policies = find_policies(model, precision)
     precisions = policies.of_leaves(slots)
-    if policies.given:
-        specs = tuple(_with_precisions(spec, precisions) for spec in specs)
 
     leaves = {}
     for path, p in model.named_parameters():
         # `detach` shares the storage: nothing is copied here unless a policy casts
         stored = cast_floats(p.detach(), precisions[path].storage)
         leaves[path] = stored.requires_grad_(p.requires_grad)
-    buffer_dtypes = policies.buffers_of_leaves(buffer_slots)
+    of_buffers = policies.of_leaves(buffer_slots, buffers=True)
     buffers = {}
     for path, buffer in model.named_buffers():
-        buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
+        buffers[path] = cast_floats(buffer.detach(), of_buffers[path].buffers)
 
     # Regions are chosen among units' modules, so that collectives stay at their borders
     remat_paths = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = options_for_torch(compile_options, bool(compiled))
     sparse = _of_sparse_lookups(model, slots, precisions, compiled)
+    given = precisions if policies.given else {}
     specs = tuple(
-        replace(spec, sparse=tuple(leaf for leaf in spec.leaves if leaf in sparse))
+        replace(
+            spec,
+            precisions=tuple(given[leaf] for leaf in spec.leaves if given),
+            sparse=tuple(leaf for leaf in spec.leaves if leaf in sparse),
+        )
         for spec in specs
     )
     anatomy = Anatomy(specs, slots, buffer_slots, policies, remat_paths, compiled, options, sharing)
@@ -369,8 +372,3 @@ def _is_sparse_lookup(module: nn.Module) -> bool:
         and module.max_norm is None
         and not module.scale_grad_by_freq
     )
-
-
-def _with_precisions(spec: UnitSpec, of_leaves: Mapping[str, Precision]) -> UnitSpec:
-    """The unit with the policy of each of its leaves."""
-    return replace(spec, precisions=tuple(of_leaves[leaf] for leaf in spec.leaves))

@@ -51,11 +51,15 @@ class LazyTable(LazyParam):
     @classmethod
     def on_operator(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        lookup = _LOOKUPS.get(func)
         # Torch hands both functions on with ids and table in front, and all else by name
-        if lookup is not None and type(args[1]) is LazyTable:
-            args[1].is_asked = False
-            return lookup(*args, **kwargs)
+        if func in (F.embedding, F.embedding_bag) and type(args[1]) is LazyTable:
+            ids, table = args
+            table.is_asked = False
+            found = table._find(
+                ids, kwargs["padding_idx"], kwargs["max_norm"], kwargs["scale_grad_by_freq"]
+            )
+            of_rows = {**kwargs, "padding_idx": found.padding, "sparse": False}
+            return func(found.places, found.rows, **of_rows)
         if not cls.is_answered(func):
             table = next(x for x in tree_leaves((args, kwargs)) if type(x) is LazyTable)
             raise table._is_read(resolve_name(func) or func.__name__)
@@ -102,38 +106,6 @@ class LazyTable(LazyParam):
             "each rank holds rows of it",
             got=reader,
         )
-
-
-def _embedding(
-    ids: Tensor,
-    table: LazyTable,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """`F.embedding` of a table."""
-    found = table._find(ids, padding_idx, max_norm, scale_grad_by_freq)
-    return F.embedding(found.places, found.rows, found.padding)
-
-
-def _embedding_bag(
-    ids: Tensor,
-    table: LazyTable,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    padding_idx: int | None = None,
-    **bags: Any,
-) -> Tensor:
-    """`F.embedding_bag` of a table. `bags`: offsets, mode, weights, which stay as they are."""
-    found = table._find(ids, padding_idx, max_norm, scale_grad_by_freq)
-    return F.embedding_bag(found.places, found.rows, padding_idx=found.padding, **bags)
-
-
-_LOOKUPS: dict[Any, Any] = {F.embedding: _embedding, F.embedding_bag: _embedding_bag}
 
 
 def _refused(path: str, why: str, *, got: str) -> StructureError:

@@ -17,7 +17,7 @@ from .._torch_private import FakeTensorMode
 from ..groups.protocol import Group
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
-from ..runtime.table import Asked
+from ..runtime.table import Asked, Reading
 from ..runtime.unshard import UnitFlats
 from ..sharded.program.gradient import LocalGradient
 from ..step.loss import Aux
@@ -162,9 +162,9 @@ def rows_asked_of(path: str, rows: Mapping[str, int]) -> int | None:
     return next((num for pattern, num in rows.items() if path_matches(path, pattern)), None)
 
 
-class ImaginedIds:
+class ImaginedIds(Reading):
     """What is read in a lookup whose ids have no values: as many rows of each rank, and all ranks
-    ask alike. A `Reading`.
+    ask alike.
 
     Args:
         num_rows: of the table.

@@ -49,19 +49,11 @@ class Exchange(Protocol):
         ...
 
 
-class Paying(Protocol):
-    """The pass, as the node of an exchange knows it."""
-
-    def on_exchange(self, exchange: Exchange, grad: Tensor) -> Tensor | None:
-        """Backward has come to an exchange. Returns the gradient of what was given to it."""
-        ...
-
-
 class Exchanged(torch.autograd.Function):
     """Forward: an exchange's result, and its root. Backward: to the pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, around: Paying) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, around: Any) -> tuple[Tensor, Tensor]:
         result = exchange.there(x).data  # no view, which the loss couldn't write to
         ctx.exchange, ctx.around = exchange, around
         ctx.like = result.shape, result.dtype, result.device

@@ -13,7 +13,7 @@ has the same gradients of them. A holder then takes its own, and nothing travels
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..groups import labelled
 from ..groups.mesh import Axis
 from ..groups.protocol import Group
 from ..layout.layout import Bucket
-from .unshard import Gathering
+from .unshard import ResidentFlats
 
 
 class Asked(NamedTuple):
@@ -41,22 +41,6 @@ class Requests(NamedTuple):
     counts: list[int]  # of each rank, m together
 
 
-def unique_ids(ids: Tensor, rows_per_rank: int, num_ranks: int) -> tuple[Asked, Tensor]:
-    """The rows that ids of any shape name, and each id's place among these, in the ids' shape and
-    dtype."""
-    wanted, places = ids.unique(return_inverse=True)  # sorted, and so in the order of ranks
-    counts = torch.bincount(wanted // max(rows_per_rank, 1), minlength=num_ranks)
-    return Asked(wanted.to(torch.int64), counts.tolist(), counts), places.to(ids.dtype)
-
-
-def exchange_ids(asked: Asked, counts: list[int], rows_per_rank: int, group: Group) -> Requests:
-    """Ask the holders for rows, and learn which the others ask for, so many of each. One
-    all-to-all."""
-    rows = asked.ids.new_empty(sum(counts))
-    group.all_to_all(rows, counts, asked.ids, asked.counts).wait()
-    return Requests(rows - rows_per_rank * group.rank, counts)
-
-
 def exchange_rows(
     rows: Tensor, counts: Sequence[int], out_counts: Sequence[int], group: Group
 ) -> Tensor:
@@ -69,48 +53,35 @@ def exchange_rows(
     return out
 
 
-class Reading(Protocol):
-    """What the host reads in a lookup."""
+class Reading:
+    """What the host reads of values in a lookup."""
 
     def ask(self, ids: Tensor, rows_per_rank: int, num_ranks: int) -> tuple[Asked, Tensor]:
-        """As `unique_ids`."""
-        ...
+        """The rows that ids of any shape name, and each id's place among these, in the ids' shape
+        and dtype."""
+        wanted, places = ids.unique(return_inverse=True)  # sorted, and so in the order of ranks
+        counts = torch.bincount(wanted // max(rows_per_rank, 1), minlength=num_ranks)
+        return Asked(wanted.to(torch.int64), counts.tolist(), counts), places.to(ids.dtype)
 
     def outside(self, ids: Tensor, num_rows: int) -> int | None:
         """An id that is no row's; None: all are."""
-        ...
-
-    def number_of(self, row: int, asked: Asked) -> int | None:
-        """The place of a row among those asked for; None: it isn't asked for."""
-        ...
-
-    def counts_of_others(self, asked: Asked, group: Group) -> list[int]:
-        """How many rows each rank asks of this one. One all-to-all."""
-        ...
-
-
-class Values:
-    """Tensors with values."""
-
-    def ask(self, ids: Tensor, rows_per_rank: int, num_ranks: int) -> tuple[Asked, Tensor]:
-        return unique_ids(ids, rows_per_rank, num_ranks)
-
-    def outside(self, ids: Tensor, num_rows: int) -> int | None:
         found = ids[(ids < 0) | (ids >= num_rows)]
         return int(found[0]) if len(found) else None
 
     def number_of(self, row: int, asked: Asked) -> int | None:
+        """The place of a row among those asked for; None: it isn't asked for."""
         found: list[int] = (asked.ids == row).nonzero().flatten().tolist()
         return found[0] if found else None
 
     def counts_of_others(self, asked: Asked, group: Group) -> list[int]:
+        """How many rows each rank asks of this one. One all-to-all."""
         received, ones = torch.empty_like(asked.told), [1] * group.size
         group.all_to_all(received, ones, asked.told, ones).wait()
         counts: list[int] = received.tolist()
         return counts
 
 
-class TableFlats:
+class TableFlats(ResidentFlats):
     """A table's flats during one pass: this rank's rows, which stay where they lie.
 
     Args:
@@ -125,29 +96,15 @@ class TableFlats:
         reading: what is read of values, of which a plan has none.
     """
 
-    transient = moves = False
-    passing: Sequence[bool] = ()
-    under_way: Sequence[Gathering] | None = None
-    versions: Sequence[int] = ()
-
     def __init__(
         self, flat: Tensor, bucket: Bucket, axis: Axis, log: list[str], path: str, rank: int
     ):
-        self.here: list[Tensor] | None = [flat]
+        super().__init__([flat], [bucket])
         self.bucket, self.axis, self.path, self.rank = bucket, axis, path, rank
         (self.shape,) = bucket.shapes
         self.rows = flat.detach().view(-1, self.shape[1])
         self._log = log
-        self.reading: Reading = Values()
-
-    def start(self) -> None:
-        pass
-
-    def unshard(self) -> list[Tensor]:
-        return self.here or []
-
-    def leaves(self) -> Sequence[Tensor]:
-        raise AssertionError(self.path)  # its lazy parameter says before that it is never whole
+        self.reading = Reading()
 
     def ask(self, ids: Tensor) -> tuple[Asked, Tensor]:
         """The rows that ids name, and each id's place among these.
@@ -169,11 +126,13 @@ class TableFlats:
         return self.reading.ask(ids, len(self.rows), self.axis.size)
 
     def exchange_ids(self, asked: Asked) -> Requests:
-        """Ask the holders for rows, and learn what is asked for here."""
+        """Ask the holders for rows, and learn what is asked for here. Two all-to-alls."""
         self._log.append(f"rows of {self.path}")
         group = self._group("ids")
         counts = self.reading.counts_of_others(asked, group)
-        return exchange_ids(asked, counts, len(self.rows), group)
+        rows = asked.ids.new_empty(sum(counts))
+        group.all_to_all(rows, counts, asked.ids, asked.counts).wait()
+        return Requests(rows - len(self.rows) * group.rank, counts)
 
     def rows_to(self, requests: Requests, asked: Asked) -> Tensor:
         """The rows (k, columns) that were asked for, as they are used: each holder rounds those

@@ -25,9 +25,10 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -286,36 +287,25 @@ def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
         hooks[number] = hook
 
 
-def _flat(result: Any) -> Iterator[Any]:
-    """What is in tuples and lists, in these too."""
-    if not isinstance(result, tuple | list):
-        yield result
-        return
-    for one in result:
-        yield from _flat(one)
-
-
 def _are_twice(once: Any, twice: Any) -> bool:
     """Whether all of the second results are twice the first."""
-    return all(_is_twice(a, b) for a, b in zip_longest(_flat(once), _flat(twice)))
+    flat = [optree.tree_leaves(result, none_is_leaf=True) for result in (once, twice)]
+    return all(starmap(_is_twice, zip_longest(*flat)))
 
 
 def _doubled(given: Any) -> Any:
     """An argument of a hook or a backward, with twice the gradients in it."""
-    if isinstance(given, tuple):
-        return tuple(map(_doubled, given))
-    return 2 * given if isinstance(given, Tensor) else given
+    return optree.tree_map(lambda x: 2 * x if isinstance(x, Tensor) else x, given)
 
 
 def _copied(value: Any) -> Any:
     """A value with copies of its tensors; a sharded param is only read."""
-    if type(value) in (tuple, list):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {name: _copied(x) for name, x in value.items()}
-    if isinstance(value, Tensor) and not isinstance(value, LazyParam):
-        return value.detach().clone()
-    return value
+
+    def copied(x: Any) -> Any:
+        is_copied = isinstance(x, Tensor) and not isinstance(x, LazyParam)
+        return x.detach().clone() if is_copied else x
+
+    return optree.tree_map(copied, value)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -239,18 +239,18 @@ def test_inductor_is_told_to_draw_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "remedy"),
+    "given",
     [
-        ({"mode": "reduce-overhead"}, "max-autotune-no-cudagraphs"),
-        ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
-        ({"options": {"triton.cudagraphs": True}}, "leave that option out"),
-        ({"backend": "cudagraphs"}, "inductor"),
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"triton.cudagraphs": True}},
+        {"backend": "cudagraphs"},
     ],
     ids=str,
 )
-def test_cuda_graphs_are_refused(given: dict[str, Any], remedy: str) -> None:
+def test_cuda_graphs_are_refused(given: dict[str, Any]) -> None:
     """A graph would read weights where they lay once. The options tell, on a CPU, too."""
-    with pytest.raises(ValueError, match=f"records CUDA graphs.*Remedy: .*{remedy}"):
+    with pytest.raises(ValueError, match=r"records CUDA graphs.*Remedy: leave"):
         functionalize(models.gpt().module(), units=Block, compile=True, compile_options=given)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from functorch_zero.groups import SingleRank, counted, run_ranks
 from functorch_zero.groups.mesh import Axis
 from functorch_zero.layout.layout import Bucket, Cut
-from functorch_zero.runtime.table import Lookup, TableFlats, unique_ids
+from functorch_zero.runtime.table import Lookup, Reading, TableFlats
 from tests.tiers import drawn
 
 D = torch.float64
@@ -73,10 +73,10 @@ def test_rows_there_and_gradients_back(data: Any) -> None:
 
 def test_ids_of_any_shape() -> None:
     ids = torch.tensor([[5, 1], [1, 3]], dtype=torch.int32)
-    asked, places = unique_ids(ids, rows_per_rank=2, num_ranks=4)
+    asked, places = Reading().ask(ids, rows_per_rank=2, num_ranks=4)
     assert asked.ids.tolist() == [1, 3, 5] and asked.counts == [1, 1, 1, 0]
     assert places.tolist() == [[2, 0], [0, 1]] and places.dtype == torch.int32
-    none, _ = unique_ids(ids[:0], rows_per_rank=2, num_ranks=4)
+    none, _ = Reading().ask(ids[:0], rows_per_rank=2, num_ranks=4)
     assert none.ids.tolist() == [] and none.counts == [0, 0, 0, 0]
 
 
