@@ -15,25 +15,29 @@ from .errors import StructureError, explain
 from .tree import PyTree, paths
 
 
-def check_apart(tree: PyTree[Any]) -> None:
+def check_apart(tree: PyTree[Any]) -> list[tuple[str, str]]:
     """Raise, naming both, if a trained leaf has elements in common with another leaf.
 
     An optimizer in place would train both. A step copies leaves, and would part them.
+
+    Returns: the paths of other leaves that have, by twos.
     """
     leaves = optree.tree_leaves(tree)
-    for i, k in sharing_pairs(leaves):
+    pairs = [*sharing_pairs(leaves)]
+    names = paths(tree) if pairs else []
+    for i, k in pairs:
         if leaves[i].requires_grad or leaves[k].requires_grad:
-            names = paths(tree)
             raise StructureError(
                 explain(
                     "a trained leaf shares elements with another leaf, and copies would part them",
                     path=names[k],
                     expected="elements of its own",
                     got=f"elements of {names[i]}",
-                    remedy="pass one leaf, and use it twice in the loss; or pass a clone, which is "
-                    "trained apart",
+                    remedy="pass one leaf, and use it twice in the loss, or one nn.Parameter in "
+                    "both places of a model; or pass a clone, which is trained apart",
                 )
             )
+    return [(names[i], names[k]) for i, k in pairs]
 
 
 def sharing_pairs(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
 from ..introspection import is_filled
-from ..shared_elements import sharing_pairs
 from .references import Reference, behind, references
 
 
@@ -72,30 +71,6 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
                 raise _not_followed(reference, leaf or "params", what)
             computed.append(x)
     return computed
-
-
-def check_apart(model: nn.Module) -> dict[str, str]:
-    """Raise unless each trained param has storage of its own: an optimizer in place would train
-    both of two, and a step, which makes new params, would part them.
-
-    Returns: buffers that share elements with another leaf, and its path. They must not change.
-    """
-    sharing: dict[str, str] = {}
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    names, leaves = [*named], [*named.values()]
-    for i, k in sharing_pairs(leaves):
-        if leaves[i].requires_grad or leaves[k].requires_grad:
-            raise StructureError(
-                explain(
-                    "two leaves of the model lie in the same storage, and would part",
-                    path=names[k],
-                    expected="storage of its own",
-                    got=f"elements of {names[i]}",
-                    remedy="tie them, by one nn.Parameter in both places; or clone one",
-                )
-            )
-        sharing |= {names[i]: names[k], names[k]: names[i]}
-    return sharing
 
 
 def _not_followed(reference: Reference, leaf: str, got: str) -> StructureError:
@@ -208,10 +183,9 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
         cells or None,
     )
     made.__kwdefaults__ = keywords or None
-    # Not by `update_wrapper`: its `__wrapped__` would keep the original function, and the model,
-    # alive
-    for name in functools.WRAPPER_ASSIGNMENTS:  # the name, the docstring and their like
-        setattr(made, name, getattr(function, name))
+    functools.update_wrapper(made, function)
+    # That would keep the original function, and the model, alive
+    del made.__wrapped__  # type: ignore[attr-defined]
     for attribute, value in vars(function).items():  # a decorator's `__wrapped__` among them
         setattr(made, attribute, _about_copy(value, memo))
     return made

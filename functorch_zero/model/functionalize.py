@@ -26,10 +26,11 @@ from ..errors import StructureError, explain
 from ..introspection import name_in_callers
 from ..params import Names, OnEngine, Params
 from ..precision import Precision
+from ..shared_elements import check_apart
 from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import options_for_torch
-from .copying import check_apart, copy_module, without_values
+from .copying import copy_module, without_values
 from .skeleton import Anatomy, Skeleton
 from .slots import Slot, leaves_inside
 from .units import Units, choose_modules, find_units
@@ -246,7 +247,9 @@ def functionalize(
         )
     check_tensors(dict(model.named_parameters()), "a model's params")
     check_tensors(dict(model.named_buffers()), "a model's buffers", dense=False)
-    sharing = check_apart(model)
+    sharing: dict[str, str] = {}
+    for one, other in check_apart(dict((*model.named_parameters(), *model.named_buffers()))):
+        sharing |= {one: other, other: one}
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
     # Units are chosen on the user's module, which predicates and classes refer to

@@ -47,7 +47,7 @@ KEPT = {
     Case(51, ("in dict",)): ("EQUAL", ""),
     Case(1, ("in dataclass",)): ("EQUAL", ""),
     Case(21, ("leaf hook",)): ("REFUSED", "params have hooks"),
-    Case(0, ("buffer is leaf",)): ("REFUSED", "lie in the same storage"),
+    Case(0, ("buffer is leaf",)): ("REFUSED", "shares elements with another leaf"),
     Case(0, rows="uneven", weight_of_row=0.1): ("EQUAL", ""),
     Case(0, ("complex",), optimizer="adam"): ("EQUAL", ""),
     Case(0, ("complex",), optimizer="amsgrad"): ("EQUAL", ""),
