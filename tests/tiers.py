@@ -36,7 +36,7 @@ def tiers(
     return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
 
 
-def thinned(values: Iterable[Any], n: int = 3, *, rows: bool = False) -> list[Any]:
+def thinned(values: Iterable[Any], n: int = 4, *, rows: bool = False) -> list[Any]:
     """Values for `parametrize`, or `rows`: every n-th is quick, the others are thorough."""
     values = [*values]
     return tiers(values[::n], [value for i, value in enumerate(values) if i % n], rows=rows)
@@ -46,7 +46,8 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values.
 
     Quick rows go along the diagonal, and so have each value of each axis. Where the rows whose sum
-    of places is a multiple of n are fewer, those are quick instead, and may lack some values. Of
+    of places is a multiple of n, or of 6 where an axis is longer than that, are fewer, those are
+    quick instead, and may lack some values. Of
     the others, those at an odd sum of places are thorough, as on a chessboard, and the rest full.
     Of three axes or more, one in as many rows as the shortest has values is thorough, by the sum
     of places: together they have each pair of values of two axes.
@@ -55,6 +56,7 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     places = [*itertools.product(*(range(len(values)) for values in lists))]
     steps = range(max(map(len, lists)))
     diagonal = {tuple(k % len(values) for values in lists) for k in steps}
+    n = n if len(steps) <= 6 else max(n, 6)
     quick = min(diagonal, {at for at in places if sum(at) % n == 0}, key=len)
 
     def rows(chosen: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:

@@ -32,7 +32,7 @@ from tests.tiers import tiers
 RANKS = 3
 # But for those of rows, of which `test_rows.py` has what a rank holds and sends
 NAMES = [name for name in TABLE if TABLE[name].make().needs != Needs.WHOLE_ROWS]
-QUICK = NAMES[::14]
+QUICK = NAMES[::20]
 NOT_QUICK = [name for name in NAMES if name not in QUICK]
 # Rows of each kind of needs
 DEEP = [

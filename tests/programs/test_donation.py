@@ -273,8 +273,16 @@ PROGRAMS = {
 }
 
 
+BY_LEVEL = [[(name, level) for level in case.levels] for name, case in PROGRAMS.items()]
+
+
 @pytest.mark.parametrize(
-    ("name", "level"), [(name, level) for name, case in PROGRAMS.items() for level in case.levels]
+    ("name", "level"),
+    tiers(
+        [rows[i % len(rows)] for i, rows in enumerate(BY_LEVEL)],
+        [row for i, rows in enumerate(BY_LEVEL) for row in rows if row != rows[i % len(rows)]],
+        rows=True,
+    ),
 )
 def test_donating_changes_no_bit(name: str, level: int) -> None:
     """A step whose program needs the tree, or the state, is not updated in place."""

@@ -218,7 +218,7 @@ LOOKUPS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(LOOKUPS, 2))
+@pytest.mark.parametrize("name", thinned(LOOKUPS))
 def test_lookups(name: str) -> None:
     prove(LOOKUPS[name], batches=make_batches(2))
 
@@ -262,7 +262,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SETTINGS, 2))
+@pytest.mark.parametrize("name", thinned(SETTINGS))
 def test_settings(name: str) -> None:
     prove(**SETTINGS[name])
 

@@ -170,7 +170,7 @@ def rows(table: dict[str, Any], quick: Sequence[tuple[str, int]] = ()) -> list[A
     slow = [(name, level) for name in table if "compiled" in name for level in LEVELS]
     others = [name for name in table if "compiled" not in name]
     thorough = [row for row in slow if row not in quick]
-    return [*crossed(others, LEVELS, n=6), *tiers(quick, thorough, rows=True)]
+    return [*crossed(others, LEVELS), *tiers(quick, thorough, rows=True)]
 
 
 # Right where ranks hold whole leaves; of parts refused, in these words
