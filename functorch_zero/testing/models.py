@@ -152,42 +152,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class ConvNet(nn.Module):
-    """Convolutions with BatchNorm, which would take away their biases, so they have none."""
-
-    def __init__(self, channels: int, kernel: int, classes: int):
-        super().__init__()
-        self.first = _convolution(1, channels, kernel)
-        # Another number of channels, so that the two layers' leaves differ in shape
-        self.second = _convolution(channels, channels + 1, 2)
-        self.head = nn.LazyLinear(classes)  # the first image tells its width
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 1, size, size) -> (rows, classes)
-        x = self.second(self.first(x))
-        return self.head(x.flatten(1))  # type: ignore[no-any-return]
-
-
-def _convolution(num_in: int, num_out: int, kernel: int) -> nn.Sequential:
-    convolution = nn.Conv2d(num_in, num_out, kernel, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(num_out), nn.Softplus())
-
-
-class Shared(nn.Module):
-    """One block called twice, another between."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.block = nn.Linear(width, width)
-        self.between = nn.Linear(width, width)
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.block(x))
-        x = torch.tanh(self.between(x))
-        x = torch.tanh(self.block(x))  # its second call
-        return self.head(x)  # type: ignore[no-any-return]
-
-
 class Unused(nn.Module):
     """A layer, and a leaf of a layer that is used, that no loss reaches."""
 
@@ -277,13 +241,21 @@ def gpt(
     return Case(name, make, make_batch, _cross_entropy, units=Block, seed=seed)
 
 
+def _convolution(num_in: int, num_out: int, kernel: int) -> list[nn.Module]:
+    # BatchNorm would take away a bias
+    convolution = nn.Conv2d(num_in, num_out, kernel, bias=False)
+    return [convolution, nn.BatchNorm2d(num_out), nn.Softplus()]
+
+
 def convnet(
     channels: int = 3, kernel: int = 3, classes: int = 3, size: int = 6, seed: int = 0
 ) -> Case:
-    """A ConvNet with BatchNorm for classes of images."""
+    """Convolutions with BatchNorm for classes of images."""
 
     def make() -> nn.Module:
-        model = ConvNet(channels, kernel, classes)
+        # Other numbers of channels, so that the two layers' leaves differ in shape
+        layers = [*_convolution(1, channels, kernel), *_convolution(channels, channels + 1, 2)]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(classes))
         with torch.no_grad():
             # Makes the lazy head; in eval mode, so that BatchNorm's statistics stay as they are
             model.eval()(torch.zeros(1, 1, size, size))
@@ -300,8 +272,14 @@ def convnet(
 
 
 def shared(width: int = 5, seed: int = 0) -> Case:
-    """A block that is called twice."""
-    return _regression(f"shared({width})", lambda: Shared(width).double(), width, 2, seed)
+    """A block that is called twice, another between."""
+
+    def make() -> nn.Module:
+        block, between, head = (nn.Linear(width, size) for size in (width, width, 2))
+        tanh = nn.Tanh()
+        return nn.Sequential(block, tanh, between, tanh, block, tanh, head).double()
+
+    return _regression(f"shared({width})", make, width, 2, seed)
 
 
 def unused(width: int = 7, seed: int = 0) -> Case:
