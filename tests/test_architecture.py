@@ -239,8 +239,8 @@ def is_for_types(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-# The parts of a step. Groups and modes, which plans extend, are made to be extended, and so is what a
-# table's lookup reads.
+# The parts of a step. Groups and modes, which plans extend, are made to be extended, and so is what
+# a table's lookup reads.
 OF_A_STEP = ("step", "runtime", "sharded_optim", "sharded")
 
 

@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 import functorch_zero as fz
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import CountingGroup, counted, run_ranks
-from functorch_zero.sharded.average import Report, report_of, start_means
+from tests.means import average
 from tests.tiers import drawn
-
-
-def average(metrics: Any, weight: Any, group: Any, *words: Any) -> Report:
-    """Means on the CPU, one after the other."""
-    return report_of(start_means(metrics, weight, group, torch.device("cpu")), group, *words)
-
 
 weights = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=5)
 

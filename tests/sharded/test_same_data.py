@@ -16,8 +16,8 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
 from functorch_zero.groups.mesh import Copy, axes_of
-from functorch_zero.sharded.average import average
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
+from tests.means import average
 from tests.sharded.test_processes import on_processes
 from tests.tiers import THOROUGH, thinned, tiers
 

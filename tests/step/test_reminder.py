@@ -16,8 +16,8 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import LostBuffersWarning, UnequalBatchesWarning
 from functorch_zero.groups import HybridGroup, counted, run_ranks
-from functorch_zero.sharded.average import average
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.means import average
 from tests.tiers import crossed, thinned
 
 F64 = torch.float64

@@ -448,7 +448,7 @@ def test_init_that_trains_other_leaves_of_a_tree_than_it_was_cut_for_is_refused(
     def run(group: Any) -> None:
         for init, params in ((freezing, first_noisy), (thawing, some_frozen)):
             step = fz.program_step(lambda value: (value, {}), init=init)
-            with pytest.raises(StructureError, match="other leaves .* than when it was cut"):
+            with pytest.raises(StructureError, match=r"other leaves .* than when it was cut"):
                 fz.shard(step, level=3, group=group).init(params)
 
     run_ranks(run, 2)
