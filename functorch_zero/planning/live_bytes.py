@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
+import optree
 import torch
 from torch import Tensor
 
@@ -105,7 +106,7 @@ class LiveBytes(QuickDispatchMode):
         if self._paused or facts.views:
             return func(*args, **kwargs)
         # Tensors given, in arguments and in keywords
-        given = [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
+        given = _tensors((args, kwargs))
         num_known = sum(map(has_values, given))
         # All have values: a number such as a step count, which the host may read later
         if num_known == len(given):
@@ -116,7 +117,7 @@ class LiveBytes(QuickDispatchMode):
         # The meta device wants all arguments there, so those with values lose them
         if self._fake is None:
             args = _on_meta(args) if num_known else args
-            kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
+            kwargs = _moved(_on_meta(kwargs) if num_known else kwargs, "meta")
         if func is _aten.new_empty.default and self._fake is None:
             # Torch does this one in Python, and slowly
             dtype = kwargs.get("dtype") or args[0].dtype
@@ -126,7 +127,7 @@ class LiveBytes(QuickDispatchMode):
         # Positions by the operator's schema; the argument may have come by name
         for position, name in facts.writes:
             written = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors([written]):
+            for tensor in _tensors(written):
                 own = self._storages.get(storage_id(tensor))
                 if own is not None:
                     own.is_written = True
@@ -217,7 +218,7 @@ class LiveBytes(QuickDispatchMode):
 
     def _follow(self, out: Any) -> None:
         """Count an operator's new tensors as activations, until `adopt` says otherwise."""
-        for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
+        for tensor in _tensors(out):
             # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
             # A sparse gradient has no storage to follow; the dense one that it becomes is larger
@@ -245,22 +246,20 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results, also in lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
+    return [x for x in optree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
-def _on_meta(value: Any) -> Any:
-    """The value with every tensor in it on the meta device."""
-    if isinstance(value, Tensor) and has_values(value):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    if type(value) in (tuple, list):
-        return type(value)(map(_on_meta, value))
-    return value
+def _on_meta(values: Any) -> Any:
+    """The values with every tensor in them on the meta device."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, Tensor) and has_values(x):
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+        return x
+
+    return optree.tree_map(moved, values)
 
 
 def _moved(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
