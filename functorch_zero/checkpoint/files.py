@@ -79,11 +79,9 @@ class Temporary:
             if lock:
                 # With the lock held, no temporary folder can be somebody's at work
                 remove_leftovers(self._root)
-            else:
-                _remove_unlocked(_temporary_folders(self._root, re.escape(target.name)))
-            if lock:
                 self.path = _new_folder(target)
             else:
+                _remove_unlocked(_temporary_folders(self._root, re.escape(target.name)))
                 self.path, self._lock = _new_locked_folder(target)
         except BaseException:
             self._unlock()

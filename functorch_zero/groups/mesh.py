@@ -70,11 +70,7 @@ class HybridGroup(Forwarding):
     def __init__(self, group: Group, *, shard_size: int, same_data: SameData | None = None):
         # The arguments are checked before any communication, so that all ranks raise
         self.same_data = check_same_data(same_data)
-        if shard_size < 1 or group.size % shard_size:
-            raise ValueError(
-                f"shard_size must divide the number of ranks, {group.size}, so that all replicas "
-                f"are alike; got {shard_size}"
-            )
+        check_shard_size(shard_size, group.size)
         super().__init__(group)
         # Neighbours: launchers number the ranks of one machine in a row
         starts = range(0, group.size, shard_size)
@@ -331,6 +327,15 @@ def mesh_axes(
     shard_axis = Axis("shard", shard, holds_different_data=same_data != "shard")
     replicate_axis = Axis("replicate", replicate, holds_different_data=same_data != "replicate")
     return Axes(world, shard_axis, replicate_axis, optimizer)
+
+
+def check_shard_size(shard_size: int, num_ranks: int) -> None:
+    """Raise ValueError unless so many ranks make replicas of this size."""
+    if shard_size < 1 or num_ranks % shard_size:
+        raise ValueError(
+            f"shard_size must divide the number of ranks, {num_ranks}, so that all replicas are "
+            f"alike; got {shard_size}"
+        )
 
 
 def check_same_data(value: SameData | None) -> SameData | None:

@@ -31,7 +31,7 @@ from .checks import (
 )
 from .last_collectives import Ring
 from .protocol import ReduceOp, Work, check_reducible
-from .signature import Signature
+from .signature import Signature, brought
 from .thread_scheduler import Circle, Combine, Meeting, World
 from .thread_settings import ThreadSettings
 
@@ -185,16 +185,14 @@ class ThreadGroup:
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
         check_pieces(self.size, "out", out, "piece", piece)
-        call = Signature("all_gather", piece.dtype, piece.numel())
         # One tensor for all: `wait` copies it, so no rank holds another's memory
-        return self._start(call, piece, out, lambda pieces: [torch.cat(pieces)] * len(pieces))
+        return self._start(lambda all_: [torch.cat(all_)] * len(all_), "all_gather", out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N
         * k,)."""
         check_pieces(self.size, "whole", whole, "out", out)
         check_reducible("sum", whole)
-        call = Signature("reduce_scatter", whole.dtype, whole.numel())
         # Local: the last rank to come runs `combine`, for all of them
         size, num_here = self.size, out.numel()
 
@@ -202,15 +200,13 @@ class ThreadGroup:
             # Summed once; rank i gets row i
             return fold(wholes, "sum").view(size, num_here).unbind()
 
-        return self._start(call, whole, out, combine)
+        return self._start(combine, "reduce_scatter", out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
-        # `op` is part of the call: ranks that disagree on it raise
-        call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
-        return self._start(call, tensor, tensor, lambda tensors: [fold(tensors, op)] * len(tensors))
+        return self._start(lambda all_: [fold(all_, op)] * len(all_), "all_reduce", tensor, op)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
@@ -218,22 +214,21 @@ class ThreadGroup:
         """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
         from all ranks j (out_sizes[j] elements)."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
-        call = Signature("all_to_all", source.dtype, None)
         # Sizes go with the deposit: they are compared when all are there, pair by pair
         deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
-        return self._start(call, deposit, out, _trade_runs)
+        meeting = self._call(Signature("all_to_all", source.dtype), deposit, _trade_runs)
+        return _ThreadWork(self._world, self._rank, meeting, out)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
         check_flat("tensor", tensor)
         check_source(self.size, source)
-        call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
 
         def combine(tensors: list[Tensor]) -> list[Tensor]:
             copy = tensors[source].clone()  # its rank may write to it before others have waited
             return [copy] * len(tensors)
 
-        return self._start(call, tensor, tensor, combine)
+        return self._start(combine, "broadcast", tensor, source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ."""
@@ -272,9 +267,13 @@ class ThreadGroup:
         """How often all ranks have come back after a failure."""
         return self._world.times_rejoined
 
-    def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
+    def _start(self, combine: Combine, kind: str, *arguments: Any) -> Work:
+        """The collective of this kind, whose first argument is its output."""
+        # An operation and a source are part of it: ranks that disagree on them raise
+        call = Signature.of(kind, *arguments)
+        meeting = self._call(call, brought(arguments), combine)
         # The meeting may be complete by now, and `out` is still written in `wait`
-        return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
+        return _ThreadWork(self._world, self._rank, meeting, arguments[0])
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
         """Bring this rank's deposit to the next collective. Nobody waits yet."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..groups.counting import Call, MirrorGroup, RecordingGroup
 from ..groups.labels import LabelledGroup
-from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
+from ..groups.mesh import Axes, SameData, axes_of, check_same_data, check_shard_size, mesh_axes
 from ..groups.protocol import Work
 from ..groups.signature import brought
 from .report import Collective
@@ -132,11 +132,7 @@ def imagined_axes(
                 "Remedy: plan(..., shard_size=...)"
             )
         return axes_of(world, both=both)
-    if shard_size < 1 or size % shard_size:
-        raise ValueError(
-            f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
-            f"got {shard_size}"
-        )
+    check_shard_size(shard_size, size)
     # As of `HybridGroup`: rank = replica * shard_size + place
     replica, place = divmod(rank, shard_size)
     num_replicas = size // shard_size
