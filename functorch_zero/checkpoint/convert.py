@@ -411,10 +411,15 @@ def _matching(
         StructureError: the two don't fit each other as far as is asked; names are named.
     """
     aliases = {name: leaf for name, leaf in aliases.items() if leaf in leaves}
-    read, again = _matched(leaves, found, aliases)
     # Patterns name what is left out unread; True doesn't say that a name is to lose
     patterns = False if allowed.extra is True else allowed.extra
-    again = [(leaf, name) for leaf, name in again if not_chosen([name], patterns)]
+    read = {leaf: leaf for leaf in leaves if leaf in found}  # leaf -> the name that it is read by
+    again = []  # tied leaves with their further names, whose values must be the same
+    for name, leaf in aliases.items():
+        # Others may write a tied leaf under any of its names
+        is_second = name in found and read.setdefault(leaf, name) != name and name not in leaves
+        if is_second and not_chosen([name], patterns):
+            again.append((leaf, name))
     lacking = not_chosen(set(leaves) - set(read) - set(optional), allowed.missing)
     extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
     problems = []
@@ -466,20 +471,6 @@ def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
             raise StructureError(f"rename= gives two tensors the name {name}; {old} is the second")
         named[name] = source
     return named
-
-
-def _matched(
-    leaves: Collection[str], found: Container[str], aliases: Mapping[str, str]
-) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """By leaf, the name under which it is read; and tied leaves with their further names, whose
-    values must be the same."""
-    read = {leaf: leaf for leaf in leaves if leaf in found}
-    again = []
-    for name, leaf in aliases.items():
-        # Others may write a tied leaf under any of its names
-        if name in found and read.setdefault(leaf, name) != name and name not in leaves:
-            again.append((leaf, name))
-    return read, again
 
 
 def _told(name: str, given: Found) -> str:
