@@ -64,7 +64,7 @@ def check_transform(
     compared:
 
     - a pointwise part's on whole leaves, on pieces of them and on all leaves joined, bit by bit;
-    - a whole-leaf function's on repetition, with inputs unchanged, and in batches;
+    - a whole-leaf function's by themselves and in batches, with inputs unchanged;
     - the whole transform's updates unsharded with those on ranks, which are threads of this
       process;
     - a fused kernel's with the plain update.
