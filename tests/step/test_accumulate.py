@@ -10,7 +10,7 @@ from torch import nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.groups import CountingGroup, counted, run_ranks
+from functorch_zero.groups import CountingGroup, SingleRank, counted, run_ranks
 from functorch_zero.sharded.checks import check_not_empty
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
@@ -56,45 +56,29 @@ def test_weights_add_up_in_any_dtype(dtype):
     )
 
 
-@pytest.mark.parametrize("first", [None, 3.0])
-def test_weights_of_some_micro_batches_only_are_refused(first):
+WEIGHED = "some micro-batches have a weight"
+DIFFERENT = r"different metrics: expected \[.*\], as from micro-batch 0, got \["
+PARTLY = {
+    "no weight first": (lambda i: fz.Aux(weight=3.0 if i else None), WEIGHED),
+    "a weight first": (lambda i: fz.Aux(weight=None if i else 2.0), WEIGHED),
+    "no metric first": (lambda i: fz.Aux(metrics={"seen": 1.0} if i else {}), DIFFERENT),
+    "a metric first": (lambda i: fz.Aux(metrics={} if i else {"seen": 1.0}), DIFFERENT),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_what_some_micro_batches_only_have_is_refused(name):
+    """It has no mean over the batch, and must not be dropped in silence."""
+    aux_of, story = PARTLY[name]
+
     def loss_fn(params, buffers, batch):
-        weight = first if batch[0] == 0 else (None if first else 3.0)
-        return fz.unshard(params)["w"].square() * batch.sum(), fz.Aux(weight=weight)
+        return fz.unshard(params)["w"].square() * batch.sum(), aux_of(int(batch[0] != 0))
 
     step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
     params = {"w": torch.ones((), requires_grad=True)}
-    with pytest.raises(StructureError, match=r"some micro-batches have a weight.*Remedy"):
-        step(step.init(params), torch.arange(4.0))
-
-    def run(group):
-        sharded = fz.shard(step, level=3, group=group)
-        with pytest.raises(StructureError, match=r"some micro-batches have a weight.*Remedy"):
-            sharded(sharded.init(params), torch.arange(4.0))
-
-    run_ranks(run, 1)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_metrics_of_some_micro_batches_only_are_refused(first):
-    """They have no mean over the batch, and one must not be dropped in silence."""
-
-    def loss_fn(params, buffers, batch):
-        metrics = {"seen": 1.0} if (batch[0] == 0) == first else {}
-        return fz.unshard(params)["w"].square() * batch.sum(), fz.Aux(metrics=metrics)
-
-    step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
-    params = {"w": torch.ones((), requires_grad=True)}
-    refused = r"different metrics: expected \[.*\], as from micro-batch 0, got \[.*Remedy"
-    with pytest.raises(StructureError, match=refused):
-        step(step.init(params), torch.arange(4.0))
-
-    def run(group):
-        sharded = fz.shard(step, level=3, group=group)
-        with pytest.raises(StructureError, match=refused):
-            sharded(sharded.init(params), torch.arange(4.0))
-
-    run_ranks(run, 1)
+    for made in (step, fz.shard(step, level=3, group=SingleRank())):
+        with pytest.raises(StructureError, match=f"{story}.*Remedy"):
+            made(made.init(params), torch.arange(4.0))
 
 
 def make_batches(size, count=3):
