@@ -6,14 +6,14 @@ A `Net` says in one expression what it holds, and what it computes of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
-    """What `make` makes of random numbers from this seed; the caller's go on as they were."""
+    """`make()` on random numbers from this seed; the caller's go on as they were."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -33,10 +33,6 @@ class Net(nn.Module):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
-
-    if TYPE_CHECKING:  # of parts, whatever they are
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.compute is not None
