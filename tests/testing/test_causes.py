@@ -20,6 +20,7 @@ from functorch_zero.groups import SingleRank
 from functorch_zero.optim import arithmetic
 from functorch_zero.optim.base import Transform, pointwise
 from functorch_zero.optim.optimizers import adam as adam_module
+from functorch_zero.optim.transforms import moments
 from functorch_zero.sharded.program.step import ShardedStep
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.tiers import crossed
@@ -220,7 +221,8 @@ def test_a_bias_correction_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         on_a_rank = threading.current_thread() is not threading.main_thread()
         return right(decay, count + on_a_rank)
 
-    monkeypatch.setattr(adam_module, "bias_correction", ahead)
+    for module in (adam_module, moments):
+        monkeypatch.setattr(module, "bias_correction", ahead)
     arguments = training_step(
         torch.mean, optim.chain(optim.clip_by_global_norm(9.0), optim.adam(0.1))
     )
