@@ -521,6 +521,10 @@ class Unwritten:
 
 def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:
     """By their numbers, the leaves that are tensors which count writes."""
+    # The usual case, by functions of C alone: a state may have many
+    layouts = map(operator.attrgetter("layout"), leaves)
+    if _PLAIN.issuperset(map(type, leaves)) and {torch.strided}.issuperset(layouts):
+        return dict(enumerate(leaves))
     return {n: x for n, x in enumerate(leaves) if type(x) in _PLAIN and x.layout == torch.strided}
 
 
