@@ -14,38 +14,35 @@ from ..errors import StructureError, explain
 
 def noting_lost_graphs() -> AbstractContextManager[None]:
     """Around the step's own backward: torch's error for a graph that is gone gets a note."""
-    return _noting(
-        "backward through the graph a second time",
+    return noting(
         "The step runs backward itself, on the loss that it is given back, whose graph is gone. "
         "Remedy: return the loss without .backward(); for x.grad, call it with retain_graph=True, "
         "or on a graph of its own",
+        "backward through the graph a second time",
     )
 
 
 def noting_missing_graphs() -> AbstractContextManager[None]:
     """Around a program, which runs without gradients: torch's error for a backward of its own gets
     a note."""
-    return _noting(
-        "does not require grad",
+    return noting(
         "A program runs without gradients, outside of the losses whose gradients it takes. Remedy: "
         "loss, grads = fz.value_and_grad(loss_fn)(params, ...), without .backward()",
+        "does not require grad",
     )
 
 
 @contextmanager
-def _noting(words: str, note: str) -> Iterator[None]:
-    """Add a note to torch's error that has these words."""
+def noting(note: str, *words: str) -> Iterator[None]:
+    """Add a note to an error of torch's that has one of these words."""
     try:
         yield
     except RuntimeError as error:
         # With a note already, it is an error of a loss itself
-        if words in str(error) and not _notes_of(error):
+        is_noted = hasattr(error, "__notes__")
+        if not is_noted and any(own in str(error) for own in words):
             error.add_note(note)
         raise
-
-
-def _notes_of(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def gradients(

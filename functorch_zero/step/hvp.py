@@ -9,8 +9,8 @@ graph, and so the outer backward goes through forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -24,7 +24,7 @@ from ..errors import StructureError, explain
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
-from .backward import dense, nodes_behind, refuse_reentrant_checkpoints
+from .backward import dense, nodes_behind, noting, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
 from .program import GradientOptions, LossCall, check_callable_here, differentiate, unshard
 
@@ -220,22 +220,15 @@ def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
         )
 
 
-# Words of torch's errors about operators and functions that have no second derivative
-_ONCE = ("derivative for aten::", "once_differentiable", "double backward")
-
-
-@contextmanager
-def _noting_first_derivatives() -> Iterator[None]:
-    """Around both gradients: torch's error for an operator without a second derivative gets a
-    note."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(words in str(error) for words in _ONCE):
-            error.add_note(
-                "fz.hvp differentiates the loss twice. Remedy: use an operator with second "
-                "derivatives; for attention, call it under torch.nn.attention.sdpa_kernel("
-                "torch.nn.attention.SDPBackend.MATH), and for modules under torch.compile the "
-                "modules themselves"
-            )
-        raise
+def _noting_first_derivatives() -> AbstractContextManager[None]:
+    """Around both gradients: torch's error for an operator, or a function, without a second
+    derivative gets a note."""
+    return noting(
+        "fz.hvp differentiates the loss twice. Remedy: use an operator with second derivatives; "
+        "for attention, call it under torch.nn.attention.sdpa_kernel("
+        "torch.nn.attention.SDPBackend.MATH), and for modules under torch.compile the modules "
+        "themselves",
+        "derivative for aten::",
+        "once_differentiable",
+        "double backward",
+    )
