@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
 from ..introspection import is_filled
+from ..shared_elements import share_elements
 from .references import Reference, behind, references
 
 
@@ -51,8 +52,10 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
     """
     leaves = dict((*model.named_parameters(), *model.named_buffers()))
     known = {*map(id, leaves.values())}
-    # Sparse tensors have no storage of their own
-    by_storage = {storage_id(x): path for path, x in leaves.items() if x.layout is torch.strided}
+    by_storage: dict[int, list[str]] = {}
+    for path, x in leaves.items():
+        if x.layout is torch.strided:  # others have no storage of their own
+            by_storage.setdefault(storage_id(x), []).append(path)
     # Modules with such hooks, by the id of their `__dict__`, which a reference calls `held`
     hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
     computed = []
@@ -63,7 +66,8 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
             if isinstance(behind(x), nn.Module | Tensor | MethodType):
                 raise _not_followed(reference, "a module or tensor", f"a {type(x).__name__}")
         elif isinstance(x, Tensor) and id(x) not in known:
-            leaf = by_storage.get(storage_id(x)) if x.layout is torch.strided else None
+            near = by_storage.get(storage_id(x), []) if x.layout is torch.strided else []
+            leaf = next((path for path in near if share_elements(x, leaves[path])), None)
             if leaf is None and x.grad_fn is None:
                 continue
             if id(reference.held) not in hooked:

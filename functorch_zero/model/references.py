@@ -50,7 +50,8 @@ def references(model: nn.Module) -> Iterator[Reference]:
         reference = waiting.popleft()
         yield reference
         value = reference.value
-        if id(value) not in seen and not _is_closed(value):
+        # What isn't tracked refers to nothing: numbers and texts, of which a module may hold many
+        if id(value) not in seen and gc.is_tracked(value) and not _is_closed(value):
             seen.add(id(value))
             way = (*reference.way, value)
             waiting += (Reference(reference.path, way, *held) for held in _inside(value))

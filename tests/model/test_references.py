@@ -354,6 +354,25 @@ def test_leaves_between_one_another_in_a_storage() -> None:
     assert torch.equal(torch.cat([*params.values()], dim=1), both)
 
 
+class Halves(nn.Module):
+    """A constant that lies in the storage of a buffer, apart from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cosine, self.sine = torch.randn(2, 3).chunk(2)
+        self.register_buffer("cosine", cosine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.cosine + self.sine
+
+
+def test_a_constant_beside_a_buffer_in_its_storage() -> None:
+    model = Halves()
+    apply, params, buffers = functionalize(model)
+    x = torch.ones(3)
+    assert torch.equal(apply(params, buffers, x)[0], model(x))
+
+
 class OfClass(nn.Module):
     """One whose class has the tensor."""
 
