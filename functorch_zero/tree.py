@@ -262,6 +262,11 @@ def requiring_grad(leaves: Sequence[Any]) -> list[bool]:
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
+def trained_leaves(params: PyTree[Tensor]) -> PyTree[Tensor]:
+    """The trained leaves of a whole tree, without their history; None elsewhere."""
+    return tree_map(lambda p: p.detach() if p.requires_grad else None, params)
+
+
 def detached(leaves: Sequence[Any]) -> list[Any]:
     """The tensors without their history, which share their storage, and all else itself."""
     if are_tensors(leaves):

@@ -30,6 +30,7 @@ from ..tree import (
     named_leaves,
     same_structure,
     storages,
+    trained_leaves,
 )
 from .across import Across, Fused, Pointwise, Refusing, Tree, WholeLeaf
 from .apply_updates import apply_whole
@@ -121,7 +122,7 @@ class Transform(Named):
             return engine.init(self, params)
         _refuse_dtensors(params)
         # One process: whole leaves, None where frozen, and no state hangs on the params' graph
-        view = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
+        view = trained_leaves(params)
         return self.init_whole(view, Local(view))
 
     def update(

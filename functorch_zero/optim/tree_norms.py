@@ -7,12 +7,11 @@ from typing import Any
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..params import engine_of
-from ..tree import PyTree, same_structure
+from ..tree import PyTree, same_structure, trained_leaves
 from .across import Across, norms_of
 from .arithmetic import on_numbers
 from .local import Local
@@ -74,7 +73,10 @@ class Norms:
                 first = tree if self._first is None else self._first
                 self._squares[name], self._first = engine.squares(name, tree, first), first
                 continue
-            tree = _trained(tree) if name == "param_norm" else tree
+            if name == "param_norm":
+                tree = trained_leaves(params)
+                if not optree.tree_leaves(tree):
+                    raise without_trained(params)
             own = squares_of(tree)
             if self._first is None:
                 self._first = own
@@ -109,14 +111,6 @@ def roots_of_totals(squares: Mapping[str, PyTree[Tensor]], across: Across) -> di
     # `across` adds up the shares of leaves that are cut; others are whole on every rank
     totals = across.totals([(tree,) for tree in squares.values()])
     return {name: x.sqrt() for name, x in zip(squares, totals, strict=True)}
-
-
-def _trained(params: PyTree[Tensor]) -> PyTree[Tensor]:
-    """The trained leaves; None elsewhere."""
-    found = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
-    if not optree.tree_leaves(found):
-        raise without_trained(params)
-    return found
 
 
 def without_trained(params: Any, rank: int | None = None) -> StructureError:

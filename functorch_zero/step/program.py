@@ -35,6 +35,7 @@ from ..tree import (
     own_copy,
     paths,
     same_structure,
+    trained_leaves,
 )
 from .gradient import mean_gradients
 from .loss import Aux, LossFn, Metrics, Outcome, as_metric
@@ -467,7 +468,7 @@ def zero_updates(params: Any) -> Any:
     """
     engine = engine_of(params)
     if engine is None:
-        return tree_map(lambda p: torch.zeros_like(p) if p.requires_grad else None, params)
+        return tree_map(torch.zeros_like, trained_leaves(params))
     return tree_map(engine.zero_updates, params, is_leaf=is_on_engine)
 
 
@@ -495,7 +496,7 @@ def pieces(params: Any) -> Any:
         raise StructureError(
             explain("fz.pieces was called inside of a sharded evaluation", remedy=_AS_THEY_ARE)
         )
-    return tree_map(lambda p: p.detach().clone() if p.requires_grad else None, params)
+    return tree_map(torch.clone, trained_leaves(params))
 
 
 _AS_THEY_ARE = "use the params as they are: their leaves are whole here"
