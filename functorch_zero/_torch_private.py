@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from operator import attrgetter
@@ -349,6 +349,22 @@ def arguments_of(operator: Any) -> Sequence[Any]:
     """
     arguments: Sequence[Any] = operator._schema.arguments
     return arguments
+
+
+@cache
+def _written_by(operator: Any) -> list[tuple[int, str]]:
+    """The arguments that an operator writes to, by position and by name."""
+    found = []
+    for i, argument in enumerate(arguments_of(operator)):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append((i, argument.name))
+    return found
+
+
+def written_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Of what an operator is given, by position or by name, all that it writes to."""
+    written = _written_by(operator)
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
 
 
 def reads_number(operator: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
@@ -329,6 +329,15 @@ def dtensor_class() -> Any:
 def has_values(x: Tensor) -> bool:
     """Whether a tensor has elements, and not only a shape and a dtype."""
     return not (x.is_meta or is_fake(x))
+
+
+def tensors_among(*values: Any) -> Iterator[Tensor]:
+    """The tensors among some arguments, and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_among(*value)
 
 
 def select(tree: PyTree[Any], mask: PyTree[bool]) -> PyTree[Any]:

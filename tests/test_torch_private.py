@@ -512,6 +512,15 @@ def test_arguments_of() -> None:
     assert out.is_out and out.alias_info.is_write and not target.is_out
 
 
+def test_written_of() -> None:
+    a, b, out = torch.ones(1), torch.ones(1), torch.ones(1)
+    assert private.written_of(torch.ops.aten.add.Tensor, (a, b), {}) == []
+    (target,) = private.written_of(torch.ops.aten.copy_.default, (a, b), {})
+    assert target is a
+    (target,) = private.written_of(torch.ops.aten.add.out, (a, b), {"out": out})
+    assert target is out
+
+
 def test_reads_number() -> None:
     x = torch.ones(())
     with Seeing() as mode:

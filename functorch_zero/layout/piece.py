@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._torch_private import (
-    arguments_of,
     disabled_torch_function,
     make_wrapper,
     run_untraced,
     version_of,
+    written_of,
 )
 from ..devices import number_on
 from ..errors import DonatedError, StructureError, explain, users_line
 from ..params import Story
-from ..tree import content_digest, has_values
+from ..tree import content_digest, has_values, tensors_among
 from .extent import Extent
 from .home import Home, Lease
 
@@ -306,17 +306,12 @@ class _Kind(NamedTuple):
     makes_alias: bool
     makes_new: bool  # from nothing but a dtype and a device
     moves: bool  # the tensor itself, to another place or shape
-    written: list[tuple[int, str]]  # arguments, by position and by name
 
 
 @cache
 def _kind_of(func: Any) -> _Kind:
     # Cached by the overload: a schema doesn't change
     packet, tags = func.overloadpacket.__name__, set(func.tags)
-    written = []
-    for i, argument in enumerate(arguments_of(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append((i, argument.name))
     is_random = torch.Tag.nondeterministic_seeded in tags
     reads_values = bool(_READS & tags)
     is_foreach = packet.startswith("_foreach_")
@@ -331,7 +326,6 @@ def _kind_of(func: Any) -> _Kind:
         makes_alias=packet in _ALIASES,
         makes_new=packet.startswith("new_"),
         moves=torch.Tag.inplace_view in tags and packet != "detach_",
-        written=written,
     )
 
 
@@ -352,7 +346,7 @@ class _Call:
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind = _kind_of(func)
+        self.kind, self.written = _kind_of(func), written_of(func, args, kwargs)
         self.pieces = [*_pieces_among(*args, *kwargs.values())]
         self.words: list[str] = []
         self._numbers: list[Tensor] = []  # on a device, of which no host knows the values
@@ -361,14 +355,6 @@ class _Call:
     def first(self) -> Piece:
         """The first piece that is a part; else the first one."""
         return min(self.pieces, key=lambda piece: piece.is_whole)
-
-    @property
-    def written(self) -> list[Any]:
-        """The arguments that are written to."""
-        found = []
-        for i, name in self.kind.written:
-            found.append(self.args[i] if i < len(self.args) else self.kwargs.get(name))
-        return found
 
     @property
     def shape_alike(self) -> Sequence[int] | None:
@@ -391,7 +377,7 @@ class _Call:
             refuse(f"{self.func} reads their values", self.first, _ASK)
         if not self.kind.is_pointwise:
             refuse(f"{self.func} is not elementwise", self.first, _ASK)
-        if any(type(x) is not Piece for x in _tensors_among(*self.written)):
+        if any(type(x) is not Piece for x in tensors_among(*self.written)):
             refuse(f"{self.func} writes them to another tensor", self.first, _ELEMENTWISE)
         self.check_written()
 
@@ -494,7 +480,7 @@ def _run(call: _Call) -> Any:
     kwargs = {name: call.local(x) for name, x in call.kwargs.items()}
     made = call.func(*args, **kwargs)
     text = f"{call.kind.name}({', '.join(call.words)})"
-    if call.kind.written:
+    if call.written:
         return _written(call, text)
     if isinstance(made, Tensor):
         return _made(call, made, text)
@@ -542,7 +528,7 @@ def _run_on_foreach(call: _Call) -> Any:
         if not own.pieces:
             refuse(f"{call.func} combines them with other tensors", call.first)
         made += _run(own)
-    return None if call.kind.written else made
+    return None if call.written else made
 
 
 def _run_on_whole(call: _Call) -> Any:
@@ -551,7 +537,7 @@ def _run_on_whole(call: _Call) -> Any:
         refuse(f"{call.func} moves them", call.first, "`p.t()`, say, instead of `p.t_()`")
     call.check_written()
     extents = {piece.extent for piece in call.pieces}
-    plain = [x for x in _tensors_among(*call.args, *call.kwargs.values()) if type(x) is not Piece]
+    plain = [x for x in tensors_among(*call.args, *call.kwargs.values()) if type(x) is not Piece]
     is_alike = len(extents) == 1 and all(x.dim() == 0 for x in plain)
     if call.kind.is_pointwise and not call.kind.is_foreach and is_alike:
         return _run(call)
@@ -561,7 +547,7 @@ def _run_on_whole(call: _Call) -> Any:
     # What is written to stays itself, and its word follows from its values
     for piece in _pieces_among(*call.written):
         piece.note_write(content_word(piece._local))
-    return made if made is None or not call.kind.written else _one_or_all(call.written)
+    return made if made is None or not call.written else _one_or_all(call.written)
 
 
 def _without_pieces(operand: Any) -> Any:
@@ -573,18 +559,9 @@ def _without_pieces(operand: Any) -> Any:
 
 
 def _pieces_among(*values: Any) -> Iterator[Piece]:
-    for x in _tensors_among(*values):
+    for x in tensors_among(*values):
         if isinstance(x, Piece):
             yield x
-
-
-def _tensors_among(*values: Any) -> Iterator[Tensor]:
-    """The tensors among some arguments, and in lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_among(*value)
 
 
 def _version_of(piece: Piece) -> int:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._torch_private import QuickDispatchMode, arguments_of, storage_id, version_of
+from ..._torch_private import QuickDispatchMode, storage_id, version_of, written_of
 from ...errors import TransformError, users_line
-from ...tree import named_leaves
+from ...tree import named_leaves, tensors_among
 from ..across import Tree
 
 # Ways to a tensor's values or address that run no operator
@@ -92,7 +92,8 @@ class OperatorWatch:
         try:
             with ExitStack() as stack:
                 if operators:
-                    stack.enter_context(watching(self))
+                    stack.enter_context(_Functions(self))
+                    stack.enter_context(_Operators(self))
                 yield
         except TransformError as error:
             if self.name in str(error):  # this watch's own
@@ -136,10 +137,7 @@ class OperatorWatch:
                 "with a count in the state (optim.with_statistics)"
             )
             self.refuse(f"runs {func}, which draws random numbers", remedy)
-        written = []
-        # Arguments may be passed by position or by name
-        for i, argument in kind.written:
-            written.append(args[i] if i < len(args) else kwargs.get(argument))
+        written = written_of(func, args, kwargs)
         for x in tensors_among(*written):
             self._refuse_change(storage_id(x), f"by {func}")
         given = tensors_among(*args, *kwargs.values())
@@ -200,28 +198,9 @@ class OperatorWatch:
         raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
 
 
-class Watcher(Protocol):
-    """Sees what runs inside of `watching`."""
-
-    def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of ATen's operators, or refuse it."""
-        ...
-
-    def see_function(self, func: Any, x: Tensor) -> None:
-        """Refuse a function whose first argument is x, or let it run."""
-        ...
-
-
-@contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Show the watcher each operator that runs inside, and the few ways to values that run none."""
-    with _Functions(watcher), _Operators(watcher):
-        yield
-
-
 # Below autograd and composite functions, so these are ATen's own operators
 class _Operators(QuickDispatchMode):
-    def __init__(self, watcher: Watcher):
+    def __init__(self, watcher: OperatorWatch):
         super().__init__()  # type: ignore[no-untyped-call]
         self._watcher = watcher
 
@@ -230,7 +209,7 @@ class _Operators(QuickDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, watcher: Watcher):
+    def __init__(self, watcher: OperatorWatch):
         super().__init__()
         self._watcher = watcher
 
@@ -249,7 +228,6 @@ class _Kind(NamedTuple):
     reads_values: bool  # on the host
     elementwise: bool
     makes_new: bool  # takes only a shape, dtype and device from its operands
-    written: list[tuple[int, str]]  # arguments, by position and by name
 
 
 @functools.cache
@@ -260,16 +238,11 @@ def kind_of(func: Any) -> _Kind:
     # torch tags neither the foreach operators nor views
     foreach = name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
     moves = func.is_view or makes_new or name in _MOVES
-    written = []
-    for i, argument in enumerate(arguments_of(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append((i, argument.name))
     return _Kind(
         random=torch.Tag.nondeterministic_seeded in tags,
         reads_values=bool(_VALUES_OUT & set(tags)),
         elementwise=torch.Tag.pointwise in tags or foreach or moves,
         makes_new=makes_new,
-        written=written,
     )
 
 
@@ -281,12 +254,3 @@ def _fills_a_mask(func: Any, args: Sequence[Any]) -> bool:
     (mask, *others) = indices
     is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == x.shape
     return is_mask and not others and value.numel() == 1
-
-
-def tensors_among(*values: Any) -> Iterator[Tensor]:
-    """The tensors among some arguments, and in lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_among(*value)
