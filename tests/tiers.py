@@ -46,11 +46,11 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values.
 
     Quick rows go along the diagonal, and so have each value of each axis. Where the rows whose sum
-    of places is a multiple of n, or of 6 where an axis is longer than that, are fewer, those are
-    quick instead, and may lack some values. Of
-    the others, those at an odd sum of places are thorough, as on a chessboard, and the rest full.
-    Of three axes or more, one in as many rows as the shortest has values is thorough, by the sum
-    of places: together they have each pair of values of two axes.
+    of places is a multiple of n (of 6 where an axis is longer than that) are fewer, those are quick
+    instead, and may lack some values. Of the others, those at an odd sum of places are thorough, as
+    on a chessboard, and the rest full. Of three axes or more, one in as many rows as the shortest
+    has values is thorough, by the sum of places: together they have each pair of values of two
+    axes.
     """
     lists = [[*axis] for axis in axes]
     places = [*itertools.product(*(range(len(values)) for values in lists))]
