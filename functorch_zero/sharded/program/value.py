@@ -231,6 +231,8 @@ def _with_state(path: str, noted: Any, node: Any) -> Any:
             )
         )
     like = _state_like(noted)
+    if optree.tree_structure(node) != noted.plan.treedef:  # before its leaves are taken for pieces
+        check_opt_state(like, node, sharding.rank, what=what)
     made = ShardedOptState.of_shown(node, noted)
     check_opt_state(like, made.as_it_lies, sharding.rank, what=what)
     return made
