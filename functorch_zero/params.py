@@ -123,7 +123,7 @@ class OnEngine:
         raise NotImplementedError
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """How it is cut, in words for errors."""
         raise NotImplementedError
 

@@ -438,7 +438,7 @@ def _told(container: Any) -> str:
     """A container in words; a sharded one as it is cut, in which two may differ."""
     if not is_on_engine(container):
         return type(container).__name__
-    return f"{type(container).__name__} {container.told}"
+    return f"{type(container).__name__} {container.in_words}"
 
 
 def _other_container(expected: Any, got: Any, path: str = "") -> tuple[str, Any, Any]:

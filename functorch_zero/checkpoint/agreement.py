@@ -26,7 +26,7 @@ class Together(NamedTuple, Generic[T]):
     """The results of work that all ranks have done."""
 
     own: T  # of this rank
-    told: list[Any]  # of each rank, what it tells the others of its own
+    of_all: list[Any]  # of each rank, what it tells the others of its own
 
 
 def _itself(result: Any) -> Any:

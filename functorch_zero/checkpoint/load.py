@@ -117,13 +117,13 @@ def _load(root: Path, step: Step, like: State, count: int | None, allowed: Allow
     group = group_of(step)
     # Rank 0 chooses, as ranks may see a shared folder at different moments
     choices = together(group, f"load from {root}", lambda: _choose(root, count, group.rank))
-    what = f"load step {choices.told[0]} from {root}"
+    what = f"load step {choices.of_all[0]} from {root}"
     # Every rank reads the manifest itself: a local disk would show another one, or none
     prepared, told = together(
         group,
         what,
-        lambda: _prepare(root, choices.told[0], step, like, allowed),
-        lambda prepared: prepared.told(group),
+        lambda: _prepare(root, choices.of_all[0], step, like, allowed),
+        lambda prepared: prepared.facts_for(group),
     )
     if len({one["digest"] for one in told}) > 1:
         raise MismatchError(
@@ -155,7 +155,7 @@ class _Prepared(NamedTuple):
     # Left out of the checkpoint: `like` must have them as they were
     frozen: list[LeftOut]
 
-    def told(self, group: Group) -> dict[str, Any]:
+    def facts_for(self, group: Group) -> dict[str, Any]:
         """What ranks compare, and the shares of the frozen leaves' CRC-32s."""
         own = {held.path: held for held in self.old.held}
         kept = [own[leaf.path] for leaf, _ in self.frozen]

@@ -134,7 +134,7 @@ class Saving:
 
     def __init__(self, job: Callable[[], Path], progress: Progress) -> None:
         self.progress = progress
-        self.told = False  # whether somebody has asked how it ended
+        self.was_asked = False  # whether somebody has asked how it ended
         self._job: Callable[[], Path] | None = job  # None once it runs: it holds the snapshot
         self._folder: Path | None = None  # its result,
         self._error: BaseException | None = None  # or this
@@ -160,7 +160,7 @@ class Saving:
             self._thread.join(timeout)
         if not self.done:
             raise TimeoutError(f"the save still runs after {timeout:g} s")
-        self.told = True
+        self.was_asked = True
         if self._error is not None:
             raise self._error
         assert self._folder is not None
@@ -186,7 +186,7 @@ class Saving:
 
     def _tell(self) -> None:
         """At the end of the program, when all threads have ended."""
-        if self._error is not None and not self.told:
+        if self._error is not None and not self.was_asked:
             print(f"functorch_zero: an async_save failed: {self._error}", file=sys.stderr)
 
     def forget(self) -> None:
@@ -208,18 +208,18 @@ class _Savers:
         """Wait for the save under way, and raise its error, if nobody was told."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            told = pending.told  # before `result` sets it
+            was_asked = pending.was_asked  # before `result` sets it
             try:
                 pending.result()
             except BaseException:
-                if not told:
+                if not was_asked:
                     raise
             finally:
                 pending.forget()  # told, or raised just above
 
     def failed(self) -> bool:
         """Whether the save has failed, and nobody was told."""
-        return self._pending is not None and self._pending.failed and not self._pending.told
+        return self._pending is not None and self._pending.failed and not self._pending.was_asked
 
     def start(self, job: Callable[[], Path], progress: Progress) -> Saving:
         self._pending = saving = Saving(job, progress)

@@ -64,10 +64,10 @@ class SaveJob:
         try:
             # Snapshots, and rank 0's folder: rank 0 alone makes and names it
             what = f"save to {self._root}"
-            begun = together(self._group, what, self._begin).told
+            begun = together(self._group, what, self._begin).of_all
             _check_agreement(begun)
             if any(row["digest"] != begun[0]["digest"] for row in begun):
-                facts = together(self._group, what, lambda: self._facts(_in_texts)).told
+                facts = together(self._group, what, lambda: self._facts(_in_texts)).of_all
                 _, difference = difference_in_words(facts)
                 raise MismatchError(
                     f"the ranks save different things: {difference} (this is rank "
@@ -76,7 +76,7 @@ class SaveJob:
                 )
             what = f"save step {begun[0]['step']} to {self._root}"
             # Every rank's file is on disk before any rank goes on
-            told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"]))).told
+            told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"]))).of_all
             # The name comes last: until then the folder is nobody's checkpoint
             together(self._group, what, lambda: self._commit(told))
         finally:

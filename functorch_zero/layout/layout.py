@@ -352,7 +352,7 @@ class Layout:
         return tuple(cuts)
 
     @cached_property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """All in which layouts of equal paths may differ, in words for errors. Texts differ where
         `leaf_cuts` do."""
         levels = _by_value((f"level {leaf.cut.level_name}", leaf.path) for leaf in self.leaves)

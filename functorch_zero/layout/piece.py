@@ -232,7 +232,7 @@ class Piece(Tensor):
             increment_version(self._local)
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """How it was made, in words. See Note [words]."""
         self.note_foreign_writes()
         return self.history.text
@@ -240,7 +240,7 @@ class Piece(Tensor):
     @property
     def word(self) -> int:
         """A checksum of these words."""
-        return crc32(self.told.encode())
+        return crc32(self.text.encode())
 
     def filled_with(self, local: Tensor, text: str) -> Piece:
         """The same part of another leaf, which was made as the text says."""
@@ -263,7 +263,7 @@ class Piece(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         form: Any = {"is_whole": self.is_whole, "requires_grad": self.requires_grad}
-        made = partial(Piece, history=History(self.told), **form)
+        made = partial(Piece, history=History(self.text), **form)
         return made, (self.here, self.extent)
 
     def __copy__(self) -> Tensor:
@@ -455,7 +455,7 @@ class _Call:
 
 def _operand_in_words(piece: Piece) -> str:
     """A piece in the words of what is made of it. Long ones would grow with each operator."""
-    text = piece.told
+    text = piece.text
     # Python's own hash of a text differs between processes
     return text if len(text) <= _LONG else f"#{piece.word:08x}"
 
@@ -613,7 +613,7 @@ class AsMade(NamedTuple):
 
     def _is_still(self, name: str, made: Any, version: int, leaf: Any) -> bool:
         if isinstance(leaf, Piece):
-            return leaf.told == text_from(self.origin, name)
+            return leaf.text == text_from(self.origin, name)
         return leaf is made and _plain_version(leaf) == version
 
 

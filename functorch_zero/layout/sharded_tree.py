@@ -111,7 +111,7 @@ class Holding:
             "held": "fz.pieces(params) gives them in pieces",
             "pieces": "fz.apply_updates adds them to params",
         }
-        cut = f"{self.sharding.told}{', read only' if self.read_only else ''}"
+        cut = f"{self.sharding.in_words}{', read only' if self.read_only else ''}"
         text = f"{_FORMS[self.form]} ({remedy[self.form]}), cut as {cut}"
         return f"{text} (fz.shard_tree(tree, layout_like=params) cuts a tree as params are cut)"
 
@@ -367,9 +367,9 @@ class ShardedTree(OnEngine):
         self._local = layout.treedef.unflatten(leaves)
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """The form, and how the tree is cut, in words for errors."""
-        return f"{_FORMS[self.holding.form]}, cut as {self.sharding.told}"
+        return f"{_FORMS[self.holding.form]}, cut as {self.sharding.in_words}"
 
     @property
     def as_it_lies(self) -> PyTree[Tensor]:

@@ -44,11 +44,11 @@ class Sharding:
         return self.mesh[2]
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """All in which the shardings of trees with equal paths may differ, in words for errors."""
         replicas, ranks, _ = self.mesh
         mesh = f"{ranks}" if replicas == 1 else f"{replicas} replicas of {ranks}"
-        return f"{self.layout.told}; rank {self.rank} of {mesh}"
+        return f"{self.layout.in_words}; rank {self.rank} of {mesh}"
 
     @property
     def level_in_words(self) -> str:

@@ -188,7 +188,7 @@ class ImaginedIds(Reading):
 
     def counts_of_others(self, asked: Asked, group: Group) -> list[int]:
         ones = [1] * group.size
-        group.all_to_all(torch.empty_like(asked.told), ones, asked.told, ones)
+        group.all_to_all(torch.empty_like(asked.counts_beside), ones, asked.counts_beside, ones)
         return [asked.counts[group.rank]] * group.size
 
 

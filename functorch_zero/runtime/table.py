@@ -31,7 +31,7 @@ class Asked(NamedTuple):
 
     ids: Tensor  # (k,) int64, each once, in order: those of rank 0 first
     counts: list[int]  # of each rank's, k together
-    told: Tensor  # (num_ranks,) int64, the same beside the ids
+    counts_beside: Tensor  # (num_ranks,) int64, the same beside the ids
 
 
 class Requests(NamedTuple):
@@ -75,8 +75,8 @@ class Reading:
 
     def counts_of_others(self, asked: Asked, group: Group) -> list[int]:
         """How many rows each rank asks of this one. One all-to-all."""
-        received, ones = torch.empty_like(asked.told), [1] * group.size
-        group.all_to_all(received, ones, asked.told, ones).wait()
+        received, ones = torch.empty_like(asked.counts_beside), [1] * group.size
+        group.all_to_all(received, ones, asked.counts_beside, ones).wait()
         counts: list[int] = received.tolist()
         return counts
 

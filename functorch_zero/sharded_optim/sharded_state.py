@@ -237,9 +237,9 @@ class ShardedOptState(OnEngine):
         return self.holding.plan.paths
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """How the params are cut that it follows, in words for errors."""
-        return f"of params cut as {self.holding.sharding.told}"
+        return f"of params cut as {self.holding.sharding.in_words}"
 
     @property
     def as_it_lies(self) -> Any:

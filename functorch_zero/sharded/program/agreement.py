@@ -118,7 +118,7 @@ class AgreementOfRanks:
         all_flags = [self._background.failed(), *flags]
         told = tell(found.words, all_flags, group, ledger.num_rows, digest)
         if not told.alike:
-            values = {name: in_words() for name, in_words in ledger.told.items()}
+            values = {name: in_words() for name, in_words in ledger.leaf_words.items()}
             everyone = exchange_data(group, found._replace(values=values))
             raise _difference([_Findings(*theirs) for theirs in everyone], ledger, group)
         ledger.settled(told.sizes, group.rank)

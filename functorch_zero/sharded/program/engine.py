@@ -665,11 +665,11 @@ def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
 
 def _state_in_words(state: ShardedOptState) -> str:
     sharding = state.holding.sharding
-    return f"a state for leaves {shapes_of(sharding.layout)}, cut as {sharding.told}"
+    return f"a state for leaves {shapes_of(sharding.layout)}, cut as {sharding.in_words}"
 
 
 def _in_words(node: Any) -> str:
     """A tree for errors, by its name and its leaves."""
     if not isinstance(node, ShardedTree):
         return f"a {type(node).__name__}"
-    return f"{node.holding.label} of leaves {shapes_of(node.sharding.layout)}, {node.told}"
+    return f"{node.holding.label} of leaves {shapes_of(node.sharding.layout)}, {node.in_words}"

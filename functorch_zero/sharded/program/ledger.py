@@ -106,7 +106,7 @@ class Ledger:
         gradients: of these calls.
         facts: by name, what the calls were given, as plain data that is equal on ranks that have
             made it alike. See Note [words] in `layout.piece`.
-        told: by name of a fact that is a checksum, makes the same in words, for an error.
+        leaf_words: by name of a fact that is a checksum, makes the same in words, for an error.
     """
 
     def __init__(self, step: int, agreement: Agreement, *, look: bool, era: int):
@@ -115,7 +115,7 @@ class Ledger:
         self.calls: list[str] = []
         self.gradients: list[Posted] = []
         self.facts: dict[str, Any] = {}
-        self.told: dict[str, Callable[[], Any]] = {}
+        self.leaf_words: dict[str, Callable[[], Any]] = {}
         self._compare, self._own = agreement.compare, agreement.own
         self._num_settled = 0  # gradients
         self._is_calling = self._is_closed = False
@@ -177,7 +177,7 @@ class Ledger:
         """Note how a tree was made, under a name of the tree."""
         story = node.story
         self.facts[name] = story.word
-        self.told[name] = partial(_by_path, node.leaf_paths, story.tell)
+        self.leaf_words[name] = partial(_by_path, node.leaf_paths, story.tell)
         if self.look:
             for n, leaf in enumerate(story.unread):
                 self._note_leaf(f"number {n} in {name}", leaf)
@@ -189,7 +189,7 @@ class Ledger:
             self.facts[name] = repr(leaf)
         elif self.look or (leaf.is_cpu and leaf.numel() <= _SMALL):
             self.facts[name] = content_word(leaf, look=self.look)
-            self.told[name] = partial(values_in_words, leaf)
+            self.leaf_words[name] = partial(values_in_words, leaf)
         else:
             self.facts[name] = form_in_words(leaf)
 

@@ -562,8 +562,8 @@ class ShardedStep:
                 raise StructureError(
                     explain(
                         "the state was sharded by another step",
-                        expected=self._structures[-1].sharding.told,
-                        got=state.sharding and state.sharding.told,
+                        expected=self._structures[-1].sharding.in_words,
+                        got=state.sharding and state.sharding.in_words,
                         rank=self.group.rank,
                         remedy="unshard it with the step that made it, then shard it with this one",
                     )
