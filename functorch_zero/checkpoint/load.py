@@ -375,6 +375,7 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[H
     remaining = iter(homes)
 
     def is_alone(lease: Any) -> bool:
+        """Whether one node alone has it, of a state that is to be used up."""
         return holders[id(lease)] == 1
 
     def next_of(node: Any) -> Any:
@@ -407,7 +408,8 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[H
 
 
 def _can_be_filled(state: ShardedOptState) -> bool:
-    """Whether each leaf of an optimizer's state can be read into, in a place of its own."""
+    """Whether each leaf of an optimizer's state can be read into, in a place of its own. Those that
+    are cut from its flats can."""
     at_home = {id(leaf) for home in state.homes() for leaf in home.leaves or ()}
     leaves = filter(is_moved, optree.tree_leaves(state.as_it_lies))
     others = [leaf for leaf in leaves if id(leaf) not in at_home]

@@ -73,7 +73,8 @@ def is_reached(mark: torch.Event, seconds: float) -> bool:
 
 
 def _is_of_a_capture(error: RuntimeError) -> bool:
-    """Whether CUDA refuses marks only while some thread captures a graph."""
+    """Whether CUDA refuses to be asked about a mark for no other reason than that a thread is
+    capturing a graph."""
     return "captur" in str(error)  # of "capturing", or "during capture": torch has no type for it
 
 

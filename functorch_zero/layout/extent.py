@@ -86,9 +86,10 @@ class Extent:
         return slice(self.start, self.stop)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The piece's elements as a view of a whole leaf: (n,), or of the shape of the box."""
+        """The piece's elements of a whole leaf: (n,), or of the shape of the box. A view, but of a
+        leaf that doesn't lie row by row."""
         if self.box is None:
-            return whole.view(-1)[self.in_leaf]
+            return whole.reshape(-1)[self.in_leaf]
         assert self.num_here == prod(self.box_shape), self
         return whole[tuple(slice(*ends) for ends in self.box)]
 

@@ -146,7 +146,8 @@ def _flat_of(
 
 
 def _place_of(x: Tensor) -> tuple[Any, ...]:
-    # The storage, too: `leaf.data = other` changes it, and leaves the base
+    """All that tells whether two tensors are the same elements in memory, read in the same way."""
+    # The storage, too: after `leaf.data = other` a leaf has another one, and still the old base
     return storage_id(x), x.storage_offset(), x.shape, x.stride(), x.dtype, is_flagged(x)
 
 
@@ -164,8 +165,7 @@ def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, piece_number: int) -> T
     """A bucket's whole leaves -> its `piece_number`-th piece (piece,), a copy."""
     pieces = []
     for k, leaf in enumerate(leaves):
-        # A copy only where the leaf doesn't lie row by row
-        pieces.append(leaf.detach().reshape(-1)[bucket.extent(k, piece_number).in_leaf])
+        pieces.append(bucket.extent(k, piece_number).part_of(leaf.detach()).reshape(-1))
     return pack_pieces(pieces, bucket, piece_number)
 
 

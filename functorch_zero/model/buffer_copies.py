@@ -161,7 +161,9 @@ def note_changed(path: str, copied: BufferCopy, after: Tensor) -> None:
 def note_kept(
     path: str, tensor: Tensor, kept: list[Kept] | None = None, *, what: str = "a buffer"
 ) -> None:
-    """Note a tensor whose values nobody will read; None: for the loss that runs."""
+    """Note a tensor that the loss leaves behind, whose values nobody reads from now on:
+    `check_kept_in_backward` refuses writes to it. `kept`: the list; None: that of the loss that
+    runs."""
     if kept is None:
         noted = _NOTED.get()
         kept = None if noted is None else noted.kept

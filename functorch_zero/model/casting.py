@@ -58,9 +58,10 @@ class Policies:
             policy = self.of(slot.module)
             policy = Precision(buffers=policy.buffers) if buffers else policy
             if found.setdefault(slot.leaf, policy) != policy:
+                what = "a buffer" if buffers else "a leaf"
                 raise StructureError(
                     explain(
-                        "a leaf that several modules share would have two policies",
+                        f"{what} that several modules share would have two policies",
                         path=slot.leaf,
                         expected=found[slot.leaf],
                         got=f"{policy} at {slot.module or 'the model'}",

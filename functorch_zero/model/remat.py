@@ -114,8 +114,8 @@ class _Region:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are plain values: its mode, a dropout's rate, a count. One
-    that is set for the first time in the run stays as it is."""
+    """The attributes of a module that are plain values: its mode, a dropout's rate, a count.
+    They are put back around a run in backward, which may add others: these stay."""
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 

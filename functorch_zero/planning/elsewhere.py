@@ -28,6 +28,7 @@ class Elsewhere:
     def __init__(self, kind: str, watch: MemoryWatch, *, ahead: int, brings_copies: bool):
         self._kind, self._watch, self._live = kind, watch, watch.live
         self.ahead, self.brings_copies = ahead, brings_copies
+        # Bytes that lie here: now, the most since it began, and when it began
         self._now = self._most = self._held = self.read = self.written = 0
 
     def begin(self) -> None:

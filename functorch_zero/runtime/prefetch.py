@@ -81,11 +81,12 @@ class PrefetchOrder:
     def __init__(self, group: Group | None = None) -> None:
         self._group: Group = SingleRank() if group is None else group
         self._units: Sequence[str] = ()  # names; () until a pass has recorded some
-        # Words, by whether collectives followed from uses; none until a pass has compared them
+        # Words of the last pass, by `SameUses.of_units`; none until a pass has compared them
         self._uses: dict[bool, Sequence[str]] = {}
         self._untrusted = 0  # passes that must be equal before ranks rely on the uses
         self._era = 0  # of the group, when they were recorded
-        self._before: PrefetchOrder | None = None  # of gathers before a pass
+        # The words of `agree_before`, in an order of their own; None: nobody has asked
+        self._before: PrefetchOrder | None = None
 
     @property
     def units(self) -> Sequence[str]:
@@ -148,7 +149,8 @@ class PrefetchOrders:
         self._by_key: dict[Any, PrefetchOrder] = {}
 
     def of(self, key: Any) -> PrefetchOrder:
-        """The order of one pass: the same one each time."""
+        """The order of all passes with this key, which stands for the trees that they are over: the
+        same object each time."""
         if key not in self._by_key:
             self._by_key[key] = PrefetchOrder(self._group)
         return self._by_key[key]

@@ -101,6 +101,7 @@ class SameUses:
         self._num_checked = end
         got = self.words[begin:]
         expected = got if self._last is None else self._last[begin:end]
+        # Left: this rank's words are no longer those of the last pass
         self.left |= got != expected
         if self._compares:
             self._compare(got)

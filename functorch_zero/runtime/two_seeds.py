@@ -219,7 +219,7 @@ class _Copies(_Context):
         return _copied(super().saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
-        # One copy, in which it finds again what it has written
+        # Copied once: the function finds again in it what it has written
         copied = vars(self)[name] = _copied(super().__getattr__(name))
         return copied
 
@@ -245,7 +245,8 @@ class _Ways:
         self._sent[root.grad_fn, root.output_nr] = [seed.clone()]
 
     def sent(self, node: Any, grads: Grads, _: Grads) -> None:
-        """A node has sent these gradients."""
+        """A hook of a node: it has sent these gradients, one along each way, a pair (node, number
+        of its output). What came in doesn't count."""
         for way, grad in zip(node.next_functions, grads, strict=True):
             if grad is not None:
                 self._sent.setdefault(way, []).append(grad.clone())

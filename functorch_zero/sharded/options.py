@@ -156,6 +156,7 @@ class Options:
     def in_words(self) -> str:
         """For the repr of a step: "level 3, rank 0 of 2"."""
         group = self.group
+        # Of levels by leaf no more: the layout has them
         return f"{level_in_words(self.levels.number, [])}, rank {group.rank} of {group.size}"
 
     def describe(self) -> dict[str, Any]:

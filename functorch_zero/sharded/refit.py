@@ -101,7 +101,7 @@ def first_parts(params: PyTree[Tensor], holding: Holding) -> ShardedTree:
         bucket = layout.buckets[b]
         extent = bucket.held.extent(k, bucket.held_by(sharding.piece_number))
         if bucket.cut.holds_pieces:
-            leaf = leaf.reshape(-1)[extent.in_leaf]
+            leaf = extent.part_of(leaf).reshape(-1)
         made.append(leaf.detach().clone())
     return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
 

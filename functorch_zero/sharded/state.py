@@ -156,7 +156,7 @@ def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) ->
     """This rank's part of a whole leaf of the optimizer's state: a view; empty where another rank
     owns the leaf."""
     if leaf.is_cut:
-        own = x.reshape(-1)[leaf.extent(layout, piece_number).in_leaf]
+        own = leaf.extent(layout, piece_number).part_of(x)
         return own.view(leaf.shape_here(layout, piece_number))
     # As `init` makes it where another rank owns the leaf
     if leaf.kind == "owned" and leaf.owner != piece_number:

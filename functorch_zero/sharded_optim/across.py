@@ -434,7 +434,7 @@ class Sharded(Across):
     def cut(self, tree: Tree) -> Tree:
         def own_piece(leaf: Tensor, extent: Extent) -> Tensor:
             # A view would keep the whole leaf alive
-            return leaf.reshape(-1)[extent.in_leaf].clone()
+            return extent.part_of(leaf).reshape(-1).clone()
 
         return tree_map(own_piece, tree, self.extents)
 

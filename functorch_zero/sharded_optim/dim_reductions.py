@@ -7,8 +7,8 @@ takes sums and maxima. Answers add up box by box: in a fixed order on every devi
 indices, which CUDA adds as they come.
 
 A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
-about that is the box's part of the answer about the whole. No layout here cuts leaves into boxes:
-they are for pieces that lie in some columns of a matrix.
+about that is the box's part of the answer about the whole. `layout/placed.py` has such
+pieces, of leaves that torch's tensor parallelism has cut by columns.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _shape_of(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _kept(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
-    """The box's part of an answer over `dims`."""
+def _place_in_answer(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where the answer over `dims` about this box lies in the answer about the whole."""
     return tuple(slice(*ends) for dim, ends in enumerate(box) if dim not in dims)
 
 
@@ -77,7 +77,7 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     shape = without(extent.shape, dims)
     if extent.box is not None:
         out = piece.new_full(shape, identity, dtype=dtype)
-        out[_kept(extent.box, dims)] = reduce_piece(piece, extent.in_box, dims, op)
+        out[_place_in_answer(extent.box, dims)] = reduce_piece(piece, extent.in_box, dims, op)
         return out
     # An empty piece has no rows to look at
     if not extent.num_here:
@@ -94,7 +94,7 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
         sizes = _shape_of(box)
         part = piece[start : start + prod(sizes)].view(sizes)
         start += part.numel()
-        place, here = out[_kept(box, dims)], reduce_over(part, dims, op)
+        place, here = out[_place_in_answer(box, dims)], reduce_over(part, dims, op)
         if op == "max":
             torch.maximum(place, here, out=place)
         else:
@@ -111,7 +111,7 @@ def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> 
     """
     if extent.box is not None:
         whole = answer.reshape(without(extent.shape, dims))
-        return spread_over_piece(whole[_kept(extent.box, dims)], extent.in_box, dims)
+        return spread_over_piece(whole[_place_in_answer(extent.box, dims)], extent.in_box, dims)
     if not extent.num_here:
         return answer.new_empty(0)
     if len(dims) == len(extent.shape) > 0:

@@ -221,8 +221,8 @@ class PointwiseOnFlats:
         return group.pack(own) if home is None else home.flat
 
     def _own_of(self, leaves: Sequence[Tensor]) -> set[int]:
-        """The ids of the flats that are a state's own. Nobody else has the leaves of one that is
-        donated by itself."""
+        """The ids of the flats, and of their leaves, that the state alone has, so that an update
+        may write over them. With donate="state" the caller says so of all leaves."""
         own = self._owned.state.ids
         return own.union(map(id, leaves)) if self._donate == "state" else own
 

@@ -111,7 +111,9 @@ class _InnerGradient:
     is_taken: bool = False
 
     def refuse(self, grads: Any) -> None:
-        """Raise where a backward inside of the inner one has passed it by."""
+        """A hook of the leaves' nodes: raise if it runs while the inner gradient is being taken.
+        That one ends at the leaves' views, before these nodes, so what comes here is a backward
+        that a custom function has begun itself."""
         if self.is_taken:
             raise StructureError(
                 explain(

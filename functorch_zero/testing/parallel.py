@@ -439,6 +439,7 @@ class _Proof:
     def _sizes(self) -> dict[str, int]:
         """Numbers by which a mistake may multiply, by what they count."""
         num, first = len(self.got), self.got[0]
+        # `shares` is (part, number of parts)
         found = {"parts of the batch": first.shares[1] if first.shares else num, **first.axes}
         others = {what: size for what, size in found.items() if size != num}
         return {"ranks": num, **others, **self.given_sizes}

@@ -427,7 +427,8 @@ def _part_like(noted: Any, whole: Any) -> Any:
 
 
 def _whole_like(path: str, noted: Any, whole: Any, *, rank: int) -> Any:
-    """A tree that a whole node must fit, of the path; of a state, which is checked here, itself."""
+    """What the node of a whole value at this path must be like, for `check_next_value`. An
+    optimizer's state is checked here instead, and so is like itself."""
     if isinstance(noted, Holding):
         layout = noted.sharding.layout
         like = leaves_without_values(layout)
