@@ -15,7 +15,6 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..step.state import State
 from ..tree import named_leaves, paths
 from .causes import Adam, Evidence, Wrong, why
 from .equality import (
@@ -28,7 +27,7 @@ from .equality import (
     is_visible,
     wide_values,
 )
-from .runs import Run, Step
+from .runs import Run, assert_alike
 
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
@@ -143,7 +142,8 @@ class Comparison:
         so_far = [state.params for state in self.expected.states[: k + 2]]
         moves = tree_map(_has_moved, *so_far)
         # The oracle's, then the jittered runs' of the same step
-        updates = [other.update(k) for other in (self.expected, *jittered)]
+        runs = self.expected, *jittered
+        updates = [[*other.values(k, "updates").values()] for other in runs]
         assert_equal_updates(
             before.params,
             after.params,
@@ -176,27 +176,16 @@ class Comparison:
             )
 
     def _compare_rank(self, k: int, rank: int, at: dict[str, Any]) -> None:
-        """A rank against rank 0, bit by bit: same data, same arithmetic. Buffers that are its own
-        against the oracle's."""
+        """A rank against rank 0; buffers that are its own against the oracle's."""
         want, first, other = (run.steps[k] for run in (self.expected, self.got[0], self.got[rank]))
-        assert_equal_values(
-            self._shared(first),
-            self._shared(other),
-            grade="bitwise",
-            what="rank 0's results and this rank's",
-            context=at,
-        )
+        what = "rank 0's results and this rank's"
+        assert_alike(first, other, what, local=self.local, context=at)
         # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
         # several ranks may have one part
         if self.local and len(want.buffers) > self.parts[rank]:
             expected, got = want.buffers[self.parts[rank]], other.buffers[0]
             what = "the rank's own buffers"
             assert_equal_values(expected, got, grade=self.equality, what=what, context=at)
-
-    def _shared(self, step: Step) -> Any:
-        """The results that all ranks must have alike."""
-        state: State = step.state.replace(buffers=None) if self.local else step.state
-        return {"state": state, "metrics": step.metrics}
 
 
 def _on(rank: int, values: Mapping[str, Tensor], wrong: Sequence[Wrong]) -> list[Wrong]:

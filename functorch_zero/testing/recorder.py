@@ -6,6 +6,7 @@ All values are kept whole, on the CPU, by the names that a plain module gives it
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Number
@@ -48,7 +49,7 @@ class Recording:
     first: int = 0  # the number of the first step
     start: Leaves = field(default_factory=dict)  # the params before it
     trained: set[str] = field(default_factory=set)
-    uses: dict[str, int] = field(default_factory=dict)  # of tied params: how many names each has
+    uses: dict[str, int] = field(default_factory=dict)  # how many names each param has
     axes: dict[str, int] = field(default_factory=dict)  # of the meshes that DTensors lie on
     shares: tuple[int, int] | None = None  # which part of the batches this is, of how many
     steps: list[RecordedStep] = field(default_factory=list)
@@ -290,11 +291,11 @@ def _as_in_reference(names: Iterable[str]) -> list[str]:
 
 
 def _uses(params: PyTree[Tensor], named: dict[str, Tensor]) -> dict[str, int]:
-    """How many names each tied param of a module has."""
+    """How many names each param of a module has: tied ones have several."""
     if not isinstance(params, nn.Module):
         return {}
-    every = [id(p) for _, p in params.named_parameters(remove_duplicate=False)]
-    return {name: every.count(id(p)) for name, p in named.items() if every.count(id(p)) > 1}
+    names = Counter(id(p) for _, p in params.named_parameters(remove_duplicate=False))
+    return {name: names[id(p)] for name, p in named.items()}
 
 
 def _state_and_settings(

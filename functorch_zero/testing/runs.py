@@ -64,8 +64,8 @@ class Run(NamedTuple):
 
     def repeats(self, other: Run) -> bool:
         """Whether all results are those of another run, to the bit."""
-        ours, theirs = (_numbers_of(run) for run in (self, other))
-        return all(_are_alike(a, b) for a, b in zip(ours, theirs, strict=True))
+        ours, theirs = (optree.tree_leaves(run.steps) for run in (self, other))
+        return all(apart(a, b) == 0 for a, b in zip(ours, theirs, strict=True))
 
     def values(self, k: int, kind: str) -> dict[str, Tensor]:
         """The tensors of a kind in step k, by path, float64 or complex128."""
@@ -73,20 +73,6 @@ class Run(NamedTuple):
             return wide_values(named_leaves(self.steps[k].others()[kind]))
         before, after = (named_leaves(state.params) for state in self.states[k : k + 2])
         return differences(after, before)
-
-    def update(self, k: int) -> PyTree[Tensor]:
-        """Step k's update of the params."""
-        before, after = self.states[k : k + 2]
-        return tree_map(torch.sub, after.params, before.params)  # in the params' dtypes
-
-
-def _numbers_of(run: Run) -> list[Any]:
-    leaves: list[Any] = optree.tree_leaves([(step.state, step.metrics) for step in run.steps])
-    return leaves
-
-
-def _are_alike(a: Any, b: Any) -> bool:
-    return apart(a, b) == 0 if isinstance(a, Tensor) else bool(a == b)
 
 
 class Start(NamedTuple):
@@ -182,13 +168,12 @@ def run_in_parts(
             gradients[own], outcomes[own] = grads, outcome
             group.barrier()  # until those of all parts are there
             # Each copy its own, which it may keep
-            over_parts = _mean_over_parts(gradients, outcomes, rule)
+            found, outcome = _mean_over_parts(gradients, outcomes, rule, own)
             # Until nobody needs them any more: a fast copy's next ones take their place
             group.barrier()
-            found = over_parts.grads
             if generator is not None:
                 found = _jittered(found, generator)
-            return found, over_parts.outcome_of(own)
+            return found, outcome
 
         parts = [of_batch[own] for of_batch in batches]
         return _run(step, start, parts, Part(own, mean, tuple(sums)))
@@ -198,12 +183,16 @@ def run_in_parts(
             return run_copy(SingleRank())
         # Threads, all of which end where one fails
         runs = run_ranks(run_copy, num_parts)
-        _check_alike(runs, local=rule == "local")
+        by_step = [*zip(*(run.steps for run in runs), strict=True)]  # each one's copies
+        what, local = "part 0's results and this part's", rule == "local"
+        for k, (first, *others) in enumerate(by_step):
+            for part, other in enumerate(others, start=1):
+                assert_alike(first, other, what, local=local, context={"step": k, "part": part})
     except Exception as error:
         error.add_note(IN_PARTS.format(num_parts=num_parts))
         raise
     steps = []
-    for copies in zip(*(run.steps for run in runs), strict=True):
+    for copies in by_step:
         # Each rank's buffers, which are its own by the rule "local"
         steps.append(copies[0]._replace(buffers=[copy.buffers[0] for copy in copies]))
     return runs[0]._replace(steps=steps)
@@ -224,52 +213,32 @@ def _run(step: ProgramStep, start: Start, batches: Sequence[Any], part: Part) ->
         PART.reset(token)
 
 
-def _check_alike(runs: Sequence[Run], *, local: bool) -> None:
-    """Raise unless the copies of a program have the same results, to the bit; by the rule "local",
-    but for buffers."""
-    first, *others = runs
-    for part, other in enumerate(others, start=1):
-        for k, (want, have) in enumerate(zip(first.steps, other.steps, strict=True)):
-            pairs = zip(_shared(want, local=local), _shared(have, local=local), strict=True)
-            for expected, got in pairs:
-                assert_equal_values(
-                    expected,
-                    got,
-                    grade="bitwise",
-                    what="part 0's results and this part's",
-                    context={"step": k, "part": part},
-                )
-
-
-def _shared(step: Step, *, local: bool) -> list[Any]:
-    """The results of one step that all parts have, each with paths of its own."""
-    value = step.state.value
-    return [*(value._replace(buffers={}) if local else value), {"(metrics)": step.metrics}]
-
-
-class _OverParts(NamedTuple):
-    """The results of a loss on all parts of a batch."""
-
-    grads: PyTree[Tensor]  # their mean
-    metrics: Metrics  # their means, the loss among them
-    buffers: list[PyTree[Tensor]]  # that each part's rank holds afterwards
-
-    def outcome_of(self, part: int) -> Outcome:
-        """As that of the loss on a whole batch, with the buffers that this part's rank holds."""
-        others = {name: value for name, value in self.metrics.items() if name != "loss"}
-        return Outcome(self.metrics["loss"], self.buffers[part], others, weight=None)
+def assert_alike(first: Step, other: Step, what: str, *, local: bool, context: Any) -> None:
+    """Raise unless two ranks, or copies of a program, have the same results, to the bit: same data,
+    same arithmetic. `local`: but for buffers, which are each one's own."""
+    steps = [step._replace(buffers=[]) for step in (first, other)]
+    if local:
+        steps = [step._replace(state=step.state.replace(buffers=None)) for step in steps]
+    assert_equal_values(*steps, grade="bitwise", what=what, context=context)
 
 
 def _mean_over_parts(
-    gradients: Sequence[PyTree[Tensor]], outcomes: Sequence[Outcome], rule: str
-) -> _OverParts:
-    """As ranks do: shares first, then the weighted sums in rank order."""
+    gradients: Sequence[PyTree[Tensor]], outcomes: Sequence[Outcome], rule: str, part: int
+) -> tuple[PyTree[Tensor], Outcome]:
+    """The mean gradients, and the outcome as that of the loss on a whole batch, with the buffers
+    that this part's rank holds afterwards. As ranks do: shares first, then the weighted sums in
+    rank order."""
     shares = _shares(outcomes)
-    return _OverParts(
-        grads=_mean_trees(gradients, shares),
-        metrics=_average_metrics(outcomes, shares),
-        buffers=_combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares),
-    )
+
+    def mean(*values: Tensor) -> Tensor:
+        # Left to right: another order would give other bits
+        total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
+        return sum(rest, start=total)
+
+    measured = [(outcome.loss, dict(outcome.metrics)) for outcome in outcomes]
+    loss, metrics = tree_map(mean, *tree_map(as_metric, measured))
+    buffers = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
+    return tree_map(mean, *gradients), Outcome(loss, buffers[part], metrics, weight=None)
 
 
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:
@@ -277,28 +246,6 @@ def _shares(outcomes: Sequence[Outcome]) -> list[float]:
     weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
     total = sum(weights) or 1.0  # all of weight 0: every share is 0, not NaN
     return [weight / total for weight in weights]
-
-
-def _mean_trees(trees: Sequence[PyTree[Tensor]], shares: Sequence[float]) -> PyTree[Tensor]:
-    return tree_map(lambda *leaves: _mean(leaves, shares), *trees)
-
-
-def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean, added up in rank order, as ranks do."""
-    # Left to right: another order would give other bits
-    total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
-    for value in rest:
-        total = total + value
-    return total
-
-
-def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
-    """The loss and the metrics of all parts, each as its weighted mean."""
-    seen = []
-    for outcome in outcomes:
-        measured = {"loss": outcome.loss, **outcome.metrics}
-        seen.append({name: as_metric(value) for name, value in measured.items()})
-    return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
 
 
 def _combine_buffers(

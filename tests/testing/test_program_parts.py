@@ -313,7 +313,7 @@ def test_a_step_by_its_own_part_is_told() -> None:
     prove(walking(lambda params, grads, found, x: moved(params, grads, found)))
     with pytest.raises(AssertionError, match="part 0's results and this part's differ") as caught:
         prove(walking(lambda params, grads, found, x: moved(params, grads, x.mean())), ranks=[3])
-    assert "at step 0, part 1: leaf w[0, 0]" in str(caught.value)
+    assert "at step 0, part 1: leaf state.params.w[0, 0]" in str(caught.value)
     (note,) = caught.value.__notes__
     assert "3 copies of the unsharded program" in note and "only what fz.value_and_grad" in note
 
