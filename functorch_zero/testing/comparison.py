@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from glob import escape
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -16,21 +13,25 @@ from optree import tree_map
 from torch import Tensor
 
 from ..tree import named_leaves, paths
-from .causes import Adam, Evidence, Wrong, why
+from .causes import Adam, Evidence, why
 from .equality import (
     Equality,
     Unequal,
     apart,
     assert_equal_updates,
     assert_equal_values,
+    check_moves,
     compare_within,
-    is_visible,
     wide_values,
 )
 from .runs import Run, assert_alike
 
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
+
+
+# The oracle's runs that end with step k, of which each has one part alone
+Shares: TypeAlias = Callable[[int], Sequence[Run]]
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,6 @@ class Comparison:
     at: dict[str, Any]  # for errors: level and ranks
     sizes: Mapping[str, int]  # for causes, as all below: numbers that a mistake may multiply by
     decays: tuple[float, float] | None  # Adam's b1 and b2
-    # The oracle's runs that end with step k, of which each has one part alone. None: a difference
-    # is raised without its cause
-    shares: Callable[[int], Sequence[Run]] | None = None
 
     def difference(self, jittered: Sequence[Run] = ()) -> AssertionError | None:
         """The first difference that the grade does not allow, nor round-off as in the `jittered`
@@ -60,82 +58,72 @@ class Comparison:
         return None
 
     def _run(self, jittered: Sequence[Run]) -> None:
-        # By the oracle's run alone: the other's may be wrong
-        moving = self._moving()
-        first, *others = self.got
+        # Of the oracle's run alone: the other's may be wrong
+        self._check_moves()
         for k, want in enumerate(self.expected.steps):
             at = {"step": k, **self.at}
             # Rank 0 against the oracle; the others against rank 0, to the bit
-            with self._explained(k, partial(self._compare_others, k, first, (), at, ["metrics"])):
-                self._compare_updates(k, first, moving, jittered, at)
-                self._compare_others(k, first, jittered, at, want.others())
-            for rank, run in enumerate(others, start=1):
-                here = {**at, "rank": rank}
-                with self._explained(k, partial(self._compare_updates, k, run, moving, (), here)):
-                    self._compare_rank(k, rank, here)
+            self._compare_updates(k, self.got[0], jittered, at)
+            self._compare_others(k, jittered, at, want.others())
+            for rank in range(1, len(self.got)):
+                self._compare_rank(k, rank, {**at, "rank": rank})
 
-    @contextmanager
-    def _explained(self, k: int, besides: Callable[[], None]) -> Iterator[None]:
-        """Around a comparison in step k: where causes are looked for, its error tells one, and as a
-        note that of another comparison, in which it may be plainer."""
+    def explained(self, error: Unequal, shares: Shares) -> AssertionError:
+        """A difference with its cause, and as a note that of another comparison of its step, in
+        which it may be plainer."""
+        k, rank = error.context["step"], error.context.get("rank", 0)
+        found = AssertionError(self._with_cause(k, error, shares))
         try:
-            yield
-        except Unequal as error:
-            if self.shares is None:
-                raise
-            told = AssertionError(self._with_cause(k, error))
-            try:
-                besides()
-            except Unequal as other:
-                if other.story != error.story:
-                    told.add_note(f"Besides, {self._with_cause(k, other)}")
-            raise told from None
+            if rank:
+                self._compare_updates(k, self.got[rank], (), error.context)
+            else:
+                self._compare_others(k, (), error.context, ["metrics"])
+        except Unequal as other:
+            if other.story != error.story:
+                found.add_note(f"Besides, {self._with_cause(k, other, shares)}")
+        return found
 
-    def _with_cause(self, k: int, error: Unequal) -> str:
+    def _with_cause(self, k: int, error: Unequal, shares: Shares) -> str:
         """An error of step k, with its cause by all that is known."""
-        runs, expected, got, kind = self.shares, self.expected, self.got, error.what
-        if runs is None or kind not in ("updates", *expected.steps[k].others()):
+        expected, got, kind = self.expected, self.got, error.what
+        if kind not in ("updates", *expected.steps[k].others()):
             return error.story
-        is_last = k + 1 == len(expected.steps)
         alike = got[:1] if self.local and kind == "buffers" else got
         ranks = [run.values(k, kind) for run in alike]
-        wrong: list[Wrong] = []
-        for rank, values in enumerate(ranks):
-            wrong += _on(rank, values, error.wrong)
+        # Leaves that differ on some rank, as they are on each one
+        wrong = [
+            compare_within(row.leaf, row.expected, values[row.leaf], row.allowed, rank)
+            for rank, values in enumerate(ranks)
+            for row in error.wrong
+        ]
+        is_last = k + 1 == len(expected.steps)
         evidence = Evidence(
             kind,
-            wrong,
+            [row for row in wrong if row is not None],
             self.sizes,
             ranks=ranks,
             earlier=expected.values(k - 1, kind) if k else {},
             later={} if is_last else got[0].values(k + 1, kind),
-            shares=lambda: [run.values(k, kind) for run in runs(k)],
+            shares=lambda: [run.values(k, kind) for run in shares(k)],
             share_of=self.parts,
             params=wide_values(named_leaves(expected.states[k].params)),
             adam=Adam(*self.decays, k + 1) if self.decays and kind == "updates" else None,
         )
         return f"{error.story} {why(evidence)}".rstrip()
 
-    def _moving(self) -> list[str]:
-        """The paths of the leaves that some step moves visibly: in another they may rest, as with
-        Rprop and SOAP."""
-        moved = set()
-        for before, after in itertools.pairwise(state.params for state in self.expected.states):
-            leaves = optree.tree_leaves(before), optree.tree_leaves(after)
-            for path, old, new in zip(paths(before), *leaves, strict=True):
-                if old.numel() and self._moves(old, new):
-                    moved.add(escape(path))  # a path may have characters that patterns use
-        return sorted(moved)
-
-    def _moves(self, old: Tensor, new: Tensor) -> bool:
-        if self.equality.grade == "reordered":
-            return is_visible(old, new)
-        return not torch.equal(old, new)
+    def _check_moves(self) -> None:
+        """Refuse an oracle that would prove nothing. A leaf may rest in some steps, as with Rprop
+        and SOAP; one that isn't trained may rest in all."""
+        start, *later = (optree.tree_leaves(state.params) for state in self.expected.states)
+        for path, *values in zip(paths(self.expected.start.params), start, *later, strict=True):
+            if _has_moved(*values):
+                excused = any(fnmatchcase(path, pattern) for pattern in self.unused)
+                check_moves(path, values, self.equality, self.at, excused=excused)
 
     def _compare_updates(
-        self, k: int, run: Run, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
+        self, k: int, run: Run, jittered: Sequence[Run], at: Mapping[str, Any]
     ) -> None:
-        """Step k's updates of the params; leaves that don't move in any step are refused."""
+        """Step k's updates of the params."""
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = run.states[k : k + 2]
         # A tree that is only read, such as an average, has round-off since it has first moved
@@ -151,19 +139,20 @@ class Comparison:
             grade=self.equality,
             old_got=got_before.params,
             trained=moves,
-            unused=self.unused,
-            resting=moving,
+            unused=["*"],  # see _check_moves
             slack=_slack(*updates),  # zero without jittered runs
             context=at,
         )
 
     def _compare_others(
-        self, k: int, run: Run, jittered: Sequence[Run], at: dict[str, Any], names: Iterable[str]
+        self, k: int, jittered: Sequence[Run], at: Mapping[str, Any], names: Iterable[str]
     ) -> None:
-        """Other results of step k than its params, by their names."""
+        """Rank 0's other results of step k than its params, by their names."""
         # Counters and metrics come from computations in these dtypes
         dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
-        want, have, *off = (other.steps[k].others() for other in (self.expected, run, *jittered))
+        want, have, *off = (
+            other.steps[k].others() for other in (self.expected, self.got[0], *jittered)
+        )
         for name in names:
             assert_equal_values(
                 want[name],
@@ -186,14 +175,6 @@ class Comparison:
             expected, got = want.buffers[self.parts[rank]], other.buffers[0]
             what = "the rank's own buffers"
             assert_equal_values(expected, got, grade=self.equality, what=what, context=at)
-
-
-def _on(rank: int, values: Mapping[str, Tensor], wrong: Sequence[Wrong]) -> list[Wrong]:
-    """Leaves that differ on some rank, as they are on this one, if they differ there."""
-    found = [
-        compare_within(row.leaf, row.expected, values[row.leaf], row.allowed, rank) for row in wrong
-    ]
-    return [row for row in found if row is not None]
 
 
 def is_trained(leaf: Tensor) -> bool:

@@ -13,6 +13,7 @@ well above them is refused, because comparing it would say nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Unequal(AssertionError):
     story: str  # all but the cause
     what: str  # the trees' name
     wrong: Sequence[Wrong]  # the leaves that differ, but for those that are no tensors
+    context: Mapping[str, Any]
 
 
 class Unlike(NamedTuple):
@@ -114,7 +116,6 @@ def assert_equal_updates(
     old_got: PyTree[Tensor] | None = None,
     trained: PyTree[bool] | None = None,
     unused: Iterable[str] = (),
-    resting: Iterable[str] = (),
     slack: Sequence[float] | None = None,
     context: Mapping[str, Any] | None = None,
 ) -> None:
@@ -129,10 +130,8 @@ def assert_equal_updates(
             differ a little).
         trained: which leaves are trained; the others must not change at all. None: those with
             `requires_grad`, or all where none has it.
-        unused: paths, or patterns of paths, of trained leaves that the loss does not use: their
-            expected update may be zero, or mere round-off.
-        resting: the same of leaves whose expected update may be zero in this step: those that move
-            in another.
+        unused: paths, or patterns of paths, of trained leaves whose expected update may be zero, or
+            mere round-off: those that the loss does not use, or that move in another step.
         slack: for each leaf, in order, how far its elements may be apart besides.
         context: step, level, ranks and the like, for error texts.
 
@@ -148,7 +147,7 @@ def assert_equal_updates(
     tolerance = equality.tolerance(leaf.dtype for leaf in optree.tree_leaves(old))
     # In flatten order, as all lists below
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
-    may_rest = (*unused, *resting)
+    unused = list(unused)
     found: list[Different] = []
     # Rows of four tensors; the other run has its own params before
     trees = map(_leaves, (old, expected, old if old_got is None else old_got, got))
@@ -157,8 +156,8 @@ def assert_equal_updates(
         # Shapes and dtypes first: the arithmetic below would broadcast or promote
         _check_kind(path, new, new_got, context)
         if moves:
-            excused = any(fnmatchcase(path, pattern) for pattern in may_rest)
-            _check_update(path, before, new, equality, context, excused=excused)
+            excused = any(fnmatchcase(path, pattern) for pattern in unused)
+            check_moves(path, [before, new], equality, context, excused=excused)
         # Frozen leaves bit by bit
         allowed = None
         update, update_got = wide(new) - wide(before), wide(new_got) - wide(before_got)
@@ -261,32 +260,32 @@ def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any
         )
 
 
-def _check_update(
+def check_moves(
     path: str,
-    old: Tensor,
-    new: Tensor,
+    values: Sequence[Tensor],
     equality: Equality,
-    context: Mapping[str, Any] | None,
+    context: Mapping[str, Any] | None = None,
     *,
-    excused: bool,
+    excused: bool = False,
 ) -> None:
-    """Refuse an expected update that would prove nothing; an excused one may be zero or invisible,
-    but must be finite."""
+    """Refuse a leaf's expected values, before the first step and after each, that would prove
+    nothing: in no step do they move visibly. Excused ones must only be finite."""
     # An empty leaf can't move
-    if not old.numel():
+    if not values[0].numel():
         return
-    update = wide(new) - wide(old)
-    if not bool(torch.isfinite(update).all()):
+    steps = list(itertools.pairwise(values))
+    updates = [wide(new) - wide(old) for old, new in steps]
+    if not all(bool(torch.isfinite(update).all()) for update in updates):
         story = "the expected update is not finite"
-        remedy = "look at the oracle's loss first"
+        remedy = "look at the oracle's loss first; or take a smaller learning rate, or float64"
     elif excused:
         return
-    elif not bool(update.any()):
+    elif not any(bool(update.any()) for update in updates):
         story = "the expected update is zero, so the comparison would prove nothing"
         remedy = "give this leaf a gradient; or freeze it, by requires_grad_(False) or "
         remedy += "train_step(trainable=...); or name it in `unused`"
-    elif equality.grade == "reordered" and not is_visible(old, new):
-        size = largest(update)
+    elif equality.grade == "reordered" and not any(is_visible(*step) for step in steps):
+        size = max(map(largest, updates))
         story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
         remedy = "take a larger learning rate, or float64, or name it in `unused`"
     else:
@@ -416,10 +415,11 @@ def _raise_if(
     subject = "the updates" if what == "updates" else what
     story = f"{subject} differ{_told(context)}: {first_of(found)}. Grade: {equality.grade}."
     wrong = [row for row in found if isinstance(row, Wrong)]
-    ranks = (context or {}).get("ranks")
+    context = context or {}
+    ranks = context.get("ranks")
     cause = why(Evidence(what, wrong, {"ranks": ranks} if isinstance(ranks, int) else {}))
     error = Unequal(f"{story} {cause}".rstrip())
-    error.story, error.what, error.wrong = story, what, wrong
+    error.story, error.what, error.wrong, error.context = story, what, wrong, context
     raise error
 
 

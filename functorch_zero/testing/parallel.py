@@ -10,7 +10,6 @@ in the same way: there roundings cancel out, and a factor doesn't.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,9 +33,9 @@ from .equality import (
     Grade,
     ProvesNothing,
     as_equality,
+    check_moves,
     compare_within,
     first_of,
-    is_visible,
     largest,
     last_places,
     same_bits,
@@ -204,19 +203,8 @@ class _Reference:
             raise ProvesNothing("the reference has recorded no step. Remedy: call record.step")
         for name in run.trained or run.start:
             every = [run.params(k)[name] for k in range(-1, self.num_steps)]
-            if self.is_unused(name) or not every[0].numel():
-                continue
-            if not all(bool(leaf.isfinite().all()) for leaf in every):
-                story = "the reference's params become infinite or NaN, as all that is wrong may"
-                remedy = "take a smaller learning rate, fewer steps or float64"
-            elif not any(is_visible(old, new) for old, new in itertools.pairwise(every)):
-                story = "no step of the reference moves this leaf visibly"
-                remedy = "give it a gradient, take a larger learning rate or float64, or name it "
-                remedy += "in `unused`"
-            else:
-                continue
-            story += ", so that a comparison would prove nothing"
-            raise ProvesNothing(explain(story, path=name, remedy=remedy))
+            if not self.is_unused(name):
+                check_moves(name, every, Equality("reordered"))
 
     def check_repeats(self, k: int, kind: str) -> None:
         """Refuse a loop that draws other numbers each time: neither round-off nor causes can be

@@ -29,7 +29,7 @@ from ..step.rows import num_rows
 from ..step.train import TrainStep
 from ..tree import named_leaves, same_structure
 from .comparison import Comparison, is_trained
-from .equality import Equality, Grade, ProvesNothing, as_equality
+from .equality import Equality, Grade, ProvesNothing, Unequal, as_equality
 from .runs import (
     Run,
     Start,
@@ -257,8 +257,8 @@ def _check(
             return
         error.add_note(AMPLIFIED)
         raise error
-    # The same again, with its cause
-    error = replace(comparison, shares=partial(oracle.shares, parts)).difference() or error
+    if isinstance(error, Unequal):
+        error = comparison.explained(error, partial(oracle.shares, parts))
     error.add_note(HINT)
     raise error
 

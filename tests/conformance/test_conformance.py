@@ -175,7 +175,7 @@ def assert_conforms(row: Row, case: Case, expected: Run) -> None:
             new_got,
             old_got=old_got,
             grade=equality,
-            resting=moving,
+            unused=moving,
             context={"step": k, **at},
         )
     assert_equal_values(

@@ -126,7 +126,7 @@ def assert_updates(expected: list[Any], states: list[Any]) -> None:
         assert len(resting) == 4, "two heads"
         assert all(torch.equal(old_got[name], new_got[name]) for name in resting)
         assert_equal_updates(
-            old, new, new_got, old_got=old_got, resting=resting, context={"step": k}
+            old, new, new_got, old_got=old_got, unused=resting, context={"step": k}
         )
 
 
