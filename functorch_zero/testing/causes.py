@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -73,6 +73,13 @@ class Adam(NamedTuple):
     step: float  # the number of this one, from 1
 
 
+class History(Protocol):
+    """A run's values."""
+
+    def known(self, k: int, kind: str) -> Values:
+        """Those of a kind in step k; of "params" those before it. Empty where it has none."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All that is known of a difference. What is None, or empty, isn't known."""
@@ -91,6 +98,18 @@ class Evidence:
     gradients: Values = field(default_factory=dict)  # the reference's of this step
     params: Values = field(default_factory=dict)  # the reference's before this step
     adam: Adam | None = None
+
+    @classmethod
+    def of_step(cls, k: int, expected: History, got: History, kind: str, **more: Any) -> Evidence:
+        """A difference in step k, with what the reference and rank 0 have around it."""
+        return cls(
+            kind,
+            earlier=expected.known(k - 1, kind),
+            later=got.known(k + 1, kind),
+            gradients=expected.known(k, "gradients"),
+            params=expected.known(k, "params"),
+            **more,
+        )
 
     @property
     def wrong_ranks(self) -> list[int]:

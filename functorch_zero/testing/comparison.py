@@ -12,7 +12,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..tree import named_leaves, paths
+from ..tree import paths
 from .causes import Adam, Evidence, why
 from .equality import (
     Equality,
@@ -22,7 +22,6 @@ from .equality import (
     assert_equal_values,
     check_moves,
     compare_within,
-    wide_values,
 )
 from .runs import Run, assert_alike
 
@@ -89,24 +88,23 @@ class Comparison:
         if kind not in ("updates", *expected.steps[k].others()):
             return error.story
         alike = got[:1] if self.local and kind == "buffers" else got
-        ranks = [run.values(k, kind) for run in alike]
+        ranks = [run.known(k, kind) for run in alike]
         # Leaves that differ on some rank, as they are on each one
         wrong = [
             compare_within(row.leaf, row.expected, values[row.leaf], row.allowed, rank)
             for rank, values in enumerate(ranks)
             for row in error.wrong
         ]
-        is_last = k + 1 == len(expected.steps)
-        evidence = Evidence(
+        evidence = Evidence.of_step(
+            k,
+            expected,
+            got[0],
             kind,
-            [row for row in wrong if row is not None],
-            self.sizes,
+            wrong=[row for row in wrong if row is not None],
+            sizes=self.sizes,
             ranks=ranks,
-            earlier=expected.values(k - 1, kind) if k else {},
-            later={} if is_last else got[0].values(k + 1, kind),
-            shares=lambda: [run.values(k, kind) for run in shares(k)],
+            shares=lambda: [run.known(k, kind) for run in shares(k)],
             share_of=self.parts,
-            params=wide_values(named_leaves(expected.states[k].params)),
             adam=Adam(*self.decays, k + 1) if self.decays and kind == "updates" else None,
         )
         return f"{error.story} {why(evidence)}".rstrip()
@@ -129,9 +127,7 @@ class Comparison:
         # A tree that is only read, such as an average, has round-off since it has first moved
         so_far = [state.params for state in self.expected.states[: k + 2]]
         moves = tree_map(_has_moved, *so_far)
-        # The oracle's, then the jittered runs' of the same step
-        runs = self.expected, *jittered
-        updates = [[*other.values(k, "updates").values()] for other in runs]
+        updates = [[*run.known(k, "updates").values()] for run in (self.expected, *jittered)]
         assert_equal_updates(
             before.params,
             after.params,
@@ -140,7 +136,7 @@ class Comparison:
             old_got=got_before.params,
             trained=moves,
             unused=["*"],  # see _check_moves
-            slack=_slack(*updates),  # zero without jittered runs
+            slack=_slack(*updates),
             context=at,
         )
 
@@ -187,11 +183,9 @@ def _has_moved(first: Tensor, *later: Tensor) -> bool:
 
 
 def _slack(expected: Any, *jittered: Any) -> list[float]:
-    """For each leaf, the difference that round-off may make."""
-    others = [optree.tree_leaves(tree) for tree in jittered]
-    slack = []
-    for n, leaf in enumerate(optree.tree_leaves(expected)):
-        # Over all jittered runs
-        largest = max((apart(leaf, other[n]) for other in others), default=0.0)
-        slack.append(ROUND_OFF * largest)
-    return slack
+    """For each leaf, the difference that round-off may make, by jittered runs; zero without."""
+    trees = map(optree.tree_leaves, (expected, *jittered))
+    return [
+        ROUND_OFF * max((apart(leaf, other) for other in others), default=0.0)
+        for leaf, *others in zip(*trees, strict=True)
+    ]

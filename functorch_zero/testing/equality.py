@@ -209,7 +209,7 @@ def assert_equal_values(
         if isinstance(a, Tensor):
             _check_kind(path, a, b, context)
             allowed = None
-            if tolerance and a.numel() and _is_rounded(a):
+            if tolerance and a.numel() and is_rounded(a):
                 allowed = wide(a).abs().fill_(tolerance * largest(a) + extra)
             if difference := _compare(path, a, b, allowed, (a, b)):
                 found.append(difference)
@@ -361,7 +361,7 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
     return (bits(a) == bits(b)).all(-1)
 
 
-def _is_rounded(x: Tensor) -> bool:
+def is_rounded(x: Tensor) -> bool:
     """Integers and booleans are exact in every grade."""
     return x.is_floating_point() or x.is_complex()
 
@@ -395,7 +395,7 @@ def largest(x: Tensor) -> float:
 
 def last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
-    if not _is_rounded(old):
+    if not is_rounded(old):
         return old.new_zeros(old.shape, dtype=torch.float64)  # integers are not rounded
     sizes = torch.maximum(wide(old).abs(), wide(new).abs())
     # eps times a size is between one and two last places

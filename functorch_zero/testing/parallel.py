@@ -32,10 +32,12 @@ from .equality import (
     Equality,
     Grade,
     ProvesNothing,
+    apart,
     as_equality,
     check_moves,
     compare_within,
     first_of,
+    is_rounded,
     largest,
     last_places,
     same_bits,
@@ -210,7 +212,7 @@ class _Reference:
         """Refuse a loop that draws other numbers each time: neither round-off nor causes can be
         told then."""
         first, again = (run.values(k, kind).values() for run in (self.recording, self.run()))
-        if not all(bool(same_bits(x, y).all()) for x, y in zip(first, again, strict=True)):
+        if any(apart(x, y) for x, y in zip(first, again, strict=True)):
             raise AssertionError(
                 "The reference gives other numbers when it runs again. Remedy: seed all that it "
                 "draws, and make model and optimizer anew in each call."
@@ -300,7 +302,7 @@ class _Proof:
         run, rounding = self.oracle.recording, self.oracle.rounding
         dtypes = {leaf.dtype, rounding or leaf.dtype, *(x.dtype for x in run.start.values())}
         tolerance = _floor(dtypes) if self.equality is None else self.equality.tolerance(dtypes)
-        if not tolerance or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not tolerance or not is_rounded(leaf):
             return allowed
         allowed += tolerance * largest(leaf)
         if kind in ("updates", "start"):
@@ -382,53 +384,43 @@ class _Proof:
         return "\n".join([*lines, cause or "No mistake that is known here explains it."])
 
     def _evidence(self, k: int, kind: str, wrong: list[Wrong], got: list[Leaves]) -> Evidence:
-        run = self.oracle.recording
-        evidence = Evidence(
+        reference = self.oracle.recording
+        return Evidence.of_step(
+            k,
+            reference,
+            self.got[0],
             kind,
-            wrong,
-            self._sizes,
+            wrong=wrong,
+            sizes=self._sizes,
             num_leaves=len({name for values in got for name in values}),
             ranks=[wide_values(values) for values in got],
-        )
-        if k < self.first:
-            return evidence
-        settings = run.at(k).settings.get(wrong[0].leaf, {})
-        adam = [settings[key] for key in ("betas.0", "betas.1", "step") if key in settings]
-        is_last = k + 1 == self.oracle.num_steps
-        return replace(
-            evidence,
-            uses=run.uses,
-            earlier=wide_values(run.values(k - 1, kind)) if k > 0 else {},
-            later={} if is_last else wide_values(self.got[0].values(k + 1, kind)),
+            uses=reference.uses,
             shares=partial(self._of_shares, k, kind),
-            share_of=[part for part, _ in self._taken],
-            gradients=wide_values(run.values(k, "gradients")),
-            params=wide_values(run.params(k - 1)),
-            adam=Adam(*adam) if kind == "updates" and len(adam) == 3 else None,
+            share_of=[run.part for run in self.got],
+            adam=self._adam(k, wrong[0].leaf) if kind == "updates" else None,
         )
 
-    @property
-    def _taken(self) -> list[tuple[int, int]]:
-        """(part of the batch, number of parts) of the ranks that took one."""
-        return [run.shares for run in self.got if run.shares is not None]
+    def _adam(self, k: int, name: str) -> Adam | None:
+        """Adam's settings, where torch's optimizer has them for a param."""
+        settings = self.oracle.recording.at(k).settings.get(name, {})
+        known = [settings[key] for key in ("betas.0", "betas.1", "step") if key in settings]
+        return Adam(*known) if len(known) == 3 else None
 
     def _of_shares(self, k: int, kind: str) -> list[Leaves]:
         """The reference's values from the rows of one part alone, by part; none where it can't be
         run so."""
-        parts = {num for _, num in self._taken}
-        all_took = len(self._taken) == len(self.got) and self.oracle.recording.shares is not None
-        if len(parts) > 1 or not all_took:
+        parts = {run.parts for run in self.got}
+        if kind == "start" or len(parts) > 1 or 0 in (*parts, self.oracle.recording.parts):
             return []
         (num,) = parts
         runs = [self.oracle.run(share=Share(k, part, num)) for part in range(num)]
-        return [wide_values(run.values(k, kind)) for run in runs]
+        return [run.known(k, kind) for run in runs]
 
     @property
     def _sizes(self) -> dict[str, int]:
         """Numbers by which a mistake may multiply, by what they count."""
         num, first = len(self.got), self.got[0]
-        # `shares` is (part, number of parts)
-        found = {"parts of the batch": first.shares[1] if first.shares else num, **first.axes}
+        found = {"parts of the batch": first.parts or num, **first.axes}
         others = {what: size for what, size in found.items() if size != num}
         return {"ranks": num, **others, **self.given_sizes}
 

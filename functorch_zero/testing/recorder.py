@@ -22,7 +22,7 @@ from ..groups import SingleRank
 from ..groups.protocol import Group
 from ..model.wrappers import without_wrappers
 from ..tree import PyTree, named_leaves
-from .equality import differences, wide
+from .equality import differences, is_rounded, wide, wide_values
 from .runs import split
 
 Leaves: TypeAlias = dict[str, Tensor]  # by name; whole, on the CPU
@@ -51,7 +51,8 @@ class Recording:
     trained: set[str] = field(default_factory=set)
     uses: dict[str, int] = field(default_factory=dict)  # how many names each param has
     axes: dict[str, int] = field(default_factory=dict)  # of the meshes that DTensors lie on
-    shares: tuple[int, int] | None = None  # which part of the batches this is, of how many
+    part: int = 0  # of the batches, that this run took
+    parts: int = 0  # of how many; 0: it took none
     steps: list[RecordedStep] = field(default_factory=list)
 
     def at(self, k: int) -> RecordedStep:
@@ -70,6 +71,13 @@ class Recording:
             params = self.params(k)
             return params if k < 0 else differences(params, origin or self.start)
         return self.at(k).others[kind]
+
+    def known(self, k: int, kind: str) -> Leaves:
+        """The values of a kind in step k, float64 or complex128; of "params" those before it. Empty
+        where there are none."""
+        if kind == "start" or not self.first <= k < self.first + len(self.steps):
+            return {}
+        return wide_values(self.params(k - 1) if kind == "params" else self.values(k, kind))
 
 
 class Share(NamedTuple):
@@ -176,7 +184,7 @@ class Recorder:
             part, parts = 0, 1
         part = self.group.rank if part is None else part
         parts = self.group.size if parts is None else parts
-        self.recording.shares = (part, parts)
+        self.recording.part, self.recording.parts = part, parts
         for k, batch in enumerate(itertools.islice(batches, task.stop)):
             if task.share is not None and k == task.share.step:
                 yield split(batch, task.share.parts)[task.share.part]
@@ -336,7 +344,7 @@ def _off_by_a_rounding(
 
     @torch.no_grad()
     def off(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not isinstance(leaf, Tensor) or not is_rounded(leaf):
             return leaf
         signs = (
             2 * torch.randint(2, leaf.shape, generator=generator, device="cpu").to(leaf.device) - 1

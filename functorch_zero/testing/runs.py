@@ -67,12 +67,16 @@ class Run(NamedTuple):
         ours, theirs = (optree.tree_leaves(run.steps) for run in (self, other))
         return all(apart(a, b) == 0 for a, b in zip(ours, theirs, strict=True))
 
-    def values(self, k: int, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind in step k, by path, float64 or complex128."""
-        if kind != "updates":
-            return wide_values(named_leaves(self.steps[k].others()[kind]))
+    def known(self, k: int, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind in step k, by path, float64 or complex128; of "params" those before
+        it. Empty where there are none."""
+        if not 0 <= k < len(self.steps):
+            return {}
         before, after = (named_leaves(state.params) for state in self.states[k : k + 2])
-        return differences(after, before)
+        if kind == "updates":
+            return differences(after, before)
+        kinds = {"params": before, **self.steps[k].others()}
+        return wide_values(named_leaves(kinds.get(kind)))
 
 
 class Start(NamedTuple):
