@@ -353,10 +353,10 @@ class _Proof:
         for rank, run in enumerate(self.got):
             for name, leaf in run.params(k).items():
                 if not bool(same_bits(first.setdefault(name, leaf), leaf).all()):
-                    apart = float((wide(first[name]) - wide(leaf)).abs().max())
+                    by = apart(first[name], leaf)
                     raise AssertionError(
                         explain(
-                            f"the replicas of a leaf differ{self._at(k)}: by {apart:.3g}, no "
+                            f"the replicas of a leaf differ{self._at(k)}: by {by:.3g}, no "
                             "more than round-off, but they will drift apart",
                             path=name,
                             rank=rank,

@@ -171,7 +171,8 @@ def assert_sharded_equals_unsharded(
         start = start._replace(
             of_trees=_leaves_of_trees(step, start.args, sync_buffers), buffers=step.buffers
         )
-    oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
+    whole = [[batch] for batch in batches]
+    oracle = _Oracle(step, start, whole, sync_buffers, in_parts=False)
     with warnings.catch_warnings():
         # Whoever says so means unequal parts to count the same
         if per_rank:
@@ -179,17 +180,18 @@ def assert_sharded_equals_unsharded(
         for num_ranks in ranks:
             mesh = Mesh(num_ranks, shard_size, same_data)
             parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's
+            if not per_rank:
+                oracle.check_fair(parts)
             # By the leaves whose summed gradients are rounded
-            known: dict[tuple[bool, ...], tuple[_Oracle, Run]] = {}
+            in_parts: dict[tuple[bool, ...], _Oracle] = {}
             for level in levels:
                 settings = {"level": level, "sync_buffers": sync_buffers, **options}
-                sums = summed_whole(oracle.start, settings) if per_rank else ()
-                if sums not in known:
-                    # Another one only where it must be: it remembers its run on whole batches
-                    oracle = replace(oracle, sums=sums) if sums != oracle.sums else oracle
-                    known[sums] = oracle, oracle.run(parts)
-                oracle, expected = known[sums]
-                got = _run_sharded(step, oracle.start, parts, mesh, settings)
+                if per_rank:
+                    sums = summed_whole(start, settings)
+                    new = _Oracle(step, start, parts, sync_buffers, in_parts=True, sums=sums)
+                    oracle = in_parts.setdefault(sums, new)
+                expected = oracle.expected
+                got = _run_sharded(step, start, parts, mesh, settings)
                 comparison = Comparison(
                     expected,
                     got,
@@ -247,16 +249,16 @@ def _check(
     if isinstance(error, ProvesNothing):
         raise error  # the oracle's update is at fault, and round-off explains nothing
     # Costly, and so only after a difference. Other random numbers would pass for round-off.
-    if not oracle.run_again(parts).repeats(comparison.expected):
+    if not oracle.run(oracle.given).repeats(comparison.expected):
         error.add_note(NOT_REPEATED)
         raise error
-    # Some more runs of the unsharded step
-    may_be_round_off = comparison.equality.grade != "bitwise"
-    if may_be_round_off and comparison.difference(oracle.jittered_runs(parts)) is None:
-        if allow_round_off:
-            return
-        error.add_note(AMPLIFIED)
-        raise error
+    if comparison.equality.grade != "bitwise":
+        jittered = [oracle.run(oracle.given, jitter=seed) for seed in range(JITTERED_RUNS)]
+        if comparison.difference(jittered) is None:
+            if allow_round_off:
+                return
+            error.add_note(AMPLIFIED)
+            raise error
     if isinstance(error, Unequal):
         error = comparison.explained(error, partial(oracle.shares, parts))
     error.add_note(HINT)
@@ -265,67 +267,50 @@ def _check(
 
 @dataclass(frozen=True)
 class _Oracle:
-    """The unsharded step, which takes the batches whole or, `per_rank`, in the ranks' parts."""
+    """The unsharded step, which takes whole batches, or batches in the ranks' parts."""
 
     step: ProgramStep
     start: Start
-    batches: Sequence[Any]  # whole
+    given: list[list[Any]]  # by batch: the ranks' parts, or one that is the whole
     rule: SyncBuffers
-    per_rank: bool
+    in_parts: bool
     sums: tuple[bool, ...] = ()  # as `summed_whole` gives it
 
-    def run(self, parts: list[list[Any]]) -> Run:
-        """The run expected of ranks that are given these parts, batch by batch."""
-        run = self._run_on(parts) if self.per_rank else self._whole
+    @cached_property
+    def expected(self) -> Run:
+        """The run that ranks are compared with."""
+        run = self.run(self.given)
         if not any(map(is_trained, optree.tree_leaves(run.start.params))):
             raise ProvesNothing(
                 "no tree of the program's value has a trained leaf, whose update could be "
                 "compared. Remedy: return the trees that init is given as they are"
             )
-        if not self.per_rank:
-            for batch, its_parts in zip(self.batches, parts, strict=True):
-                self._check_fair(batch, len(its_parts))
         return run
 
-    def run_again(self, parts: list[list[Any]]) -> Run:
-        """Run the step once more from the same start and batches."""
-        return self._run_on(self._given(parts))
-
-    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
-        """Several runs with gradients that are off in their last places."""
-        given = self._given(parts)
-        return [self._run_on(given, jitter=seed) for seed in range(JITTERED_RUNS)]
-
-    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
-        """Runs that end with step k, each with one part of its batch in place of all."""
-        given = self._given(parts)
-        return [self._run_on([*given[:k], [part] * len(given[k])]) for part in parts[k]]
-
-    def _given(self, parts: list[list[Any]]) -> list[list[Any]]:
-        """What it takes, by batch: the ranks' parts, or one that is the whole batch."""
-        return parts if self.per_rank else [[batch] for batch in self.batches]
-
-    def _run_on(self, given: list[list[Any]], jitter: int | None = None) -> Run:
+    def run(self, given: list[list[Any]], jitter: int | None = None) -> Run:
+        """A run from the same start; with `jitter` gradients are off in their last places."""
         step, start = self.step, self.start
-        if self.per_rank or jitter is not None:  # gradients are jittered in parts alone
+        if self.in_parts or jitter is not None:  # gradients are jittered in parts alone
             return run_in_parts(step, start, given, rule=self.rule, jitter=jitter, sums=self.sums)
         return run_whole(step, start, [batch for (batch,) in given])
 
-    @cached_property
-    def _whole(self) -> Run:
-        return run_whole(self.step, self.start, self.batches)  # the same for all ranks and levels
+    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
+        """Runs that end with step k, each with one part of its batch in place of all."""
+        before, num = self.given[:k], len(self.given[k])
+        return [self.run([*before, [part] * num]) for part in parts[k]]
 
-    def _check_fair(self, batch: Any, num_parts: int) -> None:
+    def check_fair(self, parts: list[list[Any]]) -> None:
         """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
         of the whole."""
-        rows = num_rows(batch) or 0
-        # Rows that don't divide: parts would be of unequal size
-        if rows % num_parts and not self._whole.weighted:
-            raise ValueError(
-                f"a batch of {rows} does not divide over {num_parts} ranks, and the loss returns "
-                "no weight, so each rank's mean would count the same. Remedy: return "
-                "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
-            )
+        for (batch,), its_parts in zip(self.given, parts, strict=True):
+            rows, num_parts = num_rows(batch) or 0, len(its_parts)
+            # Rows that don't divide: parts would be of unequal size
+            if rows % num_parts and not self.expected.weighted:
+                raise ValueError(
+                    f"a batch of {rows} does not divide over {num_parts} ranks, and the loss "
+                    "returns no weight, so each rank's mean would count the same. Remedy: return "
+                    "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
+                )
 
 
 def _decays(optimizer: Any) -> tuple[float, float] | None:
