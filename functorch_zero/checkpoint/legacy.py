@@ -1,4 +1,4 @@
-"""What older checkpoints have: checked where they are read, never written.
+"""Parts of older checkpoints: checked where they are read, never written.
 
 Manifests of version 1 hold the rows of all files (`upgraded`).
 

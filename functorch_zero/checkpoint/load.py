@@ -156,7 +156,7 @@ class _Prepared(NamedTuple):
     frozen: list[LeftOut]
 
     def facts_for(self, group: Group) -> dict[str, Any]:
-        """What ranks compare, and the shares of the frozen leaves' CRC-32s."""
+        """A digest that ranks compare, and the shares of the frozen leaves' CRC-32s."""
         own = {held.path: held for held in self.old.held}
         kept = [own[leaf.path] for leaf, _ in self.frozen]
         dtypes = [DTYPES[leaf.dtype] for leaf, _ in self.frozen]
@@ -330,7 +330,7 @@ def _rows(held: Held, leaf: Leaf) -> list[Held]:
 
 
 def _runs(parts: Iterable[Held], place: Place, leaf: Leaf) -> Iterator[Wanted]:
-    """What to read of a piece, for parts of its leaf, each with a flat tensor."""
+    """The runs of elements to read of a piece, for parts of its leaf, each with a flat tensor."""
     for held in parts:
         # The elements in both, if any
         start, stop = max(held.start, place.start), min(held.stop, place.stop)

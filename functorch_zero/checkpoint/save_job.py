@@ -108,8 +108,8 @@ class SaveJob:
         }
 
     def _facts(self, told: Callable[[Any], Any]) -> dict[str, Any]:
-        """What all ranks have alike, `user` as `told` has it: not the elements, of which each has
-        its own."""
+        """Facts that all ranks have alike, `user` as `told` has it: not the elements, of which each
+        has its own."""
         assert self._snapshot is not None
         held, values = self._snapshot.contents
         return {

@@ -20,8 +20,8 @@ class Overdue(RuntimeError):
 
 
 def within(seconds: float, name: str, call: Callable[[], T]) -> T:
-    """What `call()` returns or raises within so many seconds, in a thread of that name; else
-    `Overdue`."""
+    """Return or raise as `call()` does, in a thread of that name; raise `Overdue` if it takes
+    longer than so many seconds."""
     results: list[T] = []
     errors: list[Exception] = []
 

@@ -225,7 +225,7 @@ class DeviceSide:
             watch.launched(device)
 
     def begin_call(self) -> None:
-        """What is queued now is of earlier calls, whose results must not be lost."""
+        """Mark all that is queued now as of earlier calls, whose results must not be lost."""
         self._earlier = self.mark()
 
     def mark(self) -> torch.Event | None:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(ranks: int) -> list[Finding]:
-    """What was found, for so many local ranks, which are started at the end."""
+    """All findings, for so many local ranks, which are started at the end."""
     return [
         versions(),
         devices(ranks),

@@ -48,7 +48,8 @@ def refuse_collectives_in_transforms() -> Any:
 
 
 def refuse_in_transform(name: str) -> None:
-    """The same, for a collective that asks where its tensors lie: wrapped values lie nowhere."""
+    """Refuse a collective inside of a transform before it asks where its tensors lie: wrapped
+    values lie nowhere."""
     # Checked by hand: `data_ptr` comes before any operator that the kernels could catch
     if transforms_active():
         _refuser(name)()

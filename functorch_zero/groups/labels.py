@@ -28,7 +28,7 @@ class LabelledGroup(Forwarding):
         self.inner, self.label = inner, label
 
     def at(self, label: str) -> LabelledGroup:
-        """The same group, for collectives of another label."""
+        """This group, for collectives of another label."""
         # `type(self)`: a checked group stays checked under another label
         return type(self)(self.inner, label)
 

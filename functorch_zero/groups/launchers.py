@@ -51,7 +51,7 @@ class Task:
 
 
 def this_task(environ: Mapping[str, str] = os.environ) -> Task | None:
-    """What the launcher has told this process; None where no launcher has started it.
+    """This process by its launcher's variables; None where no launcher has started it.
 
     Launchers start each other: a script under srun may start torchrun. The innermost counts.
 

@@ -78,7 +78,7 @@ class HybridGroup(Forwarding):
 
     @classmethod
     def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:
-        """The same of a mesh given as its rows, each the ranks of one replica."""
+        """The group of a mesh that is given as its rows, each the ranks of one replica."""
         made = cls.__new__(cls)
         Forwarding.__init__(made, group)
         made._divide(rows)
@@ -184,7 +184,7 @@ class Axis:
         return self.group.rank
 
     def at(self, label: str) -> Axis:
-        """The same, for collectives that belong to `label`."""
+        """This axis, for collectives that belong to `label`."""
         return Axis(self.name, labelled(self.group, label), self.holds_different_data)
 
     def sum(self, flat: Tensor) -> Work:
@@ -273,7 +273,7 @@ class Axes:
         return [group for group in distinct.values() if group.size > 1]
 
     def at(self, label: str) -> Axes:
-        """The same, for collectives that belong to `label`."""
+        """These axes, for collectives that belong to `label`."""
         return Axes(
             world=labelled(self.world, label),
             shard=self.shard.at(label),

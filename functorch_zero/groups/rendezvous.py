@@ -179,7 +179,7 @@ def _part_of_this_attempt(task: Task, store: Any) -> Any:
 
 
 class _Meeting:
-    """What the ranks of a job tell each other at the store, before torch connects them."""
+    """Messages of a job's ranks to each other, at the store, before torch connects them."""
 
     def __init__(self, store: Any, task: Task, seconds: float) -> None:
         self._store, self._task, self._seconds = store, task, seconds

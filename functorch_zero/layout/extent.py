@@ -67,7 +67,7 @@ class Extent:
 
     @property
     def in_box(self) -> Extent:
-        """The same piece, of the box as a leaf of its own."""
+        """The piece's extent in its box, taken as a leaf of its own."""
         return Extent(self.box_shape, self.start, self.stop)
 
     @property
@@ -127,7 +127,7 @@ class Rows:
         return whole.index_copy_(0, self.ids, self.values).view(-1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Rows:
-        """The same rows with other values (k, columns)."""
+        """Rows of these ids, with the values that `fn` makes of these; both (k, columns)."""
         return replace(self, values=fn(self.values))
 
     def plus(self, ids: Tensor, values: Tensor) -> Rows:

@@ -144,7 +144,7 @@ class Bucket:
 
     @cached_property
     def held(self) -> Bucket:
-        """The same bucket, cut as its params are between steps; see Note [two cuts]."""
+        """The bucket, cut as its params are between steps; see Note [two cuts]."""
         num_held = self.cut.num_held
         cut = replace(self.cut, num_pieces=num_held)
         return replace(self, piece=self.numel // num_held, cut=cut)

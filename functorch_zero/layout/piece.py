@@ -243,7 +243,7 @@ class Piece(Tensor):
         return crc32(self.text.encode())
 
     def filled_with(self, local: Tensor, text: str) -> Piece:
-        """The same part of another leaf, which was made as the text says."""
+        """A piece of another leaf, at this one's place, which was made as the text says."""
         return Piece(local, self.extent, is_whole=self.is_whole, history=History(text))
 
     def reshaped(self, shape: Sequence[int]) -> Piece:

@@ -80,7 +80,7 @@ class Holding:
 
     @cached_property
     def in_pieces(self) -> Holding:
-        """The same of gradients and updates; with the same engine and number."""
+        """How gradients and updates of this tree are held: in pieces, by its engine and number."""
         return replace(self, form="pieces", read_only=False)
 
     def __eq__(self, other: object) -> bool:
@@ -223,7 +223,7 @@ class ShardedTree(OnEngine):
 
     @classmethod
     def of_homes(cls, homes: Sequence[Home | None], holding: Holding) -> ShardedTree:
-        """The same of flats that another tree may have, too."""
+        """The tree whose leaves are views of these homes' flats, which may be another's, too."""
         made = cls.of_local(None, holding, homes)
         made._is_packed = True
         return made
@@ -333,8 +333,8 @@ class ShardedTree(OnEngine):
 
     @property
     def local_rows(self) -> PyTree[Tensor | Rows | None]:
-        """The same, in which gradients and updates of tables may be `Rows`: until somebody asks for
-        all elements of one of them."""
+        """This rank's part, in which gradients and updates of tables may be `Rows`, until somebody
+        asks for all elements of one of them; else as `local_tree`."""
         self._check_not_used_up()
         if self._tree is not None:
             return self.sharding.layout.treedef.unflatten(self._leaves())
@@ -377,7 +377,7 @@ class ShardedTree(OnEngine):
         return self.local_tree
 
     def with_local(self, tree: PyTree[Tensor | None]) -> ShardedTree:
-        """The same of other local tensors."""
+        """A tree of other local tensors, held as this one is."""
         return ShardedTree.of_local(tree, self.holding)
 
     def flats(self) -> list[Any]:
@@ -512,8 +512,8 @@ class ShardedTree(OnEngine):
         return self._tree is not None
 
     def held_as(self, holding: Holding) -> ShardedTree:
-        """The same leaves under another holding of the same cut. Those of params that somebody has
-        read are cut anew, without the gradients that theirs may have by now."""
+        """A tree of these leaves under another holding of the same cut. Those of params that
+        somebody has read are cut anew, without the gradients that theirs may have by now."""
         if self.are_leaves_shown and holding.form == "held":
             return ShardedTree.of_homes(self.homes(), holding)
         if holding is self.holding:
@@ -524,12 +524,12 @@ class ShardedTree(OnEngine):
         return made
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same leaves in a tree that is read only, or isn't, whatever they say."""
+        """A tree of these leaves that is read only, or isn't, whatever they say."""
         is_so = read_only == self.holding.read_only
         return self.held_as(self.holding if is_so else replace(self.holding, read_only=read_only))
 
     def with_flats(self, flats: Sequence[Any], published: Sequence[Tensor | None]) -> ShardedTree:
-        """The same with leaves in these flats; with the leaves it has where they lie there
+        """A tree held as this one is, with leaves in these flats: this one's, where they lie there
         already.
 
         `published`: of the same numbers, as of `note_published`.
@@ -561,7 +561,7 @@ class ShardedTree(OnEngine):
                 home.published = None if x is None else Published(x, home.flat)
 
     def handed_on(self) -> ShardedTree:
-        """The same, in a node of its own, for a step that will write to its flats, where leaves are
+        """A node with these leaves for a step that will write to its flats, where leaves are
         trained; this node is used up, and all that have leaves of those flats."""
         # Frozen flats stay with all that have leaves of them, so that a load which writes over them
         # uses these up
@@ -587,7 +587,7 @@ class ShardedTree(OnEngine):
             raise _donated()
 
     def pieces(self) -> ShardedTree:
-        """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
+        """The trained leaves in the form of pieces, as views; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
 
     def named_from(self, origin: str, *, place: str | None = None) -> None:

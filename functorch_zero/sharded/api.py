@@ -55,8 +55,8 @@ def shard(
     place: Mapping[str, PlaceRule] | None = None,
     reduce_bucket: int | None = None,
 ) -> ShardedEvalStep | ShardedStep:
-    """The same step for the ranks of a group: its results are those of the unsharded step, or it
-    raises an error that says why not.
+    """A step for the ranks of a group: its results are those of the unsharded step, or it raises an
+    error that says why not.
 
     Args:
         step: made by `train_step`, `eval_step` or `program_step`.

@@ -68,12 +68,12 @@ class Description(NamedTuple):
 
     @property
     def params_nbytes(self) -> int:
-        """What this rank holds of the params, in bytes, padding included."""
+        """Bytes of the params on this rank, padding included."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def state_nbytes(self) -> int:
-        """What it holds of the optimizer's state, in bytes."""
+        """Bytes of the optimizer's state on this rank."""
         return sum(row.state_nbytes for row in self.rows)
 
     @property

@@ -62,7 +62,7 @@ class _Arguments:
         )
 
     def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
-        """The same with lazy trees in the places of these."""
+        """The arguments with lazy trees in the places of the sharded ones."""
         nodes = [*self._nodes]
         for n, lazy in zip(self._places, lazy_trees, strict=True):
             nodes[n] = lazy

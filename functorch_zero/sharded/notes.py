@@ -1,4 +1,4 @@
-"""What `describe` and `plan` say of a model beside their numbers."""
+"""Sentences about a model that `describe` and `plan` give beside their numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def notes_of(
 
 
 def found_units(units: Iterable[Unit], tree: str = "") -> tuple[str, ...]:
-    """What `functionalize` without `units` has found, a line per kind; none where they were
+    """The units that `functionalize` has found by itself, a line per kind; none where they were
     chosen. `tree`: the name of the tree that they are units of, where there are several."""
     numbers = Counter(unit.why for unit in units if unit.why)
     found = f"units found in {tree}" if tree else "units found"

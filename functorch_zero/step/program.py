@@ -149,7 +149,7 @@ def check_callable_here(name: str, engine: Engine | None) -> None:
 
 
 def read_only(tree: Any) -> Any:
-    """The same tree, whose tensors require no grad; sharded trees among its nodes stay closed.
+    """A tree without gradients: its tensors require no grad, its sharded trees stay closed.
 
     A loss is given so what it only reads, and an evaluation all: torch's modules go another way by
     whether a param requires grad, and the leaves of a sharded tree that is only read don't.
@@ -555,7 +555,7 @@ def check_like(
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:
-    """The same tree with whole leaves; leaves that are whole already stay as they are.
+    """A tree with whole leaves; those that are whole already stay as they are.
 
     Inside of a loss, leaves become whole and differentiable. At level 3 each unit touched is
     all-gathered, all units together as many bytes as the params have. It stays whole until its

@@ -1,5 +1,5 @@
-"""What runs in this thread, for the functions of the library that it calls: the step of a program,
-and around a loss or an evaluation the batch that it is given.
+"""The step that runs in this thread, and around a loss or an evaluation its batch: for functions of
+the library that user code calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALL_ROWS = "all rows are here"  # of a batch in one process
 
 
 class _Here(NamedTuple):
-    """What runs in this thread."""
+    """The step and the batch of this thread."""
 
     step: StepScope | None = None  # whose program runs
     # Around a loss, its backward too, and around an evaluation: ALL_ROWS, or on ranks the way to

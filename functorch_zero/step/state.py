@@ -62,7 +62,7 @@ class Trained:
         return optree.tree_structure(tree).unflatten(self.flags(tree))
 
     def flags(self, tree: PyTree[Any]) -> list[bool]:
-        """The same in flatten order."""
+        """Per leaf of such a tree, in flatten order, whether it is trained; see `names`."""
         known, names = dict(self.by_path), paths(tree)
         if known.keys() >= {*names}:
             return [*map(known.__getitem__, names)]

@@ -228,7 +228,7 @@ def train_step(
 
 
 def with_loss(step: TrainStep, loss_fn: LossFn) -> TrainStep:
-    """The same step of another loss."""
+    """A step with another loss, and all else as it was."""
     return TrainStep.of(replace(step.program, loss_fn=loss_fn), step.trainable["params"])
 
 

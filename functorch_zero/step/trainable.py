@@ -18,7 +18,7 @@ Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
-    """The same leaves, with `requires_grad` saying which are trained."""
+    """The params, with `requires_grad` saying which leaves are trained."""
     check_params(params)
     if trainable is not None:
         mask = mask_of(params, trainable)
