@@ -145,22 +145,8 @@ def assert_sharded_equals_unsharded(
             )
         )
     *of_init, batches = args or ([],)
-    for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
-        if isinstance(given, Mapping | str | Tensor) or not isinstance(given, Iterable):
-            raise TypeError(
-                explain(
-                    f"{name} is no sequence",
-                    expected="a list or tuple",
-                    got=type(given).__name__,
-                    remedy=f"{name}=[...], also of one",
-                )
-            )
-    # A generator's items are needed more than once
-    batches, levels, ranks = list(batches), list(levels), list(ranks)
-    # Loops over nothing would pass
-    for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
-        if not given:
-            raise ProvesNothing(f"{name} is empty: nothing would be compared")
+    batches = _listed("batches", batches)
+    levels, ranks = _listed("levels", levels), _listed("ranks", ranks)
     equality = as_equality(grade)
     # Whoever proves by parts means unequal ones to count the same: the step's own reminder is not
     # used up by that
@@ -204,6 +190,24 @@ def assert_sharded_equals_unsharded(
                     decays=_decays(getattr(step, "optimizer", None)),
                 )
                 _check(comparison, oracle, parts, allow_round_off=allow_round_off)
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """A list, since a generator's items are needed more than once; loops over nothing would
+    pass."""
+    if isinstance(given, Mapping | str | Tensor) or not isinstance(given, Iterable):
+        raise TypeError(
+            explain(
+                f"{name} is no sequence",
+                expected="a list or tuple",
+                got=type(given).__name__,
+                remedy=f"{name}=[...], also of one",
+            )
+        )
+    found = list(given)
+    if not found:
+        raise ProvesNothing(f"{name} is empty: nothing would be compared")
+    return found
 
 
 def summed_whole(start: Start, settings: Mapping[str, Any]) -> tuple[bool, ...]:
