@@ -110,8 +110,6 @@ class ShardedStep:
         options: those of `shard`.
         engine: of the sharded trees; None: that of this rank.
         agreement: of the ranks; None: theirs. A plan, which has no ranks, gives both.
-        layout: of the only tree that is cut; None: as its leaves and the options say. A plan gives
-            that of buckets alone.
     """
 
     def __init__(
@@ -120,9 +118,8 @@ class ShardedStep:
         options: Options,
         engine: ProgramEngine | None = None,
         agreement: Agreement | None = None,
-        layout: Layout | None = None,
     ):
-        self.unsharded, self.options, self._layout = step, options, layout
+        self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
@@ -208,8 +205,6 @@ class ShardedStep:
         """Those of the trees among the arguments of `init`, by name."""
         whole = self.unsharded.buffers
         trees = {name: arg for name, arg in given.items() if _is_tree(arg) and name not in whole}
-        if self._layout is not None:
-            return dict.fromkeys(trees, self._layout)
         named = {self._name_of(name): tree for name, tree in trees.items()}
         arguments = [name for name in named if name]
         self.options.levels.check(named, arguments)
