@@ -63,8 +63,8 @@ from .passes import differentiate
 from .recent import Recent
 from .scope import compared, ranks_here
 
-# Combinations of trees, and updates, that an engine remembers: a program that cuts a tree in each
-# step, or makes a transform, brings new ones each time
+# Layouts, combinations of trees, and updates, that an engine remembers: a program that cuts a tree
+# in each step, or makes a transform, brings new ones each time
 _MOST = 64
 
 
@@ -88,7 +88,8 @@ class ShardedEngine:
         self._joined: Recent[Any, Joined] = Recent(_MOST)
         # Each combination of trees is gathered in an order of its own
         self.orders = PrefetchOrders(options.axes.world)
-        self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
+        # By the id of a layout, which the value keeps alive
+        self._across: Recent[int, Sharded] = Recent(_MOST)
         # By transform, the id of a layout, both of which a prepared update keeps alive, and what it
         # may do
         self._updates: Recent[tuple[Transform, int, bool, bool], PreparedUpdate] = Recent(_MOST)
@@ -534,10 +535,12 @@ class ShardedEngine:
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves. Nothing is donated: trees have many owners."""
-        if id(layout) not in self._across:
+        across = self._across.get(id(layout))
+        if across is None:
             group = labelled(self.options.axes.optimizer, "optimizer/update")
-            self._across[id(layout)] = Sharded(layout, group, donate=False)
-        return self._across[id(layout)]
+            across = Sharded(layout, group, donate=False)
+            self._across.note(id(layout), across)
+        return across
 
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""
