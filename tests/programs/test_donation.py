@@ -411,6 +411,44 @@ def test_a_failure_before_the_last_gradient_loses_nothing() -> None:
         assert_equal_values(expected.value, value)
 
 
+def test_a_gradient_that_is_taken_once_more_counts_once() -> None:
+    """Else the first update would write over its params, and a failure in the last gradient would
+    lose them."""
+
+    def program(value: Any, x: Tensor, fails: Any) -> Any:
+        def first(params: Any, x: Tensor) -> Tensor:
+            if fails:
+                raise ValueError("the first one")
+            return loss(params, x)
+
+        def last(params: Any, x: Tensor) -> Tensor:
+            if fails == "twice":
+                raise ValueError("the last one")
+            return loss(params, x)
+
+        (params, state), (others, of_others) = value
+        try:
+            _, grads = fz.value_and_grad(first)(params, x)
+        except (ValueError, fz.errors.PeerError):
+            _, grads = fz.value_and_grad(loss)(params, x)
+        params, state = adamw.apply(grads, state, params)
+        mean, grads = fz.value_and_grad(last)(others, x)
+        others, of_others = adamw.apply(grads, of_others, others)
+        return ((params, state), (others, of_others)), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda a, b: (init(a), init(b)))
+
+    def run(group: Any) -> int:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST, FIRST), part(BATCHES[0], group), "")
+        with pytest.raises(Exception, match="the last one"):
+            sharded(state, part(BATCHES[1], group), "twice")
+        state, _ = sharded(state, part(BATCHES[1], group), "")
+        return int(state.step)
+
+    assert run_ranks(run, 2) == [2, 2]
+
+
 def test_a_failure_after_the_first_write_loses_the_state() -> None:
     """The error speaks of no later state: the step that wrote has made none."""
 

@@ -17,7 +17,6 @@ from ...layout.sharded_tree import ShardedTree
 from ...params import is_on_engine
 from ...sharded_optim.ferry import is_moved
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
-from ...step.rng import Streams
 from ...tree import storages
 
 
@@ -37,7 +36,7 @@ class EarlierCalls:
 
     def note(self, call: Donation) -> None:
         """Note a call that has ended, and failed on no rank."""
-        self.num_gradients = max(call.streams.num_gradients, self.num_gradients or 0)
+        self.num_gradients = max(call.num_taken, self.num_gradients or 0)
         self.needed |= call.needed
 
 
@@ -58,10 +57,9 @@ class Donation:
         agree: called before the first write: they tell all ranks that this one is about to write,
             and raise where another has failed.
 
-        streams: of the call, which count its gradients.
-
     Attributes:
-        streams: as given.
+        num_taken: the number of gradients so far; of those that have failed, and were taken once
+            more, none counts.
         needed: those of the earlier calls, and of this one.
     """
 
@@ -70,9 +68,8 @@ class Donation:
         nodes: Sequence[Any],
         earlier: EarlierCalls,
         agree: Sequence[Callable[[], object]],
-        streams: Streams,
     ):
-        self._nodes, self.streams = nodes, streams
+        self._nodes, self.num_taken = nodes, 0
         self._num_gradients, self._agree = earlier.num_gradients, agree
         self.needed = set(earlier.needed)
         # By id, the nodes that an update has left as they were, with the number of their uses then
@@ -103,7 +100,7 @@ class Donation:
 
         `by_any`: by an update that may write to any tensor of the state.
         """
-        if self._num_gradients is None or self.streams.num_gradients < self._num_gradients:
+        if self._num_gradients is None or self.num_taken < self._num_gradients:
             return False
         if not self._agreed:
             for function in self._agree:

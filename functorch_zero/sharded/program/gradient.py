@@ -264,6 +264,8 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
             run.kept.replace(run.reduction.kept)
     metrics = dict(report.metrics)
     mean = metrics.pop("loss")
+    if run.scope is not None and run.scope.donation is not None:
+        run.scope.donation.num_taken += 1
     # The step may write over params that a loss has returned as buffers
     results = run.call.results(mean, metrics, apart_from(buffers, run.flats), fine=fine)
     return results, run.trees.gradients(reduced, run.joined)

@@ -373,7 +373,7 @@ class ShardedStep:
                 assert state.sharding is not None
                 # A file may still be made of the state
                 agree = [ledger.settle, state.sharding.take_storage]
-                donation = Donation(given.nodes, self._earlier, agree, streams)
+                donation = Donation(given.nodes, self._earlier, agree)
             scope = RanksScope(
                 streams=streams,
                 calls=self._loss_calls,
