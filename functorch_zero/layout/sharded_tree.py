@@ -223,9 +223,10 @@ class ShardedTree(OnEngine):
 
     @classmethod
     def of_homes(cls, homes: Sequence[Home | None], holding: Holding) -> ShardedTree:
-        """The tree whose leaves are views of these homes' flats, which may be another's, too."""
-        made = cls.of_local(None, holding, homes)
-        made._is_packed = True
+        """The tree whose leaves are views of these homes' flats, which may be another's, too; None:
+        the bucket's leaves are None."""
+        made = cls(None, holding)
+        made._homes, made._is_packed = [*homes], True
         return made
 
     @property
