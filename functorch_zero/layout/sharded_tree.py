@@ -358,14 +358,15 @@ class ShardedTree(OnEngine):
         if self._tree is not None or self.holding.form == "held" or not layout.has_tables:
             return
         leaves: list[Any] = layout.treedef.flatten_up_to(self.local_rows)
+        homes = [*self._homes]  # trees of the same leaves share the list
         for b, bucket in enumerate(layout.buckets):
             rows = leaves[bucket.leaves[0]]
             if isinstance(rows, Rows):
                 flat = rows.values.new_zeros(bucket.piece)
                 rows.add_to(flat)
-                self._homes[b] = Home(flat, (self.holding.form, bucket))
+                homes[b] = Home(flat, (self.holding.form, bucket))
                 (leaves[bucket.leaves[0]],) = self.holding.views(flat, bucket)
-        self._local = layout.treedef.unflatten(leaves)
+        self._homes, self._local = homes, layout.treedef.unflatten(leaves)
 
     @property
     def in_words(self) -> str:

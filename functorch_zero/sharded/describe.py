@@ -39,12 +39,11 @@ class Row(NamedTuple):
     leaves: tuple[str, ...]  # their paths
     elements: int  # of whole leaves
     storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
-    nbytes: int  # of params here, padding included
+    compute: torch.dtype | None  # the dtype that whole leaves are used in; None: no loss uses them
+    wire: tuple[tuple[str, Form], ...]  # messages of a step, and their dtypes or codecs
     # The leaves, between steps: "whole", "1/4" for a piece of four, or "1/4, whole as bfloat16"
     where: str
-    # The dtype that whole leaves are used in; None: no loss uses them
-    compute: torch.dtype | None = None
-    wire: tuple[tuple[str, Form], ...] = ()  # messages of a step, and their dtypes or codecs
+    nbytes: int  # of params here, padding included
     state: tuple[torch.dtype, ...] = ()  # dtypes of the optimizer's state of these leaves
     state_where: str = ""  # "whole", "1/4", "at owners", or ""
     state_nbytes: int = 0  # of the optimizer's state here
@@ -378,11 +377,11 @@ def _rows_of_tree(
                 leaves=tuple(f"{name}.{layout.leaves[n].path}".lstrip(".") for n in bucket.leaves),
                 elements=sum(bucket.numels),  # without padding, which the bytes include
                 storage=storage,
-                nbytes=bytes_held(here),
-                where=where,
                 # Pieces are gradients, say, which no loss uses
                 compute=None if is_in_pieces else bucket.compute,
                 wire=wire_of(bucket, is_updated) if sends and not is_in_pieces else (),
+                where=where,
+                nbytes=bytes_held(here),
                 state=_distinct_dtypes(state),
                 state_where=_shares([slot.planned for slot in own], bucket.cut.num_pieces),
                 state_nbytes=bytes_held(state),
@@ -432,7 +431,8 @@ def _rows_of_parts(step: ShardedStep, state: State) -> list[Row]:
 def _plain(name: str, tensors: Sequence[Tensor], where: str = "whole") -> Row:
     """The row of tensors that belong to no leaf."""
     elements = sum(x.numel() for x in tensors)
-    return Row(name, (), elements, _distinct_dtypes(tensors), bytes_held(tensors), where)
+    dtypes = _distinct_dtypes(tensors)
+    return Row(name, (), elements, dtypes, None, (), where, bytes_held(tensors))
 
 
 def _share(num_pieces: int) -> str:

@@ -110,8 +110,7 @@ class PreparedUpdate:
         def trees() -> tuple[Any, Any]:
             return grads.local_tree, params.local_tree
 
-        with self._running(grads, state, params, look=look, over=donate):
-            before = state.as_it_lies
+        with self._running(grads, state, params, look=look, over=donate) as before:
             after = self.across.fused(*self._split, flats, before, own, trees, donate=donate)
             return self._next_state(state, before, after, over=donate)
 
@@ -135,10 +134,7 @@ class PreparedUpdate:
         their place."""
         given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
         own = params.local_tree
-        with self._running(grads, state, params, look=look, over=over):
-            before = state.as_it_lies
-            if not self.optimizer.asks_for_state:
-                before = self.ferry.beside(before, device_of(own))
+        with self._running(grads, state, params, look=look, over=over) as before:
             new, after = update(given, before, own, self.across)
             same_structure(own, new, what="the optimizer's updates")
             next_state = self._next_state(state, before, after, over=over)
@@ -154,13 +150,17 @@ class PreparedUpdate:
         *,
         look: bool,
         over: bool,
-    ) -> Iterator[None]:
-        """Around an update of trees whose flats are known."""
+    ) -> Iterator[Any]:
+        """Around an update of trees whose flats are known. Gives the state's tensors: as they lie,
+        or beside the params, where the optimizer doesn't ask for them."""
         self.ferry.begin(look=look, over=over)
         self._owned.begin(grads.known_homes, params.known_homes, state.homes())
         try:
             with ranged("update"):
-                yield
+                before = state.as_it_lies
+                if not self.optimizer.asks_for_state:
+                    before = self.ferry.beside(before, device_of(params.local_tree))
+                yield before
         finally:
             # Else they would be alive until the next one
             self._owned.begin()
