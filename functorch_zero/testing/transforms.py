@@ -18,7 +18,7 @@ from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..optim.across import Pointwise, Tree, WholeLeaf, run_batch
+from ..optim.across import Tree, WholeLeaf, run_batch
 from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
@@ -155,10 +155,6 @@ def _noting(hint: str | None) -> Iterator[None]:
         raise
 
 
-def _cast(tree: PyTree[Tensor], dtype: torch.dtype) -> Any:
-    return tree_map(lambda x: x.to(dtype), tree)
-
-
 def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
     """Updates for each step, each a tenth as large as the one before, with some zeros."""
     generator = torch.Generator().manual_seed(seed)
@@ -169,11 +165,8 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
         is_zero = torch.rand(leaf.shape, generator=generator, device="cpu") < 0.1
         return torch.where(is_zero, 0.0, drawn).to(leaf.dtype) * scale
 
-    updates = []
     # Smaller step by step, as in training: maxima and decays behave differently then
-    for k in range(steps):
-        updates.append(tree_map(partial(one, scale=10.0**-k), tree))
-    return updates
+    return [tree_map(partial(one, scale=10.0**-k), tree) for k in range(steps)]
 
 
 # Pointwise parts, on whole leaves and on the same elements cut otherwise
@@ -182,20 +175,8 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
 def _check_parts(
     transform: Transform, params: Any, seed: int, steps: int, equality: Equality
 ) -> None:
-    """Each pointwise part by itself, in both dtypes that training uses."""
-    for part in simple_parts(transform):
-        if part.plain is None:
-            continue
-        # A rule by dtype would show in one of them only
-        for dtype in (torch.float64, torch.float32):
-            cast = _cast(params, dtype)
-            drawn = Steps(cast, _draw(cast, seed, steps))
-            _check_pointwise(part.plain, drawn, name_of(part), equality)
-
-
-def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equality) -> None:
-    """A pointwise update of whole leaves, of pieces of them, and of all joined to one. By its
-    numbers only: `check_claims` has watched its operators."""
+    """Each pointwise part's updates of whole leaves, of pieces of them, and of all joined to one,
+    in both dtypes that training uses. By numbers only: `check_claims` has watched the operators."""
 
     def difference_of(expected: Tensor, got: Tensor) -> str | None:
         try:
@@ -204,9 +185,15 @@ def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equalit
             return str(error)
         return None
 
-    watch = OperatorWatch(name)
-    # `regroup` also joins all leaves to one, as a flat does
-    CutTest(alone(part), steps.params, steps.updates, watch, difference_of, regroup=True).check()
+    for part in simple_parts(transform):
+        if part.plain is None:
+            continue
+        # A rule by dtype would show in one of them only
+        for dtype in (torch.float64, torch.float32):
+            cast: Any = tree_map(partial(Tensor.to, dtype=dtype), params)
+            updates, watch = _draw(cast, seed, steps), OperatorWatch(name_of(part))
+            # `regroup` also joins all leaves to one, as a flat does
+            CutTest(alone(part.plain), cast, updates, watch, difference_of, regroup=True).check()
 
 
 @contextmanager
