@@ -4,6 +4,7 @@ unsharded step, whose tables are whole."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -678,6 +679,22 @@ def test_states_and_evaluations() -> None:
 
     for got in run_ranks(run, 2):
         assert_equal_leaves(whole.params, got, start=params)
+
+
+def test_trees_of_the_same_rows_make_dense_flats_of_their_own() -> None:
+    """So the leaves of each stay views of the flats that it has."""
+    apply, params, _ = fz.functionalize(nn.Sequential(nn.Embedding(6, 2, sparse=True)))
+
+    def run(group: Any) -> None:
+        tree = fz.shard_tree(params, level=3, group=group)
+        ids = torch.tensor([1, 5])
+        _, grads = fz.value_and_grad(lambda p: apply(p, {}, ids)[0].sum())(tree)
+        assert grads.local_rows  # leaves that are rows, which both have
+        same = grads.held_as(replace(grads.holding, name="same"))
+        (flat,), (other,) = grads.flats(), same.flats()
+        assert grads.flats()[0] is flat is not other and torch.equal(flat, other)
+
+    run_ranks(run, 2)
 
 
 def large(rows: int, asked: int) -> tuple[Any, Any, Tensor]:
