@@ -65,6 +65,10 @@ class Forwarding:
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)
 
+    def rejoin(self) -> None:
+        """After a failure that all ranks have caught: as the inner group does, if it can."""
+        rejoin(self.inner)
+
 
 def _ability(group: Group, name: str, without: Any) -> Any:
     """The attribute of this name of a group, or of the one that it is around; else `without`."""

@@ -343,8 +343,8 @@ def _interrupt(members: list[_Member]) -> None:
         if member.process.is_alive():
             os.kill(member.process.pid, signal.SIGINT)
     with contextlib.suppress(TimeoutError):
-        _watch(members, _SECONDS_AFTER_INTERRUPT, _SECONDS_AFTER_INTERRUPT)
-        _let_exit(members)
+        reports = _watch(members, _SECONDS_AFTER_INTERRUPT, _SECONDS_AFTER_INTERRUPT)
+        _let_exit([members[report.rank] for report in reports])
 
 
 def _read_report(member: _Member) -> _Report:
