@@ -8,6 +8,7 @@ world size and for every choice of units, so files speak of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -224,7 +225,8 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
             )
         )
     start, stop = extent.in_leaf.start, extent.in_leaf.stop
-    return Held(path, leaf, extent.shape, start, stop, *spot[1:])
+    flags = spot.everywhere, spot.saved, spot.summed
+    return Held(path, leaf, extent.shape, start, stop, *flags)
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:
@@ -251,8 +253,9 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
 def _node_spots(node: Any, axes: Axes) -> Any:
     """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
     in_pieces = True  # else as params are held between steps
+    placed: Sequence[tuple[Any, ...] | None]  # (extent, whether every rank has all of it, ...)
     if isinstance(node, ShardedOptState):
-        placed = [place and place[:2] for place in node.holding.places()]
+        placed = node.holding.places()
     elif isinstance(node, ShardedTree):
         holding, in_pieces = node.holding, node.holding.form == "pieces"
         leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
@@ -263,7 +266,10 @@ def _node_spots(node: Any, axes: Axes) -> Any:
         return _EVERYWHERE
     # One of the copies along the replicate axis. Pieces that are cut over both axes have none.
     saved = axes.replicate.rank == 0 or (axes.both and in_pieces)
-    return _in_tree(node, [_Spot(*place, saved) if place else _EVERYWHERE for place in placed])
+    spots: list[_Spot] = []
+    for place in placed:
+        spots.append(_EVERYWHERE if place is None else _Spot(place[0], place[1], saved))
+    return _in_tree(node, spots)
 
 
 def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:

@@ -117,9 +117,8 @@ class DeviceWatch:
             _RUNNING.discard(self)
 
     def _watch(self) -> None:
-        mark: torch.Event | None = (
-            None  # one at a time, behind all that was queued when it was put there
-        )
+        # One at a time, behind all that was queued when it was put there
+        mark: torch.Event | None = None
         put = asked = time.monotonic()
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
             now = time.monotonic()

@@ -110,10 +110,13 @@ def _add(
         updates[0].add_to(out)
         return
     # Leaf by leaf, but for those that stay as they are
-    pairs = zip(cut(out, bucket, piece_number), updates, strict=True)
-    moved = [(own, update.to(own.dtype)) for own, update in pairs if update is not None]
-    if moved:
-        torch._foreach_add_(*map(list, zip(*moved, strict=True)))
+    targets, added = list[Tensor](), list[Tensor]()
+    for own, update in zip(cut(out, bucket, piece_number), updates, strict=True):
+        if update is not None:
+            targets.append(own)
+            added.append(update.to(own.dtype))
+    if targets:
+        torch._foreach_add_(targets, added)
 
 
 def copies_to_update(

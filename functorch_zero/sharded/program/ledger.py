@@ -205,8 +205,12 @@ class Ledger:
         Args:
             batch: this rank's part.
         """
-        batch, self._is_closed = (batch if self.is_by_gradients else None), self.is_by_gradients
-        return self._compare(self, "gradient/metrics", flags=flags, batch=batch)
+        label = "gradient/metrics"
+        if not self.is_by_gradients:
+            # The end of the step compares the batch
+            return self._compare(self, label, flags=flags)
+        self._is_closed = True
+        return self._compare(self, label, flags=flags, batch=batch)
 
     def settle_at_end(self, args: Sequence[Any]) -> None:
         """Compare all words of the step, and its results.
