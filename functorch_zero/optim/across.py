@@ -547,11 +547,17 @@ def run_batch(
 
     # (k, *shape) for k leaves, and so is each leaf of the states
     stacked_params = stack(*params) if part.wants_param else None
-    made = part.update(stack(*updates), tree_map(stack, *states), stacked_params)
+    made, after = part.update(stack(*updates), tree_map(stack, *states), stacked_params)
+    sizes = {leaf.shape[:1] for leaf in (made, *optree.tree_leaves(after))}
+    if sizes != {(len(updates),)}:
+        raise TransformError(
+            f"a batched whole-leaf function was given a batch of {len(updates)}, and made tensors "
+            f"whose first dims are {sorted(map(tuple, sizes))}. Remedy: keep that of the batch"
+        )
     updated = []
-    for k, update in enumerate(made[0].unbind()):
+    for k, update in enumerate(made.unbind()):
         # Copies, since a view would keep the states of the whole batch alive
-        updated.append(Updated(update, tree_map(lambda leaf, k=k: leaf[k].clone(), made[1])))
+        updated.append(Updated(update, tree_map(lambda leaf, k=k: leaf[k].clone(), after)))
     return updated
 
 

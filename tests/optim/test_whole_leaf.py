@@ -368,3 +368,16 @@ def test_results_of_other_shapes_are_refused(update: Any) -> None:
                 sharded(sharded.init(params), torch.randn(4, 6))
 
     run_ranks(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("of_state", [True, False])
+def test_a_batch_keeps_its_first_dim(of_state: bool) -> None:
+    def update(batch: torch.Tensor, state: torch.Tensor) -> Any:
+        twice = torch.cat([state, state]) if of_state else torch.cat([batch, batch])
+        return (batch, twice) if of_state else (twice, state)
+
+    transform = optim.with_whole_leaves(torch.zeros_like, update, batched=True)
+    params = {"w": torch.ones(2, 3, requires_grad=True)}
+    state = transform.init(params)
+    with pytest.raises(TransformError, match=r"a batch of 1, and made .*\(2,\).*Remedy"):
+        transform.update(tree_map(torch.ones_like, params), state, params)
