@@ -251,7 +251,9 @@ class ShardedEngine:
             if over and donate and not grads.are_leaves_shown:
                 layout = params.sharding.layout
                 prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
-            fuses = may_fuse and prepared.fuses(params.flats()[0].device)
+            # Buckets may lie on several devices, each in its unit's place
+            devices = {flat.device for flat in params.flats()}
+            fuses = may_fuse and all(map(prepared.fuses, devices))
             result = self._applied(prepared, grads, state, params, over=over, fuses=fuses, see=see)
             if donation is not None and not over:
                 donation.note_update(params, state)
