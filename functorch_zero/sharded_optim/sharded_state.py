@@ -305,13 +305,6 @@ class ShardedOptState(OnEngine):
         """The flats that leaves of it are cut from; none of leaves that came from elsewhere."""
         return self._homes
 
-    def handed_on(self) -> ShardedOptState:
-        """The same in a node of its own, for a step that will write to its tensors; this one is
-        used up."""
-        made = ShardedOptState(self._tree, self.holding, self._homes)
-        self.use_up()
-        return made
-
     def use_up(self) -> None:
         """Forget the tensors, which another state holds from now on."""
         for lease in self.leases:

@@ -180,20 +180,22 @@ class ShardedEngine:
 
         Args:
             state: beside the params, or in its place already.
-            old: one that may be written over, if it is in this place.
+            old: one that is used up, and written over if it is in this place.
             by: the update that has made it; None: none has.
         """
-        by_unit = self.options.places.state
-        if by_unit is None:
-            return state
-        holding, over = state.holding, None
-        ferry = None if by is None else by.ferry
-        look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
-        places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
-        if old is not None and old.holding.brought is self._brought:
-            over = old.as_it_lies
-        here = state.held_as(holding.lying(self._brought), state.as_it_lies)
-        return placed(places, here, over, look=look, ferry=ferry)
+        made, by_unit = state, self.options.places.state
+        if by_unit is not None:
+            holding, over = state.holding, None
+            ferry = None if by is None else by.ferry
+            look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
+            places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
+            if old is not None and old.holding.brought is self._brought:
+                over = old.as_it_lies
+            here = state.held_as(holding.lying(self._brought), state.as_it_lies)
+            made = placed(places, here, over, look=look, ferry=ferry)
+        if old is not None:
+            old.use_up()
+        return made
 
     def own(self, state: ShardedOptState) -> ShardedOptState:
         """A state as this engine's updates take it: in this engine's place, or beside the
@@ -285,21 +287,33 @@ class ShardedEngine:
         uses_up = over and (fuses or is_placed(state) or prepared.donates)
         if prepared.donates:
             grads = grads.handed_on()
-        if uses_up:
-            # First, since an update that fails may have written over some of both: tried again, the
-            # step would be another one
-            params, state = params.handed_on(), state.handed_on()
+        if over:
+            # The old ones go before new ones are made
+            params.note_published(
+                [
+                    None if bucket.trainable else x
+                    for x, bucket in zip(params.published(), layout.buckets, strict=True)
+                ]
+            )
         updates: ShardedTree | None = None
-        look, given = is_looked_at(next(self._runs)), self.own(state)
-        if fuses:
-            made = prepared.run_kernel(grads, given, own, donate=over, look=look)
-        else:
-            run = prepared.update_fn
-            updates, made = prepared.run(run, grads, given, own, look=look, over=uses_up)
-            self._check_pieces(updates, params, some=True)
-            if see is not None:
-                see(updates)
-        if over and not uses_up:
+        try:
+            look, given = is_looked_at(next(self._runs)), self.own(state)
+            if fuses:
+                made = prepared.run_kernel(grads, given, own, donate=over, look=look)
+            else:
+                run = prepared.update_fn
+                updates, made = prepared.run(run, grads, given, own, look=look, over=uses_up)
+                self._check_pieces(updates, params, some=True)
+                if see is not None:
+                    # It may read params and state
+                    see(updates)
+        except BaseException:
+            # Some of it may be written over: tried again, the step would be another one
+            if uses_up:
+                params.handed_on()
+                state.use_up()
+            raise
+        if over:
             params = params.handed_on()
         self.announce("publish")
         with ranged("publish"):
