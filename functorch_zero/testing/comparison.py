@@ -127,7 +127,8 @@ class Comparison:
         # A tree that is only read, such as an average, has round-off since it has first moved
         so_far = [state.params for state in self.expected.states[: k + 2]]
         moves = tree_map(_has_moved, *so_far)
-        updates = [[*run.known(k, "updates").values()] for run in (self.expected, *jittered)]
+        runs = (self.expected, *jittered) if jittered else ()  # there is no slack without
+        updates = [[*run.known(k, "updates").values()] for run in runs]
         assert_equal_updates(
             before.params,
             after.params,
@@ -182,10 +183,10 @@ def _has_moved(first: Tensor, *later: Tensor) -> bool:
     return is_trained(first) or any(not torch.equal(first, value) for value in later)
 
 
-def _slack(expected: Any, *jittered: Any) -> list[float]:
-    """For each leaf, the difference that round-off may make, by jittered runs; zero without."""
-    trees = map(optree.tree_leaves, (expected, *jittered))
+def _slack(*trees: Any) -> list[float]:
+    """For each leaf, the difference that round-off may make: the trees are the oracle's, and then
+    those of jittered runs."""
     return [
         ROUND_OFF * max((apart(leaf, other) for other in others), default=0.0)
-        for leaf, *others in zip(*trees, strict=True)
+        for leaf, *others in zip(*map(optree.tree_leaves, trees), strict=True)
     ]
