@@ -245,6 +245,9 @@ def _state_like(noted: StateHolding) -> Any:
 
 
 def _as_noted(node: Any, noted: Any) -> Any:
+    # The usual case: a step has made it for this place, and nobody has read its leaves
+    if is_on_engine(node) and node.holding is noted and not node.are_leaves_shown:
+        return node
     # Pickled, it has lost its engine
     if isinstance(node, ShardedOptState) and node.holding.engine is None and _is_cut(noted):
         return node.on(noted.engine)
