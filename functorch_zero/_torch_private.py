@@ -194,7 +194,7 @@ def register_in_torch(
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same tree with `function` of each tensor, other leaves as they are.
+    """A tree with `function` of each tensor in its place, other leaves as they are.
 
     Trees are those of torch's own registry, which is private; Hugging Face's outputs are in it.
     """
@@ -411,7 +411,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """What an optimizer is to call before it loads a state dict, and behind.
+    """The hooks that an optimizer is to call before it loads a state dict, and behind.
 
     In public they are only registered; torch's `load_state_dict`, which calls them, casts the state
     to the params' dtypes.

@@ -19,7 +19,7 @@ OF_THIS_RANK = (
 
 
 class _Running(NamedTuple):
-    """What runs in this thread."""
+    """The loss, or other part of a step, that runs in this thread."""
 
     is_loss: bool = False  # whose gradient is taken
     rank: int | None = None  # on which that loss is sharded; None: it isn't

@@ -140,7 +140,7 @@ def brings_copies(place: Place, device: torch.device) -> bool:
 
 
 class Here(NamedTuple):
-    """What need not travel."""
+    """A tensor that need not travel: it lies where it was asked for."""
 
     tensor: Tensor
 

@@ -1,4 +1,4 @@
-"""What a state may hold: the leaves that every checkpoint gives back to the bit."""
+"""The things that a state may hold: leaves that every checkpoint gives back to the bit."""
 
 from __future__ import annotations
 

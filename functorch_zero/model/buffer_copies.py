@@ -130,7 +130,7 @@ class Changed(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What calls of `apply` in a loss have done to buffers."""
+    """The changes of buffers by calls of `apply` in a loss."""
 
     kept: list[Kept]
     changed: list[Changed]

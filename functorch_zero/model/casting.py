@@ -132,7 +132,7 @@ def _calling_module(root: nn.Module, path: str) -> str:
 def _casting(
     forward: Callable[..., Any], inputs: torch.dtype | None, output: torch.dtype | None
 ) -> Callable[..., Any]:
-    """The same function with casts before and after it; None: no cast."""
+    """A forward with casts before and after it; None: no cast."""
 
     @functools.wraps(forward)
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _casting(
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The same tree with floating-point tensors cast; None: as they are.
+    """A tree with its floating-point tensors cast; None: as they are.
 
     Trees are those of torch's registry, which has Hugging Face's outputs too.
     """

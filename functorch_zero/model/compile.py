@@ -28,7 +28,7 @@ OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
 def compiled(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The same function, compiled at its first call. Inside torch.func transforms it runs as it
+    """A forward, compiled at its first call. Inside torch.func transforms it runs as it
     is: torch doesn't compile under them."""
     # Nothing is compiled yet: torch waits for the first call's shapes
     region = torch.compile(forward, **options)

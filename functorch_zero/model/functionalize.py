@@ -73,12 +73,12 @@ class Apply:
         return f"Apply({type(model).__name__} in {mode} mode: {counts} buffers)"
 
     def train(self, mode: bool = True) -> Apply:
-        """The same function with every module in training mode."""
+        """The model's function with every module in training mode."""
         # A copy: modes belong to modules, and this `apply` keeps its own
         return Apply(copy_module(self._prototype, {}).train(mode), self._anatomy)
 
     def eval(self) -> Apply:
-        """The same function with every module in evaluation mode."""
+        """The model's function with every module in evaluation mode."""
         return self.train(False)
 
     def __call__(

@@ -280,8 +280,8 @@ def _make_whole(leaf: Any) -> Any:
 
 
 def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
-    """The same tree with whole, differentiable leaves; leaves that are whole already stay as they
-    are. At level 3 an all-gather per unit touched."""
+    """A tree with whole, differentiable leaves in place of lazy ones; leaves that are whole already
+    stay as they are. At level 3 an all-gather per unit touched."""
     # A leaf that is in hand has gradients, wherever it was taken in hand
     with torch.enable_grad():
         return tree_map(_make_whole, tree)

@@ -29,7 +29,7 @@ def recomputed(
     buffers: Sequence[Place],
     modules: Sequence[nn.Module],
 ) -> Callable[..., Any]:
-    """The same function, computed again in backward, each time with the buffers and settings of the
+    """A forward that is computed again in backward, each time with the buffers and settings of the
     first time.
 
     Args:

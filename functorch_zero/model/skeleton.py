@@ -281,7 +281,7 @@ class Skeleton:
         return new
 
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
-        """The same function, entering the unit of the module of this path where leaves are lazy."""
+        """A forward that enters the unit of the module of this path where leaves are lazy."""
 
         # `wraps`, so that signatures and names stay for hooks and compilers
         @functools.wraps(forward)
@@ -301,7 +301,7 @@ class Skeleton:
         entered: list[tuple[str, list[Place]]],
         forward: Callable[..., Any],
     ) -> Any:
-        """The same function, entering the units whose leaves it would find lazy, each for the
+        """A function that enters the units whose leaves it would find lazy, each for the
         module of a path. See Note [asked what it is] in `lazy_param.py`."""
 
         @functools.wraps(forward)

@@ -72,7 +72,7 @@ def entering(
     ours: dict[str, Any],
     forward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The same function, run inside the entrances of the leaves that are used in it.
+    """A function, run inside the entrances of the leaves that are used in it.
 
     Mostly there is one: a unit's own. There are several where leaves of differently sharded trees
     were put together.

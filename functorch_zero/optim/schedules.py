@@ -58,7 +58,7 @@ _RISING: dict[str, _Shape] = {  # from 0 to 1
 
 @named
 def constant_schedule(value: Number) -> CountSchedule:
-    """The same value at every step."""
+    """One value at every step."""
 
     def schedule(count: Count) -> Tensor:
         return number(value)

@@ -43,9 +43,9 @@ def norms(*, grads: Any = None, params: Any = None, updates: Any = None) -> dict
 
 
 class Norms:
-    """The same norms of trees that aren't there at one time: each is taken where its tree is, and
-    `values` is the one all-reduce for all of them. An optimizer that is given the gradients writes
-    over them, say.
+    """Norms, as of `norms`, of trees that aren't there at one time: each is taken where its tree
+    is, and `values` is the one all-reduce for all of them. An optimizer that is given the gradients
+    writes over them, say.
 
     >>> found = Norms()
     >>> found.take(grads={"w": torch.tensor([3.0, 4.0])})

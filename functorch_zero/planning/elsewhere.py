@@ -76,7 +76,7 @@ class Elsewhere:
 def with_imagined_places(
     options: Options, watch: MemoryWatch, device: torch.device
 ) -> tuple[Options, dict[str, Elsewhere]]:
-    """The same with stand-ins for the user's places, which would be asked for real memory; and
+    """The options with stand-ins for the user's places, which would be asked for real memory; and
     these, one per kind. `device`: of the params."""
     made, by_unit = {}, {}
     for kind, places in options.places.given.items():

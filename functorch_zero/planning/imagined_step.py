@@ -53,8 +53,8 @@ BETWEEN = "program"  # the phase outside of all calls
 
 
 class Imagined(NamedTuple):
-    """What such a step has shown beside its moments, which the watch has sampled: bytes of a rank,
-    as a `Plan` has them."""
+    """The findings of an imagined step beside its moments, which the watch has sampled: bytes of a
+    rank, as a `Plan` has them."""
 
     layout: Layout  # of all trees
     params: int  # the trees of the first value that are held as params are

@@ -53,7 +53,7 @@ class ValueNeeded(Exception):
 
 
 class Counting(Protocol):
-    """What counts the bytes that lie elsewhere, and take nothing of this memory."""
+    """A counter of the bytes that lie elsewhere, and take nothing of this memory."""
 
     def count(self, change: int) -> None:
         """There are so many bytes more."""
@@ -163,7 +163,7 @@ class LiveBytes(QuickDispatchMode):
                 self._count(kind, own.size)
 
     def discount(self, kind: str) -> None:
-        """What is alive of that kind counts no longer, until `adopt` says otherwise."""
+        """Memory of that kind that is alive counts no longer, until `adopt` says otherwise."""
         self.total -= self.now[kind]
         self.now[kind] = 0
         for own in self._storages.values():

@@ -163,7 +163,7 @@ def rows_asked_of(path: str, rows: Mapping[str, int]) -> int | None:
 
 
 class ImaginedIds(Reading):
-    """What is read in a lookup whose ids have no values: as many rows of each rank, and all ranks
+    """The answers of a lookup whose ids have no values: as many rows of each rank, and all ranks
     ask alike.
 
     Args:

@@ -54,7 +54,7 @@ def exchange_rows(
 
 
 class Reading:
-    """What the host reads of values in a lookup."""
+    """Questions of a lookup for which the host reads values."""
 
     def ask(self, ids: Tensor, rows_per_rank: int, num_ranks: int) -> tuple[Asked, Tensor]:
         """The rows that ids of any shape name, and each id's place among these, in the ids' shape

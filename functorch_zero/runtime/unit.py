@@ -171,7 +171,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # (pack, unpack
 
 
 class SavedByOthers(NamedTuple):
-    """What hooks around the unit have packed: of any other tensor, or of a leaf to be compared."""
+    """The pack of hooks around the unit: of any other tensor, or of a leaf to be compared."""
 
     packed: Any
     leaf: SavedLeaf | None

@@ -93,7 +93,7 @@ class StateHolding:
     brought: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
 
     def lying(self, brought: Callable[[Any], Any] | None) -> StateHolding:
-        """The same of leaves that lie in another place."""
+        """This holding, of leaves that lie in another place."""
         return self if brought is self.brought else replace(self, brought=brought)
 
     def places(self) -> list[_Place | None]:
@@ -248,11 +248,11 @@ class ShardedOptState(OnEngine):
         return self._tree
 
     def with_local(self, tree: Any) -> ShardedOptState:
-        """The same of other plain tensors, which lie where these do; some may be these."""
+        """A state of other plain tensors, which lie where these do; some may be these."""
         return self.held_as(self.holding, tree)
 
     def with_numbers(self, tree: Any) -> ShardedOptState:
-        """The same of a tree in which some numbers are others, which ranks compare."""
+        """A state of a tree in which some numbers are others, which ranks compare."""
         known = set(map(id, optree.tree_leaves(self.as_it_lies)))
         leaves = optree.tree_leaves(tree)
         numbers = [x for x in leaves if id(x) not in known and not is_moved(x)]
@@ -262,13 +262,13 @@ class ShardedOptState(OnEngine):
         return made
 
     def held_as(self, holding: StateHolding, tree: Any) -> ShardedOptState:
-        """The same leaves under another holding; `tree`: its tensors as they lie there."""
+        """A state of these leaves under another holding; `tree`: its tensors as they lie there."""
         made = ShardedOptState(tree, holding, self._homes)
         made.leases = self.leases
         return made
 
     def on(self, engine: Engine) -> ShardedOptState:
-        """The same leaves on an engine."""
+        """A state of these leaves on an engine."""
         return self.held_as(replace(self.holding, engine=engine), self._tree)
 
     @property

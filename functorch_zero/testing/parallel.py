@@ -425,7 +425,7 @@ class _Proof:
         return {"ranks": num, **others, **self.given_sizes}
 
     def _facts(self, k: int, first: Wrong) -> list[str]:
-        """What else is seen beside the first difference, which may be its cause."""
+        """Facts that are seen beside the first difference, which may be its cause."""
         if k < 0:
             return ["Ranks must start from the reference's params: seed all alike, or broadcast."]
         if k < self.first:
@@ -473,7 +473,8 @@ def _differ(kind: str) -> str:
 
 
 def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> list[str]:
-    """What torch's optimizers say of a param: other settings, or another number of steps."""
+    """Words for what torch's optimizers show of a param: other settings, or another number of
+    steps."""
     if theirs.settings and param in ours.settings and param not in theirs.settings:
         return [f"The candidate's optimizer has no param group with {param}."]
     wanted, found = (step.settings.get(param, {}) for step in (ours, theirs))
@@ -485,7 +486,8 @@ def _other_settings(param: str, ours: RecordedStep, theirs: RecordedStep) -> lis
 
 
 def _floor(dtypes: Iterable[torch.dtype]) -> float:
-    """What values may be off by without measuring, relative to the largest of their leaf."""
+    """The most that values may be off by without measuring, relative to the largest of their
+    leaf."""
     real = [dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max((REORDERED.get(d, _HALF * torch.finfo(d).eps) for d in real), default=0.0)
 

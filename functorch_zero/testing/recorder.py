@@ -103,7 +103,7 @@ class Task:
 
 
 class Recorder:
-    """What a reference and a candidate of `assert_parallel_equals_reference` are given: it says
+    """The argument of a reference and a candidate of `assert_parallel_equals_reference`: it says
     what to run, and is told what came out.
 
     Attributes:

@@ -395,7 +395,7 @@ class Mesh(NamedTuple):
 
 
 def _cut_anywhere(sharded: Any) -> Any:
-    """The same step with layouts that cut small leaves, too."""
+    """A step of this kind with layouts that cut small leaves, too."""
     return type(sharded)(sharded.unsharded, replace(sharded.options, aligned=False))
 
 

@@ -78,7 +78,8 @@ def _join(tree: Tree) -> Tensor:
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """The same in memory of another order, with gaps, as a view that has been written to."""
+    """A tensor's values in memory of another order, with gaps, as a view that has been written
+    to."""
     strides, step = [], 2
     for size in x.shape:
         strides.append(step)

@@ -32,8 +32,8 @@ _one_at_a_time = threading.Lock()
 
 
 def compiled(transform: Transform) -> Transform:
-    """The same transform; a sharded step that donates its state runs it as one kernel that
-    torch.compile makes.
+    """A transform that a sharded step which donates its state runs as one kernel, which
+    torch.compile makes; elsewhere it runs as given.
 
     It takes pointwise transforms, and chains of them, that treat all leaves alike. AdamW written by
     hand, say, takes as long as torch's fused one then. At the end of a chain, that end is one

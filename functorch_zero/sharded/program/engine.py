@@ -400,7 +400,7 @@ class ShardedEngine:
     def _made_of(
         self, call: str, params: ShardedTree, make: Callable[[Tensor], Tensor], origin: str
     ) -> ShardedTree:
-        """What a function makes of the trained flats, in pieces; None elsewhere."""
+        """The results of a function of the trained flats, in pieces; None elsewhere."""
         with sharing_failures(*self.options.axes.groups, call=call), torch.no_grad():
             self._check_held(params)
             if params.is_read_only:

@@ -185,8 +185,8 @@ class ShardedStep:
         fills: Mapping[str, DigestedFill],
         known: Mapping[str, ShardedTree],
     ) -> tuple[State, dict[str, ShardedTree]]:
-        """The same of arguments by name, which know what is trained; and the trees that `init` was
-        given of them.
+        """The first state of arguments by name, which know what is trained; and the trees that
+        `init` was given of them.
 
         Args:
             known: by name, trees of another state, whose elements count where they have any.

@@ -130,8 +130,9 @@ class Nodes(NamedTuple):
                 check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
 
     def as_noted(self) -> Nodes:
-        """The same as is noted of those there: trees are trained, or read only, and have names, as
-        they had in the first value, whatever their leaves say. Without a note, as each was made."""
+        """These nodes as is noted of their places: trees are trained, or read only, and have names,
+        as they had in the first value, whatever their leaves say. Without a note, as each was
+        made."""
         return self._replace(nodes=[*map(_as_noted, self.nodes, self.noted)])
 
 
@@ -153,7 +154,7 @@ class ValueStructure(NamedTuple):
         return cls(sharding, made.treedef, made.paths, noted)
 
     def on(self, engine: Engine) -> ValueStructure:
-        """The same of trees that lie on this engine."""
+        """This structure, of trees that lie on this engine."""
         nodes = [replace(x, engine=engine) if _is_cut(x) else x for x in self.nodes]
         return self._replace(nodes=nodes)
 
@@ -430,7 +431,7 @@ def _part_like(noted: Any, whole: Any) -> Any:
 
 
 def _whole_like(path: str, noted: Any, whole: Any, *, rank: int) -> Any:
-    """What the node of a whole value at this path must be like, for `check_next_value`. An
+    """A node like the one that a whole value must have at this path, for `check_next_value`. An
     optimizer's state is checked here instead, and so is like itself."""
     if isinstance(noted, Holding):
         layout = noted.sharding.layout
