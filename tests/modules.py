@@ -94,10 +94,10 @@ def routed(depth: int, width: int, classes: int) -> Net:
     )
 
 
-def towers(width: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Encoders of 6 and of 5 features."""
+def towers(width: int, *, bias: bool = True) -> tuple[nn.Sequential, nn.Sequential]:
+    """Encoders of 6 and of 5 features; `bias`: whether outputs have one."""
 
     def tower(num_in: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(num_in, 16), nn.Tanh(), nn.Linear(16, width))
+        return nn.Sequential(nn.Linear(num_in, 16), nn.Tanh(), nn.Linear(16, width, bias=bias))
 
     return tower(6), tower(5)

@@ -364,8 +364,9 @@ class ShardedTree(OnEngine):
             if isinstance(rows, Rows):
                 flat = rows.values.new_zeros(bucket.piece)
                 rows.add_to(flat)
-                homes[b] = Home(flat, (self.holding.form, bucket))
-                (leaves[bucket.leaves[0]],) = self.holding.views(flat, bucket)
+                views = self.holding.views(flat, bucket)
+                homes[b] = Home(flat, (self.holding.form, bucket), views)
+                (leaves[bucket.leaves[0]],) = views
         self._homes, self._local = homes, layout.treedef.unflatten(leaves)
 
     @property

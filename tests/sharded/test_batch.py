@@ -40,7 +40,8 @@ Results = Any  # a loss, or a loss and an Aux
 
 def two_towers() -> Net:
     """Two encoders of one thing, each a unit, and a temperature beside them."""
-    a, b = towers(8)
+    # A bias before losses that normalise has a gradient of nothing but rounding
+    a, b = towers(8, bias=False)
     scale = nn.Parameter(torch.tensor(1.0))
     return Net(lambda net, x, y: (net.a(x), net.b(y)), a=a, b=b, scale=scale)
 
