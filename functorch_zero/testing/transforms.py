@@ -21,9 +21,8 @@ from ..layout.build import make_layout
 from ..optim.across import Tree, WholeLeaf, run_batch
 from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
-from ..optim.claims.check import check_claims, name_of, simple_parts
-from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
-from ..optim.claims.operators import OperatorWatch
+from ..optim.claims.check import check_claims, simple_parts
+from ..optim.claims.cuts import CUT_REMEDY, JOINED, CutTest, name_of
 from ..optim.local import Local
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
@@ -191,9 +190,9 @@ def _check_parts(
         # A rule by dtype would show in one of them only
         for dtype in (torch.float64, torch.float32):
             cast: Any = tree_map(partial(Tensor.to, dtype=dtype), params)
-            updates, watch = _draw(cast, seed, steps), OperatorWatch(name_of(part))
-            # `regroup` also joins all leaves to one, as a flat does
-            CutTest(alone(part.plain), cast, updates, watch, difference_of, regroup=True).check()
+            updates = _draw(cast, seed, steps)
+            # Joined to one, too, as leaves are in a flat
+            CutTest(part, cast, updates, difference_of, others=(JOINED,)).check()
 
 
 @contextmanager

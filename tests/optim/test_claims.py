@@ -26,7 +26,8 @@ from functorch_zero.optim import (
     with_whole_tree,
 )
 from functorch_zero.optim.base import init_empty
-from functorch_zero.optim.claims.check import check_claims, name_of, simple_parts
+from functorch_zero.optim.claims.check import check_claims, simple_parts
+from functorch_zero.optim.claims.cuts import name_of
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.strategies import public_functions
 from functorch_zero.tree import paths

@@ -7,7 +7,6 @@ operators (`operators`), and runs it again on the same elements cut otherwise (`
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections import defaultdict
@@ -23,18 +22,18 @@ from ...errors import TransformError
 from ...tree import paths
 from ..across import Pointwise, Tree
 from ..base import Needs, Transform
-from ..local import Local
 from .cuts import (
     FIRST_PIECES,
+    JOINED,
+    LAID_OUT,
     OTHER_ROWS,
     ROWS_REMEDY,
     SOME_ROWS,
     CutTest,
     TrialCut,
-    alone,
     is_refusal,
+    name_of,
 )
-from .operators import OperatorWatch
 from .pretended import MOST, PretendedRank, Silent, block_of
 
 # Updates of a test: of the first step, the second (some updates treat the first differently), and
@@ -42,10 +41,6 @@ from .pretended import MOST, PretendedRank, Silent, block_of
 NUM_STEPS = 3
 MAGNITUDES = (1e4, 1e-6)  # of values that are tried, leaf by leaf in turn, beside those near 1
 MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
-# The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
-# elements in another way, a sigmoid's, say
-ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
-
 
 # Path -> whole shape. Empty leaves, single elements and dims of 1 make sums and broadcasts differ
 HOSTILE_SHAPES = {
@@ -60,18 +55,6 @@ HOSTILE_SHAPES = {
     "vector": (5,),
     "volume": (2, 1, 2, 1, 2),
 }
-
-
-def name_of(transform: Transform) -> str:
-    """The transform's name; of a chain or wrapper, those of its parts. One that is not `named` has
-    the qualified name of its author's update."""
-    if transform.parts:
-        return " + ".join(name_of(part) for part in transform.parts)
-    # A bare `pointwise(...)` has no name that tells its author anything
-    update = transform.hyperparams.get("update")
-    if inspect.isfunction(update):
-        return f"{update.__module__}.{update.__qualname__}"
-    return transform.name or "a transform"
 
 
 def simple_parts(transform: Transform) -> Iterator[Transform]:
@@ -125,8 +108,10 @@ def check_claims(transform: Transform, params: Tree | None = None) -> None:
     # Each author's functions alone, on shapes of our own, every operator watched
     for part in simple_parts(transform):
         if part.plain is not None:
-            _check_pointwise(part, hostile_leaves(), torch.float32, ours=True)
-            _check_magnitudes(part, hostile_leaves())
+            drawn = _draw(hostile_leaves(), torch.float32)
+            CutTest(part, *drawn, operators=True, others=(LAID_OUT, JOINED)).check()
+            # Where values are large and small; in float64, where round-off hides least
+            CutTest(part, *_draw(hostile_leaves(), torch.float64, MAGNITUDES)).check()
             for dtype in (torch.float32, torch.float64):
                 _check_in_place(part.plain, dtype, name_of(part))
             # Once on as many elements as are tried of a leaf
@@ -141,10 +126,9 @@ def check_claims(transform: Transform, params: Tree | None = None) -> None:
         return
     # Blocks of the params' leaves, under their own paths
     few = _representatives(params)
-    # In float64, where round-off hides least; with their own strides only, since leaves of our own
-    # have been tried with others
+    # With their own strides only, since leaves of our own have been tried with others
     for part in pointwise_parts(transform):
-        _check_pointwise(part, few, torch.float64)
+        CutTest(part, *_draw(few, torch.float64), others=(JOINED,)).check()
     if transform.plain is None:
         _check_as_a_whole(transform, params, few)
 
@@ -206,32 +190,6 @@ def _draw(
     return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
-def _check_magnitudes(transform: Transform, tree: Tree) -> None:
-    """A pointwise author's functions on whole leaves and in pieces, where values are large and
-    small."""
-    assert transform.plain is not None
-    # In float64, where round-off hides least
-    params, updates = _draw(tree, torch.float64, MAGNITUDES)
-    watch = OperatorWatch(name_of(transform))
-    CutTest(alone(transform.plain), params, updates, watch, difference_of).check()
-
-
-def _check_pointwise(
-    transform: Transform, tree: Tree, dtype: torch.dtype, *, ours: bool = False
-) -> None:
-    """A pointwise author's functions as they are, on whole leaves, in pieces, and joined. On leaves
-    of our own, every operator is watched, and whole leaves are tried with other strides, too."""
-    assert transform.plain is not None
-    params, updates = _draw(tree, dtype)
-    watch = OperatorWatch(name_of(transform))
-    # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
-    part = alone(transform.plain)
-    test = CutTest(
-        part, params, updates, watch, difference_of, operators=ours, regroup=True, strides=ours
-    )
-    test.check()
-
-
 def _check_rows(transform: Transform) -> None:
     """A row-wise author's functions on all rows of some leaves, and on a part of them."""
     shapes = {"one column": (9, 1), "rows": (11, 4), "wide": (5, 40)}
@@ -244,65 +202,30 @@ def _check_rows(transform: Transform) -> None:
             x[step::3] = 0
     # In float64, where round-off hides least
     params, updates = tree_map(torch.Tensor.double, (params, updates))
-    watch = OperatorWatch(name_of(transform))
-    test = CutTest(
-        transform,
-        params,
-        updates,
-        watch,
-        difference_of,
-        across_of=lambda cut: Local(cut.of(params)),
-        parts=(SOME_ROWS, OTHER_ROWS),
-        remedy=ROWS_REMEDY,
-    )
-    test.check()
+    parts = SOME_ROWS, OTHER_ROWS
+    CutTest(transform, params, updates, parts=parts, remedy=ROWS_REMEDY).check()
 
 
 def _check_across(transform: Transform, tree: Tree) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
     answers: list[Any] = []  # the first rank's questions, and their answers
     ranks: list[PretendedRank] = []  # one per run
-    watch = OperatorWatch(name_of(transform))
 
     def across_of(cut: TrialCut) -> Any:
         # A test begins anew with the first pieces: see `CutTest.across_of`
         if cut is FIRST_PIECES:
             answers.clear()
             ranks.clear()
-        rank = PretendedRank(tree, cut, watch, answers)
+        rank = PretendedRank(tree, cut, test.watch, answers)
         ranks.append(rank)
         # Its answers would let a transform without statistics ask for them
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank
 
-    params, updates = _draw(tree)
-    test = CutTest(
-        transform, params, updates, watch, difference_of, operators=True, across_of=across_of
-    )
+    test = CutTest(transform, *_draw(tree), operators=True, across_of=across_of)
     test.check()
     # A rank that asks less than the first would leave it waiting in a collective
     for rank in ranks:
         rank.check_all_asked()
-
-
-def difference_of(expected: Tensor, got: Tensor) -> str | None:
-    """The first difference that is not round-off."""
-    # Nearly always: the same operators on the same values
-    if expected.dtype == got.dtype and torch.equal(expected, got):
-        return None
-    # The bound goes by the coarser of both dtypes, and by the leaf's largest finite value
-    dtypes = {expected.dtype, got.dtype}
-    bound = 0.0  # of the difference, for integers
-    if all(dtype.is_floating_point for dtype in dtypes):
-        relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
-        largest = expected.double().nan_to_num(0, 0, 0).abs().max()
-        bound = relative * float(largest)
-    # In float64, so that the comparison itself rounds nothing
-    close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
-    if bool(close.all()):
-        return None
-    i = int(close.reshape(-1).logical_not().nonzero()[0])
-    want, have = expected.reshape(-1)[i].item(), got.reshape(-1)[i].item()
-    return f"element {i} is {want} and {have}"
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str, size: int = 3) -> None:

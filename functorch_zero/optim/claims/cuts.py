@@ -16,8 +16,10 @@ One that fails then, on whole leaves, too, is tested again with its counters as 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -27,8 +29,9 @@ from torch import Tensor
 
 from ...errors import TransformError
 from ...tree import check_savable, paths
-from ..across import Pointwise, Tree
-from ..base import Needs, Transform
+from ..across import Tree
+from ..base import Transform
+from ..local import Local
 from .operators import OperatorWatch
 
 # A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
@@ -46,11 +49,22 @@ CUT_REMEDY = (
 )
 
 
+# The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
+# elements in another way, a sigmoid's, say
+ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def _flatten(held: list[Tensor], whole: list[Tensor]) -> Sequence[Tensor]:
+    return [x.reshape(-1) for x in held]
+
+
 class TrialCut(NamedTuple):
     """A way to hold the elements of a tree."""
 
     on: str  # the kind of leaves, for errors
     of: Callable[[Tree], Any]  # from a tree of whole leaves to a tree that is held
+    # From the updates of leaves that are held, and those of whole leaves, to flattened leaves
+    flattened: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]] = _flatten
 
 
 def middle(numel: int) -> int:
@@ -77,6 +91,13 @@ def _join(tree: Tree) -> Tensor:
     return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
 
 
+def _split(joined: list[Tensor], whole: list[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `_join`."""
+    (flat,) = joined
+    split: list[Tensor] = list(flat.split([x.numel() for x in reversed(whole)]))
+    return split[::-1]
+
+
 def _laid_out(x: Tensor) -> Tensor:
     """A tensor's values in memory of another order, with gaps, as a view that has been written
     to."""
@@ -94,7 +115,7 @@ SECOND_PIECES = TrialCut("1-D pieces", lambda tree: tree_map(_second_piece, tree
 SOME_ROWS = TrialCut("some rows", lambda tree: tree_map(lambda x: x[: middle(len(x))], tree))
 OTHER_ROWS = TrialCut("some rows", lambda tree: tree_map(lambda x: x[middle(len(x)) :], tree))
 LAID_OUT = TrialCut("whole leaves with other strides", lambda tree: tree_map(_laid_out, tree))
-JOINED = TrialCut("all leaves joined to one", lambda tree: {"": _join(tree)})
+JOINED = TrialCut("all leaves joined to one", lambda tree: {"": _join(tree)}, _split)
 
 
 class _Made(NamedTuple):
@@ -102,6 +123,27 @@ class _Made(NamedTuple):
 
     updates: list[Tensor]  # the leaves
     state: Any  # as the author's function returned it
+
+
+def difference_of(expected: Tensor, got: Tensor) -> str | None:
+    """The first difference that is not round-off."""
+    # Nearly always: the same operators on the same values
+    if expected.dtype == got.dtype and torch.equal(expected, got):
+        return None
+    # The bound goes by the coarser of both dtypes, and by the leaf's largest finite value
+    dtypes = {expected.dtype, got.dtype}
+    bound = 0.0  # of the difference, for integers
+    if all(dtype.is_floating_point for dtype in dtypes):
+        relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
+        largest = expected.double().nan_to_num(0, 0, 0).abs().max()
+        bound = relative * float(largest)
+    # In float64, so that the comparison itself rounds nothing
+    close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
+    if bool(close.all()):
+        return None
+    i = int(close.reshape(-1).logical_not().nonzero()[0])
+    want, have = expected.reshape(-1)[i].item(), got.reshape(-1)[i].item()
+    return f"element {i} is {want} and {have}"
 
 
 @dataclass(frozen=True)
@@ -112,28 +154,29 @@ class CutTest:
         params: whole leaves.
         updates: those of each step, like params; the last ones come twice, in late steps. See Note
             [later counters].
-        watch: sees the runs, and refuses.
         compare: `(expected, got)` to their difference, None where there is none.
         operators: whether the watch sees each operator, too, on some pieces.
-        regroup: whether to run on all leaves joined, too, as pointwise transforms may be.
-        strides: whether to run on whole leaves with other strides, too.
-        across_of: the `across` of a run, which begins anew with the first of `parts`.
+        across_of: the `across` of a run, which begins anew with the first of `parts`; None: that of
+            one process, for transforms that ask nothing.
         parts: the two cuts whose results, one behind the other, are to be those of whole leaves.
+        others: those whose results alone are to be.
         remedy: where they aren't.
     """
 
     transform: Transform
     params: Tree
     updates: Sequence[Tree]
-    watch: OperatorWatch
-    compare: Callable[[Tensor, Tensor], str | None]
+    compare: Callable[[Tensor, Tensor], str | None] = difference_of
     operators: bool = False
-    regroup: bool = False
-    strides: bool = False
-    # By default for pointwise functions, which are given no `across`
-    across_of: Callable[[TrialCut], Any] = lambda cut: None
+    across_of: Callable[[TrialCut], Any] | None = None
     parts: tuple[TrialCut, TrialCut] = (FIRST_PIECES, SECOND_PIECES)
+    others: Sequence[TrialCut] = ()
     remedy: str = CUT_REMEDY
+
+    @cached_property
+    def watch(self) -> OperatorWatch:
+        """It sees the runs, and refuses."""
+        return OperatorWatch(name_of(self.transform))
 
     def check(self) -> None:
         """Raise `TransformError` unless the results are the same for all cuts."""
@@ -163,35 +206,24 @@ class CutTest:
         second = self._run(second_part, late=late)
         # Step by step: one piece behind the other is the leaf, flattened
         for made, a, b in zip(whole, first, second, strict=True):
-            together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
-            self._compare_updates(made.updates, together, first_part)
+            self._compare_updates(made, [*map(_concatenate, a.updates, b.updates)], first_part)
             self._compare_states(made.state, a.state, b.state)
-        if self.strides:
-            self._check_strides(whole, late=late)
-        if not self.regroup:
-            return
-        # The joined leaf holds the last leaf first: split, and turned round
-        for made, joined in zip(whole, self._run(JOINED, late=late), strict=True):
-            sizes = [x.numel() for x in reversed(made.updates)]  # in the order of `_join`
-            (flat,) = joined.updates
-            self._compare_updates(made.updates, flat.split(sizes)[::-1], JOINED)
-
-    def _check_strides(self, whole: list[_Made], *, late: bool) -> None:
-        """Params keep their strides in one process, and pieces have none."""
-        try:
-            laid_out = self._run(LAID_OUT, late=late)
-        except Exception as error:  # it may well refuse such leaves, by a view of them
-            if is_refusal(error):
+        for cut in self.others:
+            try:
+                others = self._run(cut, late=late)
+            except Exception as error:
+                # It may well refuse leaves with other strides, by a view of them
+                if cut is LAID_OUT and not is_refusal(error):
+                    continue
                 raise
-            return
-        for made, other in zip(whole, laid_out, strict=True):
-            others = [x.reshape(-1) for x in other.updates]
-            self._compare_updates(made.updates, others, LAID_OUT)
+            for made, other in zip(whole, others, strict=True):
+                self._compare_updates(made, cut.flattened(other.updates, made.updates), cut)
 
     def _run(self, cut: TrialCut, *, late: bool, operators: bool = False) -> list[_Made]:
         """All steps on one cut."""
+        params = cut.of(self.params)
         # A new `across` per run, since it counts the questions
-        across, params = self.across_of(cut), cut.of(self.params)
+        across = self.across_of(cut) if self.across_of else Local(params)
         with self.watch.running(cut.on, operators=operators, params=params):
             state = self.transform.init_fn(params, across)
         check_savable(state, "the optimizer's state")
@@ -238,10 +270,9 @@ class CutTest:
             story = f"expected shape {tuple(update.shape)}, got {got}"
             self._refuse(f"updates of leaf {paths(updates)[i] or '(root)'}", cut, story)
 
-    def _compare_updates(
-        self, whole: list[Tensor], others: Sequence[Tensor], cut: TrialCut
-    ) -> None:
-        for i, (x, y) in enumerate(zip(whole, others, strict=True)):
+    def _compare_updates(self, whole: _Made, others: Sequence[Tensor], cut: TrialCut) -> None:
+        """`others`: flattened leaves, of this cut."""
+        for i, (x, y) in enumerate(zip(whole.updates, others, strict=True)):
             if difference := self.compare(x.reshape(-1), y):
                 path = paths(self.params)[i] or "(root)"
                 self._refuse(f"updates of leaf {path}", cut, difference)
@@ -303,13 +334,16 @@ def is_refusal(error: Exception) -> bool:
     )
 
 
-def alone(part: Pointwise) -> Transform:
-    """A pointwise author's functions as they are, on the leaves given."""
-    return Transform(
-        lambda params, across: part.init(params),
-        lambda updates, state, params, across: part.update(updates, state, params),
-        Needs.POINTWISE,
-    )
+def name_of(transform: Transform) -> str:
+    """The transform's name; of a chain or wrapper, those of its parts. One that is not `named` has
+    the qualified name of its author's update."""
+    if transform.parts:
+        return " + ".join(name_of(part) for part in transform.parts)
+    # A bare `pointwise(...)` has no name that tells its author anything
+    update = transform.hyperparams.get("update")
+    if inspect.isfunction(update):
+        return f"{update.__module__}.{update.__qualname__}"
+    return transform.name or "a transform"
 
 
 def _concatenate(first: Tensor, second: Tensor) -> Tensor:
