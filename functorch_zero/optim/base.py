@@ -81,8 +81,6 @@ class Transform(Named):
             all leaves alike.
         fused: the same as one kernel, params included, which also has `plain`.
         ending: of a chain or wrapper with a kernel in its last part, its `update_and_add`.
-        asks_for_state: whether all that reads vectors of its state gets them by `across`, so that
-            they may lie elsewhere than beside the params.
         takes_rows: whether updates may have `Rows` in place of tensors; else they are made dense.
     """
 
@@ -93,7 +91,6 @@ class Transform(Named):
     plain: Pointwise | None = None
     fused: Fused | None = None
     ending: Callable[..., tuple[Tree, Any]] | None = None
-    asks_for_state: bool = False
     takes_rows: bool = field(default=False, kw_only=True)
     # Outlines of (params, state) that belong together, of one process; few, often one
     known: list[Any] = field(default_factory=list, init=False, compare=False)
@@ -374,7 +371,6 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
         Needs.POINTWISE,
         inside,
         plain=part,
-        asks_for_state=True,
         takes_rows=True,
         **naming,
     )
@@ -408,7 +404,6 @@ def with_statistics(init: Init, update: Update) -> Transform:
         _lifted(init),
         _kept(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
         Needs.STATISTICS,
-        asks_for_state=True,
         name="with_statistics",
         # They name the transform in errors, and ranks compare the numbers that they refer to
         hyperparams={"init": init, "update": update},
@@ -495,7 +490,6 @@ def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any
         lambda params, across: across.init_whole(part, params),
         _kept(lambda u, s, p, across: across.run_whole(part, u, s, p)),
         needs,
-        asks_for_state=True,
         takes_rows=True,
         name=name,
         hyperparams=made_with,
@@ -531,7 +525,6 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
         lambda params, across: across.init_whole_tree(init, params, limit),
         _kept(update_tree),
         Needs.WHOLE_TREE,
-        asks_for_state=True,
         name="with_whole_tree",
         hyperparams=made_with,
     )
@@ -579,7 +572,6 @@ def chain(*transforms: Transform) -> Transform:
         tuple(transforms),
         plain,
         ending=_ending_of(transforms),
-        asks_for_state=all(t.asks_for_state for t in transforms),
         takes_rows=True,
         name="chain",
         hyperparams=made_with,

@@ -20,7 +20,7 @@ from ..optim.state_checks import check_opt_state
 from ..profiling import ranged
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.ferry import Ferry
-from ..sharded_optim.pointwise import UpdateFlats, device_of
+from ..sharded_optim.pointwise import UpdateFlats
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..tree import are_tensors, same_structure
@@ -151,16 +151,13 @@ class PreparedUpdate:
         look: bool,
         over: bool,
     ) -> Iterator[Any]:
-        """Around an update of trees whose flats are known. Gives the state's tensors: as they lie,
-        or beside the params, where the optimizer doesn't ask for them."""
+        """Around an update of trees whose flats are known. Gives the state's tensors, as they
+        lie."""
         self.ferry.begin(look=look, over=over)
         self._owned.begin(grads.known_homes, params.known_homes, state.homes())
         try:
             with ranged("update"):
-                before = state.as_it_lies
-                if not self.optimizer.asks_for_state:
-                    before = self.ferry.beside(before, device_of(params.local_tree))
-                yield before
+                yield state.as_it_lies
         finally:
             # Else they would be alive until the next one
             self._owned.begin()

@@ -241,7 +241,7 @@ class Silent(Refusing):
 
     def __init__(self, across: PretendedRank):
         # Asked by chains, masks and labels rather than by the author of an update
-        self.extents, self.keep = across.extents, across.keep
+        self.extents, self.keep, self.beside = across.extents, across.keep, across.beside
         self.run_pointwise = across.run_pointwise
         self._across = across
 

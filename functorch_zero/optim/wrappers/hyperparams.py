@@ -168,7 +168,6 @@ def _injected(
         update,
         first.needs,
         parts=(first,),
-        asks_for_state=first.asks_for_state,
         takes_rows=True,
     )
 

@@ -10,9 +10,8 @@ part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import optree
@@ -95,28 +94,17 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     """
     label = labeller(mask)
 
-    # `inner` sees neither the other leaves nor their extents
     def init(params: Tree, across: Across) -> Any:
+        return _init(inner, _true(label(params, across), params), params, across)
+
+    def update(
+        updates: Tree, state: Any, params: Tree, across: Across, *, run: _Update = Transform.update
+    ) -> tuple[Tree, Any]:
         chosen = _true(label(params, across), params)
-        return inner.init(select(params, chosen), across.select(chosen))
+        return _run(run, inner, chosen, updates, state, params, across)
 
-    def update_with(run: _UpdateOf) -> Callable[..., tuple[Tree, Any]]:
-        def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-            chosen = _true(label(params, across), params)
-            return _run(run(inner), chosen, updates, state, params, across)
-
-        return update
-
-    ending = update_with(_UPDATE_AND_ADD) if inner.has_kernel else None
-    return Transform(
-        init,
-        update_with(_UPDATE),
-        inner.needs,
-        parts=(inner,),
-        ending=ending,
-        asks_for_state=inner.asks_for_state,
-        takes_rows=True,
-    )
+    ending = partial(update, run=Transform.update_and_add) if inner.has_kernel else None
+    return Transform(init, update, inner.needs, (inner,), ending=ending, takes_rows=True)
 
 
 @named
@@ -141,41 +129,34 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     def init(params: Tree, across: Across) -> dict[str, Any]:
         labels = label(params, across)
         _check_labels(labels, params, transforms)
-        states = {}
         # A label without leaves has a state, too: the dict has every label in any case
+        return {
+            name: _init(inner, _chosen(name, labels, params), params, across)
+            for name, inner in transforms.items()
+        }
+
+    def update(
+        updates: Tree,
+        state: dict[str, Any],
+        params: Tree,
+        across: Across,
+        *,
+        run: _Update = Transform.update,
+    ) -> tuple[Tree, dict[str, Any]]:
+        labels = label(params, across)
+        states = {}
+        # Each leaf has one label, so no transform sees what another has made
         for name, inner in transforms.items():
-            chosen = _chosen(name, labels, params)
-            states[name] = inner.init(select(params, chosen), across.select(chosen))
-        return states
-
-    def update_with(run: _UpdateOf) -> Callable[..., tuple[Tree, dict[str, Any]]]:
-        def update(
-            updates: Tree, state: dict[str, Any], params: Tree, across: Across
-        ) -> tuple[Tree, dict[str, Any]]:
-            labels = label(params, across)
-            states = {}
-            # Each leaf has one label, so no transform sees what another has made
-            for name, inner in transforms.items():
-                chosen, own = _chosen(name, labels, params), state[name]
-                updates, states[name] = _run(run(inner), chosen, updates, own, params, across)
-            return updates, states
-
-        return update
+            chosen, own = _chosen(name, labels, params), state[name]
+            updates, states[name] = _run(run, inner, chosen, updates, own, params, across)
+        return updates, states
 
     # No `plain`: leaves are told apart, so they can't be regrouped by the bucket here
     needs = max((t.needs for t in transforms.values()), default=Needs.POINTWISE)
     has_kernel = any(t.has_kernel for t in transforms.values())
-    ending = update_with(_UPDATE_AND_ADD) if has_kernel else None
+    ending = partial(update, run=Transform.update_and_add) if has_kernel else None
     parts = tuple(transforms.values())
-    return Transform(
-        init,
-        update_with(_UPDATE),
-        needs,
-        parts=parts,
-        ending=ending,
-        asks_for_state=all(t.asks_for_state for t in parts),
-        takes_rows=True,
-    )
+    return Transform(init, update, needs, parts, ending=ending, takes_rows=True)
 
 
 @named
@@ -206,11 +187,10 @@ def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Tr
 
     def init(params: Tree, across: Across) -> dict[Any, Any]:
         labels = label(params, across)
-        states = {}
-        for name in dict.fromkeys(_names(labels, params)):
-            chosen = _chosen(name, labels, params)
-            states[name] = inner.init(select(params, chosen), across.select(chosen))
-        return states
+        return {
+            name: _init(inner, _chosen(name, labels, params), params, across)
+            for name in dict.fromkeys(_names(labels, params))
+        }
 
     def update(
         updates: Tree, state: dict[Any, Any], params: Tree, across: Across
@@ -224,12 +204,12 @@ def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Tr
         # The updates of one that rests are zeros, as they should be
         for name in dict.fromkeys(compress(_names(labels, params), moves)):
             chosen, own = _chosen(name, labels, params), state[name]
-            updates, states[name] = _run(inner.update, chosen, updates, own, params, across)
+            run = Transform.update
+            updates, states[name] = _run(run, inner, chosen, updates, own, params, across)
         return updates, states
 
     # The question about all leaves is its own, whatever `inner` needs
-    needs = max(Needs.STATISTICS, inner.needs)
-    return Transform(init, update, needs, (inner,), asks_for_state=inner.asks_for_state)
+    return Transform(init, update, max(Needs.STATISTICS, inner.needs), (inner,))
 
 
 def _names(labels: PyTree[Any], params: Tree) -> list[Any]:
@@ -248,23 +228,29 @@ def _true(mask: PyTree[Any], params: Tree) -> PyTree[bool]:
     return tree_map(lambda _, chosen: bool(chosen), params, mask)
 
 
-# The function of a transform that runs inside
-_UpdateOf = Callable[[Transform], Callable[..., tuple[Tree, Any]]]
-_UPDATE: _UpdateOf = attrgetter("update")
-_UPDATE_AND_ADD: _UpdateOf = attrgetter("update_and_add")
+_Update = Callable[..., tuple[Tree, Any]]  # that of a transform, or its `update_and_add`
+
+
+# The transform inside sees neither the other leaves nor their extents
+
+
+def _init(inner: Transform, chosen: PyTree[bool], params: Tree, across: Across) -> Any:
+    """Its state of the chosen leaves."""
+    return inner.init(select(params, chosen), across.select(chosen))
 
 
 def _run(
-    update: Callable[..., tuple[Tree, Any]],
+    update: _Update,
+    inner: Transform,
     chosen: PyTree[bool],
     updates: Tree,
     state: Any,
     params: Tree,
     across: Across,
 ) -> tuple[Tree, Any]:
-    """`update` of the chosen leaves, put back among the others."""
+    """Its `update` of the chosen leaves, put back among the others."""
     given, beside = select(updates, chosen), select(params, chosen)
-    new, state = update(given, state, beside, across.select(chosen))
+    new, state = update(inner, given, state, beside, across.select(chosen))
     return merge(new, updates), state
 
 
@@ -328,4 +314,4 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
         scaled = tree_map(scale, updates, label(params, across))
         return scaled, CountState(state.count + 1)
 
-    return Transform(init, update, Needs.POINTWISE, asks_for_state=True)
+    return Transform(init, update, Needs.POINTWISE)

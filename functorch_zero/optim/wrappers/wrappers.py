@@ -55,7 +55,8 @@ def wrapper(
         return init(params, lambda p: inner.init(p, across))
 
     def update_across(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        return update(updates, state, params, lambda u, s, p: inner.update(u, s, p, across))
+        own = across.beside(state, params)
+        return update(updates, own, params, lambda u, s, p: inner.update(u, s, p, across))
 
     # Not of any grouping inside, so `across` runs it as it would alone
     bare = inner.plain
@@ -136,8 +137,7 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
         return updates, ApplyIfFiniteState(in_a_row, finite, total, inner_state)
 
     # The question about all leaves is its own, whatever `inner` needs
-    needs = max(Needs.STATISTICS, inner.needs)
-    return Transform(init, update, needs, (inner,), asks_for_state=inner.asks_for_state)
+    return Transform(init, update, max(Needs.STATISTICS, inner.needs), (inner,))
 
 
 class MultiStepsState(NamedTuple):
@@ -181,7 +181,7 @@ def multi_steps(
         def accumulate(acc: Tensor, update: Tensor) -> Tensor:
             return acc + update if share is None else acc + (update - acc) * share
 
-        acc = elementwise(accumulate, state.acc_grads, updates)
+        acc = elementwise(accumulate, across.beside(state.acc_grads, params), updates)
         # Counts, on the CPU: all ranks branch alike
         if int(mini_step) < int(value_of(every_k, state.gradient_step)):
             waiting = state._replace(mini_step=mini_step, acc_grads=acc)
@@ -224,8 +224,7 @@ def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) ->
             updates, inner_state = inner.update(updates, inner_state, params, across)
         return updates, MaybeUpdateState(state.step + 1, inner_state)
 
-    asks_for_state = inner.asks_for_state
-    return Transform(init, update, inner.needs, parts=(inner,), asks_for_state=asks_for_state)
+    return Transform(init, update, inner.needs, parts=(inner,))
 
 
 class LookaheadState(NamedTuple):
@@ -368,9 +367,10 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
         # The gradient is of the worst point, but the step starts from the params before the ascent
-        new, inner_state = inner.update(updates, state.inner_state, state.cache, across)
+        cache = across.beside(state.cache, params)
+        new, inner_state = inner.update(updates, state.inner_state, cache, across)
         # Added to the params at the worst point, it leads back and then along `new`
-        back = tree_map(lambda c, u, p: c + u - p, state.cache, new, params)
+        back = tree_map(lambda c, u, p: c + u - p, cache, new, params)
         return back, SamState(state.step + 1, state.cache, inner_state)
 
     def update(
