@@ -9,7 +9,7 @@ hyperparameters. Whole states only: import before sharding, export after gatheri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -29,24 +29,25 @@ from ..transforms.moments import ScaleByAdamState
 from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
-# Our fields that are like params, and torch's names for them
-# Kinds without such fields are here for their counts
-_LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
+# Our fields, and torch's names for what they hold: trees like params, or one of `_NUMBERS`
+# Kinds without such fields are here for their counts; a FromTorchState has torch's names itself
+_TORCHS: dict[type[Any], dict[str, str]] = {
     CountState: {},
+    FromTorchState: {},
     ScaleByLearningRateState: {},
     TraceState: {"trace": "momentum_buffer"},
     ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
     ScaleByAmsgradState: {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"},
     ScaleByAdamaxState: {"mu": "exp_avg", "nu": "exp_inf"},
-    ScaleByNadamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
+    ScaleByNadamState: {"mu": "exp_avg", "nu": "exp_avg_sq", "mu_product": "mu_product"},
     ScaleByRssState: {"sum_of_squares": "sum"},
     ScaleByRmsState: {"nu": "square_avg"},
     ScaleByStddevState: {"mu": "grad_avg", "nu": "square_avg"},
     ScaleByAdaDeltaState: {"e_g": "square_avg", "e_x": "acc_delta"},
     ScaleByRpropState: {"step_sizes": "step_size", "prev_updates": "prev"},
 }
-# Our fields of one number, and torch's names for the numbers that it keeps per param
-_NUMBERS: dict[type[Any], dict[str, str]] = {ScaleByNadamState: {"mu_product": "mu_product"}}
+# torch's names for numbers that it keeps per param, and we once
+_NUMBERS = {"mu_product"}
 
 # A param's dotted path -> torch's state of it: tensors like the param and numbers, by torch's names
 ByName = dict[str, dict[str, Any]]
@@ -83,26 +84,22 @@ def import_torch_state(
     count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
 
     def convert(old: Any) -> Any:
-        new: dict[str, Any] = {}  # our field -> its new value
-        for field, key in _LIKE_PARAMS[type(old)].items():
-            new[field] = _import_tree(getattr(old, field), by_name, key)
-        for field, key in _NUMBERS.get(type(old), {}).items():
-            new[field] = _import_number(getattr(old, field), by_name, key)
+        kept = _by_torchs_names(old)
+        trees = {key: _import_tree(tree, by_name, key) for key, tree in kept.trees.items()}
+        numbers = {key: _import_number(x, by_name, key) for key, x in kept.numbers.items()}
+        if isinstance(old, FromTorchState):
+            return FromTorchState(count.clone(), trees, numbers)
+        imported = trees | numbers
+        new = {field: imported[key] for field, key in _TORCHS[type(old)].items()}
         # A clone for each: states may be donated, and no two may share a tensor
         if "count" in old._fields:
             new["count"] = count.clone()
         return old._replace(**new)
 
     # A chain may hold several kinds; each is filled from the one torch state
-    for kind in _LIKE_PARAMS:
+    for kind in _TORCHS:
         opt_state = replace_states(opt_state, kind, convert)
-
-    def convert_wrapped(old: FromTorchState) -> FromTorchState:
-        trees = {key: _import_tree(tree, by_name, key) for key, tree in old.like_params.items()}
-        numbers = {key: _import_number(value, by_name, key) for key, value in old.numbers.items()}
-        return FromTorchState(count.clone(), trees, numbers)
-
-    return replace_states(opt_state, FromTorchState, convert_wrapped)
+    return opt_state
 
 
 def export_torch_state(
@@ -124,17 +121,11 @@ def export_torch_state(
     own = optimizer.state_dict()
     by_name: ByName = {}
     counts = [0]  # steps, of each part that counts them
-    for kind, fields in _LIKE_PARAMS.items():
-        number_fields = _NUMBERS.get(kind, {})
+    for kind in _TORCHS:
         for state in find_states(opt_state, kind):
             if "count" in state._fields:  # all tuples have a method of that name
                 counts.append(int(state.count))
-            trees = {key: getattr(state, field) for field, key in fields.items()}
-            numbers = {key: getattr(state, field) for field, key in number_fields.items()}
-            _export(by_name, trees, numbers)
-    for state in find_states(opt_state, FromTorchState):
-        counts.append(int(state.count))
-        _export(by_name, state.like_params, state.numbers)
+            _export(by_name, _by_torchs_names(state))
     # torch counts per param, in float32; SGD keeps no count
     if not isinstance(optimizer, torch.optim.SGD):
         for kept in by_name.values():
@@ -145,13 +136,28 @@ def export_torch_state(
     return own | {"state": state}
 
 
-def _export(by_name: ByName, trees: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> None:
-    """Add trees like params, and numbers for each param, to torch's state, by torch's names."""
-    for key, tree in trees.items():
+class _Kept(NamedTuple):
+    """A state's tensors by torch's names."""
+
+    trees: dict[str, Any]  # like params
+    numbers: dict[str, Tensor]  # that torch keeps for each param
+
+
+def _by_torchs_names(state: Any) -> _Kept:
+    if isinstance(state, FromTorchState):
+        return _Kept(state.like_params, state.numbers)
+    found = {key: getattr(state, field) for field, key in _TORCHS[type(state)].items()}
+    numbers = {key: found.pop(key) for key in _NUMBERS & found.keys()}
+    return _Kept(found, numbers)
+
+
+def _export(by_name: ByName, state: _Kept) -> None:
+    """Add a state to torch's."""
+    for key, tree in state.trees.items():
         for name, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
             # Several parts of a chain may add to one param's state
             kept = by_name.setdefault(name, {})
-            for number_key, value in numbers.items():
+            for number_key, value in state.numbers.items():
                 kept[number_key] = value.float()
             # A clone: our state may be donated to the next step
             kept[key] = leaf.detach().clone()
