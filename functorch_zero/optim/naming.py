@@ -247,27 +247,32 @@ def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The global things that code names, by dotted name: `rates`, `config.rates`. Of a module or an
     object, the attributes that it names: others may differ between ranks."""
     found: dict[str, Any] = {}
-    kept: set[str] = set()  # names of things that the code uses whole
-    name, thing = "", None
+    for name, *attributes in _dotted_names(code):
+        thing = namespace.get(name)
+        for attribute in attributes:
+            inner = getattr(thing, attribute, None)
+            # A method of data is about all of it
+            if _is_data(thing) and callable(inner):
+                break
+            name, thing = f"{name}.{attribute}", inner
+        if thing is not None and _is_followed(thing):
+            found[name] = thing
+    return found
+
+
+def _dotted_names(code: CodeType) -> list[list[str]]:
+    """The global names in code, each with the attributes that are read of it at once."""
+    names: list[list[str]] = []
+    is_read = False  # whether the instruction before read the last of these
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            name, thing = step.argval, namespace.get(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and thing is not None:
-            inner = getattr(thing, step.argval, None)
-            if _is_data(thing) and callable(inner):
-                thing = None  # a method of data is about all of it
-                continue
-            # Only the attribute counts, unless the code uses the whole thing elsewhere
-            if name not in kept:
-                del found[name]
-            name, thing = f"{name}.{step.argval}", inner
+            names.append([step.argval])
+            is_read = True
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and is_read:
+            names[-1].append(step.argval)
         else:
-            if thing is not None:
-                kept.add(name)
-            thing = None
-        if thing is not None:
-            found[name] = thing
-    return {name: thing for name, thing in found.items() if _is_followed(thing)}
+            is_read = False
+    return names
 
 
 def _is_data(thing: Any) -> bool:
