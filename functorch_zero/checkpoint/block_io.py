@@ -23,7 +23,7 @@ from .errors import CorruptError
 from .files import created, opened, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
 from .places import RankFile
-from .rows import Piece, borders, encode_rows, rows_name
+from .rows import Piece, encode_rows, rows_name
 from .safetensors_file import DTYPES, NAMES, Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
 
@@ -158,9 +158,9 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
         yield current * block, runs
 
 
-def write_rank_file(path: Path, snapshot: Snapshot) -> tuple[File, int]:
+def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     """Write one rank's file and its rows, and flush them to disk. Returns its entry in the
-    manifest, and the `borders` of its pieces."""
+    manifest."""
     # Wide dtypes come first, so that every piece is aligned
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
@@ -179,7 +179,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> tuple[File, int]:
     pieces = [Piece(part.leaf, part.start, part.numel) for part in parts]
     rows = encode_rows(pieces, sums)
     write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
-    return File(path.name, size, len(pieces), zlib.crc32(rows)), borders(pieces)
+    return File(path.name, size, len(pieces), zlib.crc32(rows))
 
 
 def _data(

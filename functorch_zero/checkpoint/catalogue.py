@@ -140,9 +140,8 @@ def _problems(root: Path, count: int) -> list[str]:
         except (CorruptError, OSError) as error:
             problems.append(str(error))
     if not problems:  # else the pieces aren't all known
-        everything = {i: (0, leaf.numel) for i, leaf in enumerate(manifest.leaves)}
         try:
-            find_places(manifest, folder, everything)
+            find_places(manifest, folder, manifest.everything)
         except CorruptError as error:
             problems.append(str(error))
     # Files that no load would open, and that nothing else would report

@@ -121,6 +121,11 @@ class Manifest:
         """Of each leaf its number, by path."""
         return {leaf.path: number for number, leaf in enumerate(self.leaves)}
 
+    @property
+    def everything(self) -> dict[int, tuple[int, int]]:
+        """The elements [start, stop) of each leaf, all of them, by its number."""
+        return {number: (0, leaf.numel) for number, leaf in enumerate(self.leaves)}
+
     def num_blocks(self, file: File) -> int:
         """The number of a file's blocks, the last of which may be shorter."""
         return -(-file.size // self.block)

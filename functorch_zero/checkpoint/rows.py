@@ -8,9 +8,8 @@ millions of them by a few operations.
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,23 +72,3 @@ def decode_rows(data: bytes, num_pieces: int, num_blocks: int) -> tuple[Tensor, 
     pieces, sums = numbers.split([(stop - start) // 8, (end - stop) // 8])
     # A copy, so that who keeps the checksums doesn't keep the pieces
     return pieces.view(num_pieces, _COLUMNS), sums.clone()
-
-
-def borders(pieces: Iterable[Piece]) -> int:
-    """A number that adds up, modulo 2^128: those of all ranks' pieces to that of the whole leaves,
-    if the pieces cover every element exactly once, and else not.
-
-    Each element has a number that looks random. A piece counts that of the element where it ends,
-    and takes off that of the one where it starts. So of pieces in a row only the two ends are left,
-    wherever their borders are and whichever ranks have them.
-    """
-    total = 0
-    for piece in pieces:
-        total += _random(piece.leaf, piece.start + piece.numel) - _random(piece.leaf, piece.start)
-    return total % 2**128
-
-
-def _random(leaf: int, element: int) -> int:
-    """The number of an element, the same everywhere."""
-    digest = hashlib.sha256(f"{leaf} {element}".encode()).digest()
-    return int.from_bytes(digest[:16], "little")

@@ -37,8 +37,9 @@ def save(
     Each rank writes the elements that only it has, and an equal share of those that all have,
     without padding, into one safetensors file, and its rows beside it. The folder gets its name
     when everything is on disk: a save that is killed leaves the old checkpoints or the new one.
-    Three exchanges of JSON, some 350 bytes from each rank; memory beyond the state: 4 MiB, and one
-    leaf where it doesn't lie row by row.
+    Three exchanges of JSON, some 350 bytes from each rank. Before the name, rank 0 reads all rows:
+    every element must be there once. Memory beyond the state: 4 MiB, one leaf where it doesn't lie
+    row by row, and on rank 0 40 bytes for each piece.
 
     Args:
         root: a folder that all ranks see; made if need be.

@@ -3,14 +3,11 @@ them stays small, and pieces that don't cover a state exactly are never a checkp
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from functorch_zero import checkpoint, optim
@@ -25,7 +22,6 @@ from functorch_zero.checkpoint import (
     save_job,
     snapshot,
 )
-from functorch_zero.checkpoint.rows import Piece, borders
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
@@ -211,25 +207,3 @@ def test_pieces_that_do_not_cover_are_never_saved(
     with pytest.raises(CorruptError, match=rf"rank 0: .*element \d+ of .* is there {story}"):
         save_on(tmp_path, 3, level)
     assert checkpoint.latest(tmp_path) is None and not leftovers(tmp_path)
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_borders_add_up(data: st.DataObject) -> None:
-    """Over any cut of some leaves, in any order; and not when a piece is another one."""
-    numels = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
-    pieces = []
-    for leaf, numel in enumerate(numels):
-        inner = data.draw(st.sets(st.integers(1, numel - 1))) if numel > 1 else set()
-        cuts = sorted({0, numel} | inner)
-        pieces += [Piece(leaf, a, b - a) for a, b in pairwise(cuts)]
-    whole = borders([Piece(leaf, 0, numel) for leaf, numel in enumerate(numels)])
-    pieces = data.draw(st.permutations(pieces))
-    k = data.draw(st.integers(0, len(pieces)))  # of two ranks
-    assert (borders(pieces[:k]) + borders(pieces[k:])) % 2**128 == whole
-    if pieces:
-        i, field = data.draw(st.integers(0, len(pieces) - 1)), data.draw(st.integers(0, 2))
-        numbers = list(pieces[i])
-        numbers[field] += data.draw(st.sampled_from([-2, -1, 1, 2]))
-        pieces[i] = Piece(*numbers)
-        assert pieces[i].numel == 0 or borders(pieces) != whole
