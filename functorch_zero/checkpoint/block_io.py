@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ from .contents import Part
 from .errors import CorruptError
 from .files import created, opened, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
-from .places import RankFile
+from .places import Places, RankFile
 from .rows import Piece, encode_rows, rows_name
 from .safetensors_file import DTYPES, NAMES, Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
@@ -59,6 +59,35 @@ class Wanted(NamedTuple):
         low, high = max(self.offset, start), min(self.end, stop)
         numel, first = (high - low) // self.width, (low - self.offset) // self.width
         return self._replace(offset=low, numel=numel, first=self.first + first)
+
+
+class Target(NamedTuple):
+    """Elements [start, stop) of a leaf that are to be read, and their place."""
+
+    tensor: Tensor  # (stop - start,), of any dtype, on any device
+    start: int  # in elements of the whole leaf
+    stop: int
+
+
+def read_leaves(places: Places, targets: Mapping[int, Sequence[Target]]) -> None:
+    """Read leaves, by their numbers, into targets. File by file, so that blocks which leaves share
+    are read once.
+
+    Raises:
+        CorruptError: as `read_wanted`.
+    """
+    for file, pieces in places.by_file(targets):
+        wanted = []
+        for piece in pieces:
+            leaf = places.manifest.leaves[piece.leaf]
+            for target in targets[piece.leaf]:
+                # The elements in both, if any
+                start, stop = max(target.start, piece.start), min(target.stop, piece.stop)
+                if start < stop:
+                    offset = piece.offset + (start - piece.start) * leaf.width
+                    first = start - target.start
+                    wanted.append(Wanted(offset, stop - start, leaf.dtype, target.tensor, first))
+        read_wanted(file, wanted)
 
 
 def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:

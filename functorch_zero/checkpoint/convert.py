@@ -19,7 +19,7 @@ from ..optim.base import Transform
 from ..params import Names
 from ..step.state import State, marked
 from .agreement import nothing, together
-from .block_io import Wanted, read_wanted
+from .block_io import Target, read_leaves
 from .catalogue import chosen
 from .contents import Contents, Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
 from .errors import CheckpointError, CorruptError
@@ -248,13 +248,7 @@ def read_leaf(tensor: Named, places: Places) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
     leaf = tensor.leaf
     whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype], device="cpu")  # (numel,)
-    # Every piece of the leaf, whichever rank wrote it
-    for file, pieces in places.by_file(tensor.number):
-        runs = []
-        for piece in pieces:
-            numel = piece.stop - piece.start
-            runs.append(Wanted(piece.offset, numel, leaf.dtype, whole, piece.start))
-        read_wanted(file, runs)
+    read_leaves(places, {tensor.number: [Target(whole, 0, leaf.numel)]})
     return whole
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import nothing, together
-from .block_io import Wanted, read_wanted
+from .block_io import Target, read_leaves
 from .catalogue import check_sizes, read_manifest, step_in
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
 from .files import step_folder
 from .frozen import crc_shares, crcs_from
 from .manifest import Leaf, LeftOut, Manifest, encode_manifest
-from .places import Place, Places, find_places
+from .places import Places, find_places
 from .safetensors_file import DTYPES
 from .save import wait_for_saves
 
@@ -207,24 +207,20 @@ def _read(
     _check_frozen(prepared.frozen, shares)
     manifest, old = prepared.manifest, prepared.old
     state, new = state_to_fill(step, like, old)
-    parts: dict[int, list[Held]] = {}  # what to read of each leaf, by its number
+    targets: dict[int, list[Target]] = {}  # by the leaf's number
     for before, held in zip(old.held, new, strict=True):
         number = manifest.numbers.get(held.path)
         if number is not None:
+            # A view, since a blank state's tensors lie row by row
+            target = Target(held.tensor.detach().view(-1), held.start, held.stop)
             # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
-            found = _rows(held, manifest.leaves[number]) if held.summed else [held]
-            # Views, since a blank state's tensors lie row by row
-            parts[number] = [x._replace(tensor=x.tensor.detach().view(-1)) for x in found]
+            is_summed, leaf = held.summed, manifest.leaves[number]
+            targets[number] = _rows(target, leaf, held.shape[0]) if is_summed else [target]
         elif held.tensor is not before.tensor:
             held.tensor.copy_(before.tensor)  # missing, and allowed to be
-    # File by file: blocks that several leaves share are read once
-    for file, places in prepared.places.by_file():
-        runs: list[Wanted] = []
-        for place in places:
-            runs += _runs(parts[place.leaf], place, manifest.leaves[place.leaf])
-        read_wanted(file, runs)
+    read_leaves(prepared.places, targets)
     # The first lies in place; the others are added when all is read
-    for first, *others in parts.values():
+    for first, *others in targets.values():
         for other in others:
             first.tensor.add_(other.tensor)
     return _finished(state, old._replace(held=new), manifest)
@@ -310,33 +306,22 @@ def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
     return []
 
 
-def _rows(held: Held, leaf: Leaf) -> list[Held]:
+def _rows(target: Target, leaf: Leaf, num_ranks: int) -> list[Target]:
     """The rows of a saved leaf that this rank is to add up: every N-th on N ranks. Zeros where
     there are fewer.
 
-    The first one is in place, in `held.tensor`; the others have tensors of their own.
+    The first one is in place, in the target's tensor; the others have tensors of their own.
     """
     # Where fewer ranks saved, this rank adds nothing to the sum
-    held.tensor.zero_()
-    n = held.tensor.numel()  # of a row
+    target.tensor.zero_()
+    n = target.tensor.numel()  # of a row
     if not n:
-        return [held]
-    first, num_ranks = held.start // n, held.shape[0]  # this rank's row here; one row per rank
-    rows: list[Held] = []
-    for row in range(first, leaf.shape[0], num_ranks):
-        tensor = torch.empty_like(held.tensor) if rows else held.tensor
-        rows.append(held._replace(tensor=tensor, start=row * n, stop=(row + 1) * n))
-    return rows or [held._replace(start=0, stop=0)]  # nothing to read, and the zeros stay
-
-
-def _runs(parts: Iterable[Held], place: Place, leaf: Leaf) -> Iterator[Wanted]:
-    """The runs of elements to read of a piece, for parts of its leaf, each with a flat tensor."""
-    for held in parts:
-        # The elements in both, if any
-        start, stop = max(held.start, place.start), min(held.stop, place.stop)
-        if start < stop:
-            offset = place.offset + (start - place.start) * leaf.width  # bytes, in the file
-            yield Wanted(offset, stop - start, leaf.dtype, held.tensor, start - held.start)
+        return [target]
+    rows: list[Target] = []
+    for row in range(target.start // n, leaf.shape[0], num_ranks):  # from this rank's own on
+        tensor = torch.empty_like(target.tensor) if rows else target.tensor
+        rows.append(Target(tensor, row * n, (row + 1) * n))
+    return rows or [target._replace(start=0, stop=0)]  # nothing to read, and the zeros stay
 
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:

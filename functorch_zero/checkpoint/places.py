@@ -4,7 +4,7 @@ read file by file, and only what is wanted is kept."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,18 +43,15 @@ class Places:
     `table` (n, 5) int64: of each piece the fields of `Place`, by leaf, then by start.
     """
 
-    def __init__(self, files: list[RankFile], table: Tensor) -> None:
+    def __init__(self, manifest: Manifest, files: list[RankFile], table: Tensor) -> None:
+        self.manifest = manifest
         self._files = files
         self._table = table
-        self._leaves = table[:, 0].contiguous()  # in order, for a binary search
 
-    def by_file(self, leaf: int | None = None) -> Iterator[tuple[RankFile, list[Place]]]:
-        """The pieces of all leaves, or of one, file by file."""
-        table = self._table
-        if leaf is not None:
-            borders = torch.tensor([leaf, leaf + 1], device="cpu")
-            first, end = torch.searchsorted(self._leaves, borders).tolist()
-            table = table[first:end]
+    def by_file(self, leaves: Collection[int]) -> Iterator[tuple[RankFile, list[Place]]]:
+        """The pieces of these leaves, file by file."""
+        numbers = torch.tensor([*leaves], dtype=torch.int64, device="cpu")
+        table = self._table[torch.isin(self._table[:, 0], numbers)]
         table = table[table[:, 3].argsort(stable=True)]
         numbers, counts = table[:, 3].unique_consecutive(return_counts=True)
         # Objects of one file at a time: a whole state may have millions of pieces
@@ -88,7 +85,7 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     for column in (1, 0):  # by leaf, then by start
         table = table[table[:, column].argsort(stable=True)]
     _check_coverage(manifest, folder, table, starts, stops)
-    return Places(files, table)
+    return Places(manifest, files, table)
 
 
 def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, Tensor]:

@@ -182,7 +182,7 @@ def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None
         except CorruptError:
             return
     for number, leaf in enumerate(manifest.leaves):
-        covered = sorted((p.start, p.stop) for _, found in places.by_file(number) for p in found)
+        covered = sorted((p.start, p.stop) for _, found in places.by_file([number]) for p in found)
         ends = [0, *(stop for _, stop in covered)]
         assert [start for start, _ in covered] == ends[:-1] and ends[-1] == leaf.numel
 

@@ -169,7 +169,7 @@ def test_a_reader_keeps_what_concerns_it(tmp_path: Path) -> None:
     second = sorted(whole)[1]
     wanted = {number: (second.start, second.start + second.numel)}
     kept = places.find_places(found, tmp_path / STEP, wanted)
-    (one,) = [place for _, of_file in kept.by_file() for place in of_file]
+    (one,) = [place for _, of_file in kept.by_file(wanted) for place in of_file]
     assert (one.leaf, one.start, one.stop) == (number, *wanted[number])
 
 
