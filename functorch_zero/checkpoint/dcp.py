@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,38 +119,25 @@ def import_dcp(
 
     # Runs inside of the job: only metadata is read, tensors one by one when their turn comes
     def sources() -> dict[str, Found]:
-        found: dict[str, Found] = {}
-        for name, entry in list_entries(path).items():
-            if not name.startswith(prefix):
-                continue
-            own_name = name.removeprefix(prefix)
-            found[own_name] = "pickled object"
-            if entry is not None:
-                found[own_name] = Source(*entry, whole=partial(read_tensor, path, name, *entry))
-        return found
+        found = list_entries(path).items()
+        return {name[len(prefix) :]: entry for name, entry in found if name.startswith(prefix)}
 
     allowed = Allowed(missing=allow_missing, extra=allow_extra, cast=cast)
     return import_into(f"import {path}", sources, step, like, names_of(aliases), rename, allowed)
 
 
-class DcpTensor(NamedTuple):
-    """A tensor in a folder."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def list_entries(folder: Path) -> dict[str, DcpTensor | None]:
-    """The entries of a folder by name; None: it is a pickled object. This unpickles the folder's
-    metadata, which can run any code."""
+def list_entries(folder: Path) -> dict[str, Found]:
+    """The entries of a folder by name. This unpickles the folder's metadata, which can run any
+    code."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    found: dict[str, DcpTensor | None] = {}
+    found: dict[str, Found] = {}
     for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        found[name] = None
+        found[name] = "pickled object"
         if isinstance(entry, TensorStorageMetadata):
-            found[name] = DcpTensor(tuple(entry.size), entry.properties.dtype)
+            kind = tuple(entry.size), entry.properties.dtype
+            found[name] = Source(*kind, whole=partial(read_tensor, folder, name, *kind))
     return found
 
 
