@@ -3,7 +3,6 @@ all."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,6 +10,7 @@ from ..errors import DonatedError, GroupError, MismatchError, StructureError
 from ..groups import check_same_call, labelled, rejoin
 from ..groups.checks import by_rank
 from ..groups.protocol import Group
+from ..sharded.words import exchange_data
 from .errors import CheckpointError, CorruptError
 
 # Errors that other ranks raise in the same kind; of any other they raise a CheckpointError
@@ -65,13 +65,12 @@ def together(
         except Exception as error:
             failure = error
             report = {"error": type(error).__name__, "text": _words(error)}
-        told = labelled(group, what).exchange(json.dumps(report).encode())
+        reports = exchange_data(labelled(group, what), report)
     except GroupError:
         raise  # the ranks can't tell each other anything any more
     except BaseException as error:  # an interrupt, say: the program ends, and others must not wait
         group.fail(error)
         raise  # the others raise `PeerError` where they wait
-    reports = [json.loads(data) for data in told]
     failed = [report for report in reports if "error" in report]
     if failed:
         # The lowest failing rank decides the kind, so that all ranks raise the same one

@@ -15,6 +15,7 @@ from ..groups import labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
 from ..sharded.failures import sharing_failures
+from ..sharded.words import exchange_data
 from ..step.state import State
 from .agreement import together
 from .contents import Contents, Held, Step, contents_of, frozen_in, group_of
@@ -159,11 +160,8 @@ def _to_send(held: Held, of: str, dtype: torch.dtype | None, to: int, rank: int)
 def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Tensor]]:
     """The leaves of a pack, whole, at the rank that gets them; elsewhere none. One exchange of
     where each rank's elements lie, and one all-to-all of bytes."""
-    own = torch.tensor([(sent.start, sent.here.numel()) for sent in pack], device="cpu")  # int64
-    spans = [
-        torch.frombuffer(bytearray(told), dtype=torch.int64).view(len(pack), 2).tolist()
-        for told in group.exchange(own.numpy().tobytes())
-    ]  # by rank and leaf: start, number of elements
+    # By rank and leaf: start, number of elements
+    spans = exchange_data(group, [(sent.start, sent.here.numel()) for sent in pack])
     widths = [sent.here.element_size() for sent in pack]
     # By rank and leaf, in bytes
     lengths = [[n * w for (_, n), w in zip(rows, widths, strict=True)] for rows in spans]
