@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +32,6 @@ BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
 CHECKSUM = "crc32"
 _SECONDS_BETWEEN_REPORTS = 10.0
 _THREADS = 2  # of a read: one waits for the disk while the other checks
-_FEW_BLOCKS = 4  # fewer are read in the caller's thread
 log = logging.getLogger("functorch_zero.checkpoint")
 
 
@@ -116,22 +115,9 @@ def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
                 # Converts the dtype, and copies to the target's device
                 run.target[run.first : run.first + run.numel].copy_(data)
 
-        _for_each(read, list(_by_block(wanted, file.block)))
-
-
-def _for_each(
-    work: Callable[[tuple[int, list[Wanted]]], None], blocks: list[tuple[int, list[Wanted]]]
-) -> None:
-    """Do the work for every block: many blocks in two threads, so that one reads while the other
-    checks."""
-    # A pool costs more than a few blocks take
-    if len(blocks) < _FEW_BLOCKS:
-        for block in blocks:
-            work(block)
-        return
-    with ThreadPoolExecutor(_THREADS, "functorch_zero load") as pool:
-        # Raises the first error, in the order of the file; then blocks not begun are not read
-        list(pool.map(work, blocks))
+        with ThreadPoolExecutor(_THREADS, "functorch_zero load") as pool:
+            # Raises the first error, in the order of the file; then blocks not begun are not read
+            list(pool.map(read, _by_block(wanted, file.block)))
 
 
 def read_through(file: RankFile) -> None:

@@ -202,7 +202,7 @@ class _Spot(NamedTuple):
     """A rank's part of a leaf."""
 
     extent: Extent | None = None  # None: the whole leaf, in the shape that it has here
-    everywhere: bool = True  # these as of `Held`
+    everywhere: bool = True  # these as of `Held`, and in its order
     saved: bool = True
     summed: bool = False
 
@@ -224,9 +224,7 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
                 got=leaf.numel(),
             )
         )
-    start, stop = extent.in_leaf.start, extent.in_leaf.stop
-    flags = spot.everywhere, spot.saved, spot.summed
-    return Held(path, leaf, extent.shape, start, stop, *flags)
+    return Held(path, leaf, extent.shape, extent.in_leaf.start, extent.in_leaf.stop, *spot[1:])
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:

@@ -450,15 +450,13 @@ def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
     Raises:
         StructureError: two would have one name, or a name to be replaced is not there.
     """
-    if rename is None:
-        return dict(found)
-    if isinstance(rename, Mapping):
-        unknown = sorted(set(rename) - set(found))
-        if unknown:
-            raise StructureError(f"rename= has {unknown[0]}, which is not among the weights")
+    names = {old: rename(old) for old in found} if callable(rename) else dict(rename or {})
+    unknown = sorted(set(names) - set(found))
+    if unknown:
+        raise StructureError(f"rename= has {unknown[0]}, which is not among the weights")
     named: dict[str, Found] = {}
     for old, source in found.items():
-        name = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
+        name = names.get(old, old)
         if name is None:
             continue
         if name in named:

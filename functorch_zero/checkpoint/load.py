@@ -26,7 +26,7 @@ from ..step.state import State
 from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import nothing, together
 from .block_io import Target, read_leaves
-from .catalogue import check_sizes, read_manifest, step_in
+from .catalogue import chosen, read_manifest
 from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
 from .files import step_folder
 from .frozen import crc_shares, crcs_from
@@ -115,14 +115,19 @@ def load(
 def _load(root: Path, step: Step, like: State, count: int | None, allowed: Allowed) -> Restored:
     """Choose, prepare, read: each on all ranks or on none."""
     group = group_of(step)
-    # Rank 0 chooses, as ranks may see a shared folder at different moments
-    choices = together(group, f"load from {root}", lambda: _choose(root, count, group.rank))
-    what = f"load step {choices.of_all[0]} from {root}"
+
+    def choose() -> int:
+        # Rank 0 alone, as ranks may see a shared folder at different moments. It looks at the sizes
+        # of all files, and other ranks at those of the files that they read
+        return chosen(root, count)[0].step if group.rank == 0 else -1
+
+    chosen_count = together(group, f"load from {root}", choose).of_all[0]
+    what = f"load step {chosen_count} from {root}"
     # Every rank reads the manifest itself: a local disk would show another one, or none
     prepared, told = together(
         group,
         what,
-        lambda: _prepare(root, choices.of_all[0], step, like, allowed),
+        lambda: _prepare(root, chosen_count, step, like, allowed),
         lambda prepared: prepared.facts_for(group),
     )
     if len({one["digest"] for one in told}) > 1:
@@ -133,17 +138,6 @@ def _load(root: Path, step: Step, like: State, count: int | None, allowed: Allow
     # All ranks agree by now, and the first write comes
     read = together(group, what, lambda: _read(step, like, prepared, shares), nothing)
     return Restored(read.own, prepared.manifest.user)
-
-
-def _choose(root: Path, count: int | None, rank: int) -> int:
-    """The step to load; rank 0's word counts."""
-    if rank != 0:  # any number: only rank 0's is taken
-        return -1
-    found = step_in(root, count)
-    # Rank 0 looks at the sizes of all files; other ranks at those of the files that they read
-    if count is not None:
-        check_sizes(root, count)
-    return found
 
 
 class _Prepared(NamedTuple):
