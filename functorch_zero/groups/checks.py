@@ -7,7 +7,9 @@ and the others hear of it as of any other failure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..tree import is_flagged
@@ -29,29 +31,27 @@ def check_flat(name: str, tensor: Tensor) -> None:
     )
 
 
-def check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
-    """Raise unless one tensor has `size` times the elements of the other, and they are of one dtype
-    and device."""
-    _check_alike(long_name, long, short_name, short)
-    num_long, num_short = long.numel(), short.numel()
-    if num_long == size * num_short:
-        return
-    raise ValueError(
-        f"{long_name} must have {size} times (once per rank) the {num_short} elements of "
-        f"{short_name}, got {num_long}"
-    )
+def check_call(size: int, kind: str, *arguments: Any) -> None:
+    """Raise unless a group of so many ranks can make this collective of these arguments.
 
-
-def check_all_to_all(
-    size: int, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-) -> None:
-    """Raise unless the sizes are those of runs of `out` and `source`, one per rank.
-
-    Only the collective can tell that they fit the other ranks' sizes.
+    Only an all-to-all itself can tell that its sizes fit the other ranks'.
     """
-    _check_alike("out", out, "source", source)
-    _check_runs(size, "out_sizes", out_sizes, "out", out)
-    _check_runs(size, "in_sizes", in_sizes, "source", source)
+    match kind, arguments:
+        case "all_gather", (out, piece):
+            _check_pieces(size, "out", out, "piece", piece)
+        case "reduce_scatter", (out, whole):
+            _check_pieces(size, "whole", whole, "out", out)
+            _check_reducible("sum", whole)
+        case "all_reduce", (tensor, op):
+            check_flat("tensor", tensor)
+            _check_reducible(op, tensor)
+        case "all_to_all", (out, out_sizes, source, in_sizes):
+            _check_alike("out", out, "source", source)
+            _check_runs(size, "out_sizes", out_sizes, "out", out)
+            _check_runs(size, "in_sizes", in_sizes, "source", source)
+        case "broadcast", (tensor, source):
+            check_flat("tensor", tensor)
+            check_source(size, source)
 
 
 def check_source(size: int, source: int) -> None:
@@ -109,6 +109,27 @@ def fold(parts: Sequence[Tensor], op: str) -> Tensor:
         else:
             total.copy_(total.maximum(part))  # `maximum` keeps NaN, as `max` of backends may not
     return total
+
+
+def _check_reducible(op: str, tensor: Tensor) -> None:
+    """Refuse operations and dtypes that backends do not all reduce in the same way."""
+    if op not in ("sum", "max"):
+        raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
+    if tensor.dtype == torch.bool:
+        raise TypeError("a bool tensor can't be reduced: convert it to an integer dtype first")
+
+
+def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+    """Raise unless one tensor has `size` times the elements of the other, and they are of one dtype
+    and device."""
+    _check_alike(long_name, long, short_name, short)
+    num_long, num_short = long.numel(), short.numel()
+    if num_long == size * num_short:
+        return
+    raise ValueError(
+        f"{long_name} must have {size} times (once per rank) the {num_short} elements of "
+        f"{short_name}, got {num_long}"
+    )
 
 
 def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from ..tree import has_values
-from .checks import (
-    check_all_to_all,
-    check_flat,
-    check_pieces,
-    check_source,
-)
+from .checks import check_call
 from .forwarding import Forwarding, subgroup
-from .protocol import Done, Group, ReduceOp, Work, check_reducible
+from .protocol import Collectives, Done, Group, Work
 from .signature import brought
 
 
@@ -30,6 +25,22 @@ class Call(NamedTuple):
     # Of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
     num_elements: int
     sent_bytes: float  # what one rank sends at least, on a ring
+
+    @classmethod
+    def of(cls, group: Group, kind: str, *arguments: Any) -> Call:
+        """That of a group's method, called with these on this rank."""
+        tensor = arguments[0] if kind == "all_gather" else brought(arguments)
+        others = group.size - 1
+        # That each rank sends when all parts of the tensor but one pass through it
+        sent = tensor.nbytes * others / group.size
+        if kind == "all_reduce":
+            sent *= 2  # a reduce-scatter, then an all-gather
+        elif kind == "broadcast":
+            sent = tensor.nbytes if others else 0
+        elif kind == "all_to_all":
+            runs = arguments[-1]  # in elements
+            sent = (sum(runs) - runs[group.rank]) * tensor.element_size()
+        return cls(kind, tensor.dtype, tensor.numel(), sent)
 
 
 class RecordingGroup(Forwarding):
@@ -69,18 +80,7 @@ class RecordingGroup(Forwarding):
     def _start(self, kind: str, *arguments: Any) -> Work:
         # Called first: a call that raises is not recorded
         work = super()._start(kind, *arguments)
-        tensor = arguments[0] if kind == "all_gather" else brought(arguments)
-        others = self.size - 1
-        # That each rank sends when all parts of the tensor but one pass through it
-        sent = tensor.nbytes * others / self.size
-        if kind == "all_reduce":
-            sent *= 2  # a reduce-scatter, then an all-gather
-        elif kind == "broadcast":
-            sent = tensor.nbytes if others else 0
-        elif kind == "all_to_all":
-            runs = arguments[-1]  # in elements
-            sent = (sum(runs) - runs[self.rank]) * tensor.element_size()
-        self.calls.append(Call(kind, tensor.dtype, tensor.numel(), sent))
+        self.calls.append(Call.of(self, kind, *arguments))
         return work
 
     def _meet(self, kind: str, *payload: bytes) -> Any:
@@ -121,7 +121,7 @@ def counted(group: Group) -> RecordingGroup:
     return RecordingGroup(group)
 
 
-class MirrorGroup:
+class MirrorGroup(Collectives):
     """A group whose other ranks all hold the same as this rank. Outputs are there at once; those
     without values are left alone."""
 
@@ -132,62 +132,34 @@ class MirrorGroup:
     def subgroup(self, ranks: Sequence[int]) -> MirrorGroup:
         return MirrorGroup(list(ranks).index(self.rank), len(ranks))
 
-    @torch.no_grad()
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        check_pieces(self.size, "out", out, "piece", piece)
-        if not has_values(out):
-            return Done()
-        # (N * k,) as N rows (k,), all equal
-        rows = out.view(self.size, piece.numel())
-        rows.copy_(piece.clone())  # a copy, since the piece may lie in out
-        return Done()
-
-    @torch.no_grad()
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        check_pieces(self.size, "whole", whole, "out", out)
-        check_reducible("sum", whole)
-        if not has_values(out):
-            return Done()
-        # All ranks bring the same, so the sum is `size` times this rank's own slice
-        start = self.rank * out.numel()
-        out.copy_(whole[start : start + out.numel()] * self.size)
-        return Done()
-
-    @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        check_flat("tensor", tensor)
-        check_reducible(op, tensor)
-        # The largest of equals is there already
-        if op == "sum" and has_values(tensor):
-            tensor.mul_(self.size)
-        return Done()
-
-    @torch.no_grad()
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
-        if not has_values(out):
-            return Done()
-        # The run that this rank sends to itself stands for the runs from all ranks
-        own = torch.split(source, list(in_sizes))[self.rank].clone()
-        for run in torch.split(out, list(out_sizes)):
-            _fill(run, own)
-        return Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        check_flat("tensor", tensor)
-        check_source(self.size, source)
-        return Done()  # the source holds the same, so nothing changes
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return [bytes(payload)] * self.size
-
-    def barrier(self) -> None:
-        return None
-
     def fail(self, error: BaseException) -> None:
         return None
+
+    @torch.no_grad()
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        check_call(self.size, kind, *arguments)
+        out, source, last = arguments[0], brought(arguments), arguments[-1]
+        if not has_values(out):
+            return Done()
+        match kind:
+            case "all_gather":
+                # (N * k,) as N rows (k,), all equal; of a copy, since the piece may lie in out
+                out.view(self.size, source.numel()).copy_(source.clone())
+            case "reduce_scatter":
+                # All ranks bring the same, so the sum is `size` times this rank's own slice
+                start = self.rank * out.numel()
+                out.copy_(source[start : start + out.numel()] * self.size)
+            case "all_reduce" if last == "sum":  # the largest of equals is there already
+                out.mul_(self.size)
+            case "all_to_all":
+                # The run that this rank sends to itself stands for the runs from all ranks
+                own = torch.split(source, list(last))[self.rank].clone()
+                for run in torch.split(out, list(arguments[1])):
+                    _fill(run, own)
+        return Done()  # a broadcast's source holds the same, so nothing changes
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        return [b"".join(payload)] * self.size
 
 
 def _fill(run: Tensor, own: Tensor) -> None:

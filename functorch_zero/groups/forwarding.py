@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .last_collectives import RING_OF_PROCESS, Ring
-from .protocol import Group, ReduceOp, Work
+from .protocol import Collectives, Group, Work
 
 AllSay = Callable[[str, float], bool]
 
 
-class Forwarding:
-    """All of a group's collectives, done by another group: by `_start` and `_meet`."""
+class Forwarding(Collectives):
+    """All of a group's collectives, done by another group."""
 
     def __init__(self, inner: Group):
         self.inner = inner
@@ -29,37 +27,11 @@ class Forwarding:
         """The number of ranks."""
         return self.inner.size
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self._start("all_gather", out, piece)
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self._start("reduce_scatter", out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start("all_reduce", tensor, op)
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        return self._start("all_to_all", out, out_sizes, source, in_sizes)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._start("broadcast", tensor, source)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        payloads: list[bytes] = self._meet("exchange", payload)
-        return payloads
-
-    def barrier(self) -> None:
-        self._meet("barrier")
-
     def _start(self, kind: str, *arguments: Any) -> Work:
-        """Start the collective of this name."""
         work: Work = getattr(self.inner, kind)(*arguments)
         return work
 
     def _meet(self, kind: str, *payload: bytes) -> Any:
-        """The result of an exchange or a barrier, which wait in the call itself."""
         return getattr(self.inner, kind)(*payload)
 
     def fail(self, error: BaseException) -> None:

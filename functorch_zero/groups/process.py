@@ -8,8 +8,9 @@ would make slowly, or not at all, are an exchange followed by a local sum in ran
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_distributed
-from .checks import (
-    check_all_to_all,
-    check_flat,
-    check_pieces,
-    check_source,
-    check_subgroup,
-)
+from .checks import check_call, check_subgroup
 from .connections import Connections
 from .exchanges import Exchanges, Pair, all_to_all
 from .functorch_guard import refuse_collectives_in_transforms
 from .membership import Membership
-from .protocol import Done, ReduceOp, Work, check_reducible
+from .protocol import Collectives, ReduceOp, Work
 from .rendezvous import join_launched_world
+from .signature import brought
 from .store import Store
 from .work import Then, as_bytes, copy_alone, nan_apart, through_host
 
@@ -44,7 +40,7 @@ _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int6
 _SMALL = 2**16
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process
     group.
 
@@ -107,108 +103,6 @@ class ProcessGroup:
         if not self._alone:
             self._membership.connect()
             self._membership.meet(self.exchange)
-
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
-        place in `out`."""
-        check_pieces(self.size, "out", out, "piece", piece)
-        # Not for autograd: writing in place into a leaf that requires grad would raise
-        out, piece = out.detach(), piece.detach()
-        # Without a message: k is equal on all ranks, so all of them come to this line
-        if self._alone or not out.numel():
-            return copy_alone(out, piece)
-        if self._must_stage(out):
-            return through_host(self.all_gather, out, piece)
-        return self._exchanges(out).all_gather("all_gather", out, piece)
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,)."""
-        check_pieces(self.size, "whole", whole, "out", out)
-        check_reducible("sum", whole)
-        out, whole = out.detach(), whole.detach()
-        if self._alone or not whole.numel():
-            return copy_alone(out, whole)
-        if self._must_stage(whole):
-            return through_host(self.reduce_scatter, out, whole)
-        if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
-            return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
-        return self._exchanges(whole).reduce_scatter(out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on
-        every rank."""
-        check_flat("tensor", tensor)
-        check_reducible(op, tensor)
-        tensor = tensor.detach()
-        if self._alone or not tensor.numel():
-            return Done()
-        if self._must_stage(tensor):
-            return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
-        small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
-        if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
-            return self._exchanges(tensor).all_reduce(tensor, op)
-        if op == "sum":
-            return self._launch("all_reduce", "allreduce", [tensor])
-        # A maximum: NaN travels as a mask, behind the values
-        values, finish = nan_apart(tensor)
-        return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
-        from all ranks j (out_sizes[j] elements)."""
-        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
-        out, source = out.detach(), source.detach()
-        if self._alone:
-            return copy_alone(out, source)
-        # The sizes are bound here, as `through_host` passes two tensors only
-        if self._must_stage(out):
-
-            def collective(host_out: Tensor, host_source: Tensor) -> Work:
-                return self.all_to_all(host_out, out_sizes, host_source, in_sizes)
-
-            return through_host(collective, out, source)
-        # torch counts runs in elements of the tensors that it is given, and those are bytes
-        width = source.element_size()
-        out_runs = [num * width for num in out_sizes]
-        in_runs = [num * width for num in in_sizes]
-        return all_to_all(self._launch, "all_to_all", out, out_runs, source, in_runs)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """`tensor` (k,) becomes rank `source`'s, in place."""
-        check_flat("tensor", tensor)
-        check_source(self.size, source)
-        tensor = tensor.detach()
-        if self._alone or not tensor.numel():
-            return Done()
-        if self._must_stage(tensor):
-            return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
-        options = dist.BroadcastOptions()
-        options.rootRank = source  # a number in the group, not in the world
-        return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then
-        padded bytes."""
-        own_size = torch.tensor([len(payload)], device="cpu")  # (1,) int64
-        sizes = self._gather_host("exchange", own_size).tolist()
-        longest = max(sizes)
-        if not longest:  # all payloads are empty, and every rank sees it
-            return [b""] * self.size
-        # A bytearray, since torch warns of a buffer that can't be written to
-        padded = bytearray(payload.ljust(longest, b"\0"))
-        # (N * longest,) uint8
-        gathered = self._gather_host("exchange", torch.frombuffer(padded, dtype=torch.uint8))
-        payloads = []
-        for row, size in zip(gathered.view(self.size, longest), sizes, strict=True):
-            # A copy of the row's memory, without numpy
-            payloads.append(ctypes.string_at(row.data_ptr(), size))
-        return payloads
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._gather_host("barrier", torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def all_say(self, words: str, seconds: float) -> bool:
         """Whether all ranks say the same words within that time. It is no collective: other ranks
@@ -295,6 +189,75 @@ class ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank
         calls this."""
         return type(self)(self._parent, timeout=self._timeout, _store=self._membership.store)
+
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        check_call(self.size, kind, *arguments)
+        # Not for autograd: writing in place into a leaf that requires grad would raise
+        given = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        out, source = given[0], brought(given)
+        # Without a message: but for an all-to-all, the number is the same on all ranks
+        is_empty = kind != "all_to_all" and not source.numel()
+        if self._alone or is_empty:
+            return copy_alone(out, source)
+        if self._must_stage(out):
+            return through_host(partial(self._start, kind), given)
+        ways: dict[str, Callable[..., Work]] = {
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "all_reduce": self._all_reduce,
+            "all_to_all": self._all_to_all,
+            "broadcast": self._broadcast,
+        }
+        return ways[kind](*given)
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        """Two all-gathers of an exchange: the sizes, then padded bytes."""
+        if not payload:
+            return self._gather_host(kind, torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        own_size = torch.tensor([len(payload[0])], device="cpu")  # (1,) int64
+        sizes = self._gather_host(kind, own_size).tolist()
+        longest = max(sizes)
+        if not longest:  # all payloads are empty, and every rank sees it
+            return [b""] * self.size
+        # A bytearray, since torch warns of a buffer that can't be written to
+        padded = bytearray(payload[0].ljust(longest, b"\0"))
+        # (N * longest,) uint8
+        gathered = self._gather_host(kind, torch.frombuffer(padded, dtype=torch.uint8))
+        rows = zip(gathered.view(self.size, longest), sizes, strict=True)
+        # Copies of the rows' memory, without numpy
+        return [ctypes.string_at(row.data_ptr(), size) for row, size in rows]
+
+    def _all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return self._exchanges(out).all_gather("all_gather", out, piece)
+
+    def _reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
+            return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
+        return self._exchanges(whole).reduce_scatter(out, whole)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
+        if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
+            return self._exchanges(tensor).all_reduce(tensor, op)
+        if op == "sum":
+            return self._launch("all_reduce", "allreduce", [tensor])
+        # A maximum: NaN travels as a mask, behind the values
+        values, finish = nan_apart(tensor)
+        return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
+
+    def _all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        # torch counts runs in elements of the tensors that it is given, and those are bytes
+        width = source.element_size()
+        out_runs = [num * width for num in out_sizes]
+        in_runs = [num * width for num in in_sizes]
+        return all_to_all(self._launch, "all_to_all", out, out_runs, source, in_runs)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = source  # a number in the group, not in the world
+        return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
 
     @property
     def _connections(self) -> Connections:

@@ -9,9 +9,8 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 ReduceOp = Literal["sum", "max"]
@@ -87,9 +86,37 @@ class Group(Protocol):
         ...
 
 
-def check_reducible(op: str, tensor: Tensor) -> None:
-    """Refuse operations and dtypes that backends do not all reduce in the same way."""
-    if op not in ("sum", "max"):
-        raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
-    if tensor.dtype == torch.bool:
-        raise TypeError("a bool tensor can't be reduced: convert it to an integer dtype first")
+class Collectives:
+    """The collectives of a `Group`, told apart by name: `_start` and `_meet` make them all."""
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return self._start("all_gather", out, piece)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return self._start("reduce_scatter", out, whole)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return self._start("all_reduce", tensor, op)
+
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        return self._start("all_to_all", out, out_sizes, source, in_sizes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._start("broadcast", tensor, source)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        payloads: list[bytes] = self._meet("exchange", payload)
+        return payloads
+
+    def barrier(self) -> None:
+        self._meet("barrier")
+
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        """Start the collective of this name; its output comes first."""
+        raise NotImplementedError
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        """The result of an exchange or a barrier, which wait in the call itself."""
+        raise NotImplementedError

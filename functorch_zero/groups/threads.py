@@ -13,24 +13,16 @@ import contextvars
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import GroupError, PeerError
-from .checks import (
-    check_all_to_all,
-    check_flat,
-    check_pieces,
-    check_source,
-    check_subgroup,
-    failure_text,
-    fold,
-    ranks_text,
-)
+from .checks import check_call, check_subgroup, failure_text, fold, ranks_text
 from .last_collectives import Ring
-from .protocol import ReduceOp, Work, check_reducible
+from .protocol import Collectives, Work
 from .signature import Signature, brought
 from .thread_scheduler import Circle, Combine, Meeting, World
 from .thread_settings import ThreadSettings
@@ -150,7 +142,7 @@ def _stop(world: World, threads: list[threading.Thread]) -> str:
     return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
 
 
-class ThreadGroup:
+class ThreadGroup(Collectives):
     """One rank's view of N ranks that are threads of one process; `run_ranks` makes it.
 
     It belongs to its rank's thread and refuses calls from any other. Sums are in rank order. A
@@ -182,66 +174,6 @@ class ThreadGroup:
         circle = self._world.circle(self._rank, members)
         return ThreadGroup(self._world, self._rank, circle, self.ring)
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
-        check_pieces(self.size, "out", out, "piece", piece)
-        # One tensor for all: `wait` copies it, so no rank holds another's memory
-        return self._start(lambda all_: [torch.cat(all_)] * len(all_), "all_gather", out, piece)
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N
-        * k,)."""
-        check_pieces(self.size, "whole", whole, "out", out)
-        check_reducible("sum", whole)
-        # Local: the last rank to come runs `combine`, for all of them
-        size, num_here = self.size, out.numel()
-
-        def combine(wholes: list[Tensor]) -> Sequence[Tensor]:
-            # Summed once; rank i gets row i
-            return fold(wholes, "sum").view(size, num_here).unbind()
-
-        return self._start(combine, "reduce_scatter", out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
-        check_flat("tensor", tensor)
-        check_reducible(op, tensor)
-        return self._start(lambda all_: [fold(all_, op)] * len(all_), "all_reduce", tensor, op)
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
-        from all ranks j (out_sizes[j] elements)."""
-        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
-        # Sizes go with the deposit: they are compared when all are there, pair by pair
-        deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
-        meeting = self._call(Signature("all_to_all", source.dtype), deposit, _trade_runs)
-        return _ThreadWork(self._world, self._rank, meeting, out)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """`tensor` (k,) becomes rank `source`'s, in place."""
-        check_flat("tensor", tensor)
-        check_source(self.size, source)
-
-        def combine(tensors: list[Tensor]) -> list[Tensor]:
-            copy = tensors[source].clone()  # its rank may write to it before others have waited
-            return [copy] * len(tensors)
-
-        return self._start(combine, "broadcast", tensor, source)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload` in rank order; sizes may differ."""
-        call = Signature("exchange")
-        # bytes() copies a bytearray, which the caller may change later
-        meeting = self._call(call, bytes(payload), lambda payloads: [payloads] * len(payloads))
-        return list(self._world.result_of(meeting, self._rank))
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        meeting = self._call(Signature("barrier"), None, lambda nothing: nothing)
-        self._world.result_of(meeting, self._rank)
-
     def all_say(self, words: str, seconds: float) -> bool:
         """Whether all ranks say the same words. No time limit is needed: where other ranks wait for
         this one elsewhere, no rank can go on, and the answer is no."""
@@ -267,13 +199,18 @@ class ThreadGroup:
         """How often all ranks have come back after a failure."""
         return self._world.times_rejoined
 
-    def _start(self, combine: Combine, kind: str, *arguments: Any) -> Work:
-        """The collective of this kind, whose first argument is its output."""
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        check_call(self.size, kind, *arguments)
         # An operation and a source are part of it: ranks that disagree on them raise
         call = Signature.of(kind, *arguments)
-        meeting = self._call(call, brought(arguments), combine)
-        # The meeting may be complete by now, and `out` is still written in `wait`
+        meeting = self._call(call, arguments, partial(_outputs, kind))
+        # The meeting may be complete by now, and the output is still written in `wait`
         return _ThreadWork(self._world, self._rank, meeting, arguments[0])
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        own = b"".join(payload)  # a copy of a bytearray, which the caller may change later
+        meeting = self._call(Signature(kind), own, lambda payloads: [payloads] * len(payloads))
+        return list(self._world.result_of(meeting, self._rank))
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
         """Bring this rank's deposit to the next collective. Nobody waits yet."""
@@ -287,25 +224,35 @@ class ThreadGroup:
         return self._world.join(self._rank, call, deposit, combine, self._circle)
 
 
-class _Runs(NamedTuple):
-    """One rank's part of an all-to-all."""
+def _outputs(kind: str, calls: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
+    """Each rank's output of a collective, of all ranks' arguments. Ranks may share one: `wait`
+    copies it, so no rank holds another's memory."""
+    size = len(calls)
+    tensors, last = [brought(arguments) for arguments in calls], calls[0][-1]
+    match kind:
+        case "all_gather":
+            return [torch.cat(tensors)] * size
+        case "reduce_scatter":
+            return fold(tensors, "sum").tensor_split(size)  # summed once; rank i gets row i
+        case "all_reduce":
+            return [fold(tensors, last)] * size
+        case "broadcast":
+            # A copy: its rank may write to it before others have waited
+            return [tensors[last].clone()] * size
+    return _trade_runs(calls)
 
-    source: Tensor  # (sum of in_sizes,)
-    in_sizes: tuple[int, ...]  # elements to each rank
-    out_sizes: tuple[int, ...]  # elements from each rank
 
-
-def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
-    """All ranks' parts of an all-to-all -> each rank's `out`."""
-    for sender, sent in enumerate(deposits):
-        for receiver, received in enumerate(deposits):
-            num_sent, num_expected = sent.in_sizes[receiver], received.out_sizes[sender]
+def _trade_runs(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """All ranks' arguments of an all-to-all -> each rank's `out`."""
+    for sender, (_, _, _, in_sizes) in enumerate(calls):
+        for receiver, (_, out_sizes, _, _) in enumerate(calls):
+            num_sent, num_expected = in_sizes[receiver], out_sizes[sender]
             if num_sent != num_expected:
                 raise GroupError(
                     f"all_to_all: rank {sender} sends {num_sent} elements to rank {receiver}, "
                     f"which expects {num_expected}"
                 )
-    runs = [torch.split(sent.source, list(sent.in_sizes)) for sent in deposits]  # by sender
+    runs = [torch.split(source, list(in_sizes)) for _, _, source, in_sizes in calls]  # by sender
     # By receiver, runs in rank order
     return [torch.cat(received) for received in zip(*runs, strict=True)]
 

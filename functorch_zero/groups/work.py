@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .protocol import Done, Work
+from .signature import brought
 
 if TYPE_CHECKING:
     from .membership import Membership
@@ -84,20 +85,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def copy_alone(out: Tensor, source: Tensor) -> Work:
     """A collective of one rank."""
-    if out.data_ptr() != source.data_ptr():  # a piece may be its own place in `out`
+    # A piece may be its own place in `out`
+    if out is not source and out.data_ptr() != source.data_ptr():
         out.copy_(source)
     return Done()
 
 
-def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
-    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place
-    on one copy."""
+def through_host(collective: Callable[..., Work], arguments: Sequence[Any]) -> Work:
+    """`collective(*arguments)` on copies on the CPU; where output and input are one tensor, it
+    works in place on one copy."""
+    out, source = arguments[0], brought(arguments)
     # The copy to the CPU waits for the device's work on `source`
     host_source = source.cpu()
-    # all_reduce and broadcast: output and input are one
     in_place = out is source
     host_out = host_source if in_place else torch.empty(out.shape, dtype=out.dtype, device="cpu")
-    return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
+    hosts = {id(out): host_out, id(source): host_source}
+    work = collective(*(hosts.get(id(argument), argument) for argument in arguments))
+    return Then(work, lambda: out.copy_(host_out))
 
 
 def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:

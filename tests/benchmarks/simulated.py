@@ -8,20 +8,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functorch_zero.groups.checks import (
-    check_all_to_all,
-    check_flat,
-    check_pieces,
-    check_source,
-)
-from functorch_zero.groups.counting import CountingGroup
+from functorch_zero.groups.checks import check_call
+from functorch_zero.groups.counting import Call, MirrorGroup
 from functorch_zero.groups.forwarding import Forwarding
-from functorch_zero.groups.protocol import Done, ReduceOp, Work, check_reducible
+from functorch_zero.groups.protocol import Done, Work
+from functorch_zero.groups.signature import brought
 
 # Keeps the current stream of the current device busy for so many cycles of its clock. In public, a
 # stream waits only for other work.
@@ -167,50 +164,20 @@ class SimulatedGroup(Forwarding):
     """
 
     def __init__(self, size: int, rank: int = 0, *, wire: Wire | None = None) -> None:
-        super().__init__(CountingGroup(size, rank).inner)
+        super().__init__(MirrorGroup(rank, size))
         self.wire = Wire() if wire is None else wire
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        check_pieces(self.size, "out", out, "piece", piece)
-        num_bytes = self._ring_bytes(out)
-        return self._start(num_bytes, lambda: self._fill_rows(out, piece), out, piece)
+    def _start(self, kind: str, *arguments: Any) -> Work:
+        check_call(self.size, kind, *arguments)
+        own = {"all_gather": self._fill_rows, "reduce_scatter": self._multiply_slice}
+        move = partial(own.get(kind, getattr(self.inner, kind)), *arguments)
+        num_bytes = Call.of(self, kind, *arguments).sent_bytes
+        return self._send(num_bytes, move, arguments[0], brought(arguments))
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        check_pieces(self.size, "whole", whole, "out", out)
-        check_reducible("sum", whole)
-        num_bytes = self._ring_bytes(whole)
-        return self._start(num_bytes, lambda: self._multiply_slice(out, whole), out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        check_flat("tensor", tensor)
-        check_reducible(op, tensor)
-        # A reduce-scatter, then an all-gather
-        num_bytes = 2 * self._ring_bytes(tensor)
-        return self._start(num_bytes, lambda: self.inner.all_reduce(tensor, op), tensor)
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
-
-        def move() -> None:
-            self.inner.all_to_all(out, out_sizes, source, in_sizes)
-
-        num_sent = sum(in_sizes) - in_sizes[self.rank]  # elements for other ranks
-        return self._start(num_sent * source.element_size(), move, out, source)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        check_flat("tensor", tensor)
-        check_source(self.size, source)
-        return self._start(tensor.nbytes, lambda: self.inner.broadcast(tensor, source), tensor)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def _meet(self, kind: str, *payload: bytes) -> Any:
         # From host to host, so it is the host that waits, wherever the tensors are
-        self._start(len(payload) * (self.size - 1), lambda: None).wait()
-        return self.inner.exchange(payload)
-
-    def barrier(self) -> None:
-        self._start(0, lambda: None).wait()
+        self._send(sum(map(len, payload)) * (self.size - 1), lambda: None).wait()
+        return super()._meet(kind, *payload)
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedGroup:
         """The group of these of its ranks, over the same wire."""
@@ -233,11 +200,7 @@ class SimulatedGroup(Forwarding):
         own = whole.view(self.size, out.numel())[self.rank]
         torch.mul(own, self.size, out=out)
 
-    def _ring_bytes(self, tensor: Tensor) -> float:
-        """The bytes that a rank sends when all parts of a tensor but one pass through it."""
-        return tensor.nbytes * (self.size - 1) / self.size
-
-    def _start(self, num_bytes: float, move: Callable[[], object], *tensors: Tensor) -> Work:
+    def _send(self, num_bytes: float, move: Callable[[], object], *tensors: Tensor) -> Work:
         if self.size > 1:
             return self.wire.start(num_bytes, move, *tensors)
         move()  # one rank has nobody to send to
