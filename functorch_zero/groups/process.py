@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_distributed
-from .checks import check_call, check_subgroup
+from .checks import check_call, check_subgroup, fold
 from .connections import Connections
-from .exchanges import Exchanges, Pair, all_to_all
-from .functorch_guard import refuse_collectives_in_transforms
+from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .membership import Membership
 from .protocol import Collectives, ReduceOp, Work
 from .rendezvous import join_launched_world
 from .signature import brought
 from .store import Store
+from .torch_distributed import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from .work import Then, as_bytes, copy_alone, nan_apart, through_host
 
 if TYPE_CHECKING:
@@ -227,56 +227,80 @@ class ProcessGroup(Collectives):
         # Copies of the rows' memory, without numpy
         return [ctypes.string_at(row.data_ptr(), size) for row, size in rows]
 
-    def _all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self._exchanges(out).all_gather("all_gather", out, piece)
+    def _all_gather(self, out: Tensor, piece: Tensor, kind: str = "all_gather") -> Work:
+        """`kind` names the collective in errors: small sums and exchanges go this way, too."""
+        if not self._swaps(out):
+            return self._launch(kind, ALL_GATHER, as_bytes(out), as_bytes(piece))
+        refuse_in_transform(kind)
+        halves = out.chunk(2)  # two views (k,) of `out`
+        if halves[self.rank].data_ptr() != piece.data_ptr():  # else the piece lies in its place
+            halves[self.rank].copy_(piece)
+        return self._swap(kind, halves[1 - self.rank], piece)
 
     def _reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
-            return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
-        return self._exchanges(whole).reduce_scatter(out, whole)
+            return self._launch("reduce_scatter", REDUCE_SCATTER, out, whole)
+        if self._swaps(whole):
+            halves = whole.chunk(2)  # two views (k,) of `whole`
+            work = self._swap("reduce_scatter", out, halves[1 - self.rank])
+            # In `wait`, on the waiting thread
+            return Then(work, lambda: out.add_(halves[self.rank]))
+        slices = torch.empty_like(whole).view(self.size, -1)  # (N, k), each rank's for this one
+        runs = [out.nbytes] * self.size  # to, and from, each rank
+        work = self._trade("reduce_scatter", slices.view(-1), runs, whole, runs)
+        return Then(work, lambda: out.copy_(fold(slices.unbind(), "sum")))
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
         if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
-            return self._exchanges(tensor).all_reduce(tensor, op)
+            parts = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
+            work = self._all_gather(parts.view(-1), tensor, "all_reduce")
+            return Then(work, lambda: tensor.copy_(fold(parts.unbind(), op)))
         if op == "sum":
-            return self._launch("all_reduce", "allreduce", [tensor])
+            return self._launch("all_reduce", "allreduce", tensor)
         # A maximum: NaN travels as a mask, behind the values
         values, finish = nan_apart(tensor)
-        return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
+        return Then(self._launch("all_reduce", "allreduce", values, dist.ReduceOp.MAX), finish)
 
     def _all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        # torch counts runs in elements of the tensors that it is given, and those are bytes
         width = source.element_size()
-        out_runs = [num * width for num in out_sizes]
-        in_runs = [num * width for num in in_sizes]
-        return all_to_all(self._launch, "all_to_all", out, out_runs, source, in_runs)
+        out_runs, in_runs = ([num * width for num in sizes] for sizes in (out_sizes, in_sizes))
+        return self._trade("all_to_all", out, out_runs, source, in_runs)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = source  # a number in the group, not in the world
-        return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
+        # `source` is a number in the group, not in the world
+        return self._launch("broadcast", "broadcast", as_bytes(tensor), source)
+
+    def _trade(
+        self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]
+    ) -> Work:
+        """An all-to-all, with the sizes of runs in bytes."""
+        # torch counts runs in elements of the tensors that it is given, and those are bytes
+        return self._launch(kind, ALL_TO_ALL, as_bytes(out), as_bytes(source), runs, in_runs)
+
+    def _swaps(self, tensor: Tensor) -> bool:
+        """Whether two ranks swap tensors like this one. gloo's all-gather and all-to-all copy a
+        rank's own part as well, and a sum of slices needs room for those of all ranks."""
+        return self.size == 2 and self._backend(tensor) == "gloo"
+
+    def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
+        """Of two ranks: the other's `source` comes into `out`."""
+        # One's own run is empty. Sent and received are equally long.
+        runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
+        return self._trade(kind, out, runs, source, runs)
 
     @property
     def _connections(self) -> Connections:
         return self._membership.connections
 
-    def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
+    def _launch(self, kind: str, method: str, tensor: Tensor, *arguments: Any) -> Work:
         """Start a collective by torch's own method of a group, asynchronous unless told
         otherwise."""
-        first = arguments[0]  # a tensor, or a list of one
-        tensor = first if isinstance(first, Tensor) else first[0]
         on_device = self._device_type(tensor) in self._connections.of_device
         on = tensor.device if on_device else None
-        return self._membership.start(kind, method, on, *arguments)
-
-    def _exchanges(self, tensor: Tensor) -> Exchanges:
-        """The ways of a collective that is an exchange of such tensors."""
-        are_pair = self.size == 2 and self._backend(tensor) == "gloo"
-        # Made anew, since kept it would be in a cycle with this group, and keep its connections
-        return (Pair if are_pair else Exchanges)(self.rank, self.size, self._launch)
+        return self._membership.start(kind, method, on, tensor, *arguments)
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. `kind` names
@@ -284,7 +308,7 @@ class ProcessGroup(Collectives):
         if self._alone:
             return part
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device="cpu")
-        self._exchanges(out).all_gather(kind, out, part).wait()
+        self._all_gather(out, part, kind).wait()
         return out
 
     def _device_type(self, tensor: Tensor) -> str:

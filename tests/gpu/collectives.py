@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import ProcessGroup, Work, launch
@@ -57,9 +58,9 @@ class SentToItself(ProcessGroup):
         self.launched = 0
         super().__init__(timeout=20)
 
-    def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
+    def _launch(self, kind: str, method: str, tensor: Tensor, *arguments: Any) -> Work:
         self.launched += 1
-        return super()._launch(kind, method, *arguments)
+        return super()._launch(kind, method, tensor, *arguments)
 
 
 def one_rank(report: Report, backend: str) -> None:
