@@ -24,6 +24,7 @@ from ..layout.extent import Extent
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
+from ..sharded.parts import KeptFlat
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.program_step import ProgramStep
@@ -274,22 +275,27 @@ def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
     """The spots of the tensors that the gradients' reduction keeps between steps, see
     `sharded.parts`."""
     axes, parts = step.options.axes, step.parts_of(state)
-    layout = parts.layout
     parts.check(state.parts)
-    spots = []
-    for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):
-        bucket = layout.buckets[kind.bucket]
-        if kind.carried == "sum":
-            # A row per rank of the data axes; x is this rank's, (1, ...)
-            row, n = axes.data.rank, x.numel()
-            rows = Extent((axes.data.size, *x.shape[1:]), row * n, (row + 1) * n)
-            # One of the ranks that are given the same data, and so keep the same row
-            spots.append(_Spot(rows, False, saved=axes.copy.number == 0, summed=True))
-        elif kind.carried == "pieces" and bucket.cut.num_pieces > 1:  # kept per leaf
-            spots.append(_Spot(bucket.extent(kind.k, axes.piece_number), False))
-        else:
-            spots.append(_EVERYWHERE)
+
+    def spots_of(own: KeptFlat) -> list[_Spot]:
+        if own.carried == "sum":
+            # A row per rank of the data axes; one of the ranks that are given the same data, and so
+            # keep the same row, saves it
+            row, size, saved = axes.data.rank, axes.data.size, axes.copy.number == 0
+            pairs = zip(own.bucket.shapes, own.bucket.numels, strict=True)
+            extents = [Extent((size, *shape), row * n, (row + 1) * n) for shape, n in pairs]
+            return [_Spot(extent, False, saved, summed=True) for extent in extents]
+        if not own.is_cut:
+            return [_EVERYWHERE] * len(own.keys)
+        extents = [own.bucket.extent(k, axes.piece_number) for k in range(len(own.keys))]
+        return [_Spot(extent, False) for extent in extents]
+
+    spots: list[_Spot] = optree.tree_leaves(parts.by_leaf(spots_of), is_leaf=_is_spot)
     return spots
+
+
+def _is_spot(node: Any) -> bool:
+    return isinstance(node, _Spot)
 
 
 def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:

@@ -16,12 +16,11 @@ same. Only the sum of all rows counts. A whole state has one row, the sum, which
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -34,16 +33,81 @@ from ..tree import paths, same_structure
 from .params import all_gathered
 
 Parts = dict[str, Any]
-Leaves = dict[str, Tensor]  # of one bucket: by path, or by the bucket's name
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The kind of one leaf of the parts."""
+class KeptFlat:
+    """A tensor that a reduction keeps of one bucket, and its leaves in the parts.
 
+    Attributes:
+        number: of the bucket in the layout.
+        piece_number: of this rank's piece of it.
+        keys: of the leaves in the parts.
+    """
+
+    name: str
     carried: Carried
-    bucket: int  # its number in the layout
-    k: int  # the leaf's position in the bucket; 0 where there is one tensor per bucket
+    bucket: Bucket
+    number: int
+    piece_number: int
+    keys: Sequence[str]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the leaves are parts (n,). An uncut bucket's piece is all of it."""
+        return self.carried == "pieces" and self.bucket.cut.num_pieces > 1
+
+    def shapes(self, *, whole: bool) -> list[tuple[int, ...] | None]:
+        """Of the leaves in a state, or in a whole one; None: it may be any."""
+        if self.carried == "same":
+            return [None]
+        if self.carried == "sum":
+            return [(1, *shape) for shape in self.bucket.shapes]
+        if whole or not self.is_cut:
+            return [*self.bucket.shapes]
+        numbers = range(len(self.keys))
+        return [(self.bucket.extent(k, self.piece_number).num_here,) for k in numbers]
+
+    def leaves(self, flat: Tensor) -> Sequence[Tensor]:
+        """The leaves, as views of the tensor."""
+        if self.carried == "same":
+            return [flat]
+        if self.is_cut:
+            return cut(flat, self.bucket, self.piece_number)
+        views = unpack(flat, self.bucket)
+        # (1, *shape): this rank's row
+        return [view[None] for view in views] if self.carried == "sum" else views
+
+    def flat(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The inverse: the tensor that the leaves lie in, or a new one."""
+        if self.carried == "same":
+            return leaves[0]
+        if self.is_cut:
+            return flat_of_pieces(leaves, self.bucket, self.piece_number)
+        rows = [leaf[0] for leaf in leaves] if self.carried == "sum" else leaves
+        return flat_of_leaves(rows, self.bucket)
+
+    def whole(self, flat: Tensor, axes: Axes) -> Sequence[Tensor]:
+        """The leaves in a whole state, in tensors of their own. One collective, unless the tensor
+        is the same everywhere."""
+        if self.carried == "pieces":
+            return unpack(all_gathered(flat, self.bucket, axes.optimizer), self.bucket)
+        flat = flat.clone()  # the given state stays good
+        if self.carried == "sum":
+            # Ranks of the same data keep equal rows, of which one counts
+            axes.data.all_reduce(flat).wait()
+        return self.leaves(flat)
+
+    def part(self, leaves: Sequence[Tensor], axes: Axes) -> Tensor:
+        """This rank's tensor, from the leaves in a whole state; see Note [rows]."""
+        if self.carried == "same":
+            return leaves[0].clone()
+        if self.carried == "pieces":
+            return slice_flat(leaves, self.bucket, self.piece_number)
+        # The one row of a whole state, (numel,)
+        row = pack([leaf[0] for leaf in leaves], self.bucket, device=leaves[0].device)
+        # Any split with this sum would do; this one is exact
+        return row if axes.data.rank == 0 else torch.zeros_like(row)
 
 
 class ReductionParts:
@@ -56,9 +120,6 @@ class ReductionParts:
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self.layout = layout
         self._reduction, self._axes = reduction, axes
-        self._names = _distinct_names(layout.buckets)
-        self._trained = [b for b, bucket in enumerate(layout.buckets) if bucket.trainable]
-        self._piece_number = axes.piece_number
         # A whole state holds each element once, and each replica keeps a value of its own for it:
         # nothing says which to save
         if "pieces" in reduction.keeps.values() and axes.replicate.size > 1:
@@ -66,48 +127,48 @@ class ReductionParts:
                 f"reduction={type(reduction).__name__} keeps pieces, and replicas of shards would "
                 'each keep others. Remedy: keep a "sum", or use one axis of ranks'
             )
+        self._flats: list[KeptFlat] = []
+        names = _distinct_names(layout.buckets)
+        for b, bucket in enumerate(layout.buckets):
+            own_paths = [layout.leaves[n].path for n in bucket.leaves]
+            for name, carried in reduction.keeps.items() if bucket.trainable else ():
+                keys = [names[b]] if carried == "same" else own_paths
+                self._flats.append(KeptFlat(name, carried, bucket, b, axes.piece_number, keys))
+
+    def by_leaf(self, leaves_of: Callable[[KeptFlat], Sequence[Any]]) -> Parts | None:
+        """Parts of the leaves that a function gives for each kept tensor."""
+        made: Parts = {name: {} for name in self._reduction.keeps}
+        for own in self._flats:
+            made[own.name] |= zip(own.keys, leaves_of(own), strict=True)
+        return {"reduction": made} if made else None
+
+    def _kept(
+        self, parts: Parts, flat_of: Callable[[KeptFlat, Sequence[Tensor]], Tensor]
+    ) -> dict[int, Kept]:
+        """By bucket, the tensors that a function makes of their leaves in the parts."""
+        kept = defaultdict[int, dict[str, Tensor]](dict)
+        for own in self._flats:
+            leaves = parts["reduction"][own.name]
+            kept[own.number][own.name] = flat_of(own, [leaves[key] for key in own.keys])
+        return {**kept}
 
     def init(self, device: torch.device) -> Parts | None:
         """The parts before the first step. No communication."""
-        kept = {}  # by bucket
-        for b in self._trained:
-            bucket = self.layout.buckets[b]
-            kept[b] = self._reduction.init(bucket, device)
-            self._check_init(bucket, kept[b])
+        kept: dict[int, Kept] = {}
+        for b, bucket in enumerate(self.layout.buckets):
+            if bucket.trainable:
+                kept[b] = self._reduction.init(bucket, device)
+                self._check_init(bucket, kept[b])
         return self.parts_of(kept)
 
     def parts_of(self, kept: Mapping[int, Kept]) -> Parts | None:
         """Kept tensors by bucket -> parts, which are views of them."""
-        return self._parts_by(self._leaves, kept)
-
-    def _parts_by(
-        self, leaves_of: Callable[[Tensor, Carried, int], Leaves], kept: Mapping[int, Kept]
-    ) -> Parts | None:
-        """The leaves that a function makes of each kept tensor, by name."""
-        made: Parts = {name: {} for name in self._reduction.keeps}
-        for b, own in kept.items():
-            for name, carried in self._reduction.keeps.items():
-                made[name] |= leaves_of(own[name], carried, b)
-        return {"reduction": made} if made else None
+        return self.by_leaf(lambda own: own.leaves(kept[own.number][own.name]))
 
     def kept_in(self, parts: Any) -> dict[int, Kept]:
         """The inverse: the kept tensors by bucket."""
-        if parts is None and not self._reduction.keeps:
-            return {}
         self.check(parts)
-        return self._kept_by(self._flat, parts)
-
-    def _kept_by(
-        self, flat_of: Callable[[Leaves, Carried, int], Tensor], parts: Parts
-    ) -> dict[int, Kept]:
-        """The tensors that a function makes of the leaves of each bucket and name."""
-        kept: dict[int, Kept] = {}
-        for b in self._trained:
-            kept[b] = {
-                name: flat_of(parts["reduction"][name], carried, b)
-                for name, carried in self._reduction.keeps.items()
-            }
-        return kept
+        return self._kept(parts, KeptFlat.flat)
 
     def check(self, parts: Any, *, whole: bool = False) -> None:
         """Raise StructureError unless the parts of a state, or of a whole one, are those that this
@@ -126,40 +187,26 @@ class ReductionParts:
                 "behind with state.replace(parts=None)"
             )
         if parts is not None:
-            same_structure(self._expected(), parts, what="state.parts", rank=rank)
+            structure = self.by_leaf(lambda own: own.keys)
+            same_structure(structure, parts, what="state.parts", rank=rank)
             self._check_shapes(parts, whole=whole)
 
     def _check_shapes(self, parts: Parts, *, whole: bool) -> None:
-        leaves = optree.tree_leaves(parts)
-        for n, (kind, leaf) in enumerate(zip(self.kinds(), leaves, strict=True)):
-            expected, got = self._shape_of(kind, whole=whole), getattr(leaf, "shape", None)
-            if expected is not None and got != expected:
-                raise StructureError(
-                    explain(
-                        "a tensor that a reduction keeps has another shape",
-                        path=f"parts.{paths(parts)[n]}",
-                        expected=expected,
-                        got=type(leaf).__name__ if got is None else tuple(got),
-                        rank=self._axes.world.rank,
-                        remedy="take the state from this step's `init` or `shard`",
+        for own in self._flats:
+            for key, expected in zip(own.keys, own.shapes(whole=whole), strict=True):
+                leaf = parts["reduction"][own.name][key]
+                got = getattr(leaf, "shape", None)
+                if expected is not None and got != expected:
+                    raise StructureError(
+                        explain(
+                            "a tensor that a reduction keeps has another shape",
+                            path=f"parts.reduction.{own.name}.{key}",
+                            expected=expected,
+                            got=type(leaf).__name__ if got is None else tuple(got),
+                            rank=self._axes.world.rank,
+                            remedy="take the state from this step's `init` or `shard`",
+                        )
                     )
-                )
-
-    def _shape_of(self, kind: Kind, *, whole: bool) -> tuple[int, ...] | None:
-        """The shape of a leaf of the parts; None: it may have any."""
-        bucket = self.layout.buckets[kind.bucket]
-        if kind.carried == "same":
-            return None
-        if kind.carried == "sum":
-            return (1, *bucket.shapes[kind.k])
-        if whole or bucket.cut.num_pieces == 1:
-            return bucket.shapes[kind.k]
-        return (bucket.extent(kind.k, self._piece_number).num_here,)
-
-    def kinds(self) -> list[Kind]:
-        """The kinds of the parts' leaves, in flatten order."""
-        leaves: list[Kind] = optree.tree_leaves(self._expected())
-        return leaves
 
     def whole(self, parts: Any, axes: Axes) -> Parts | None:
         """The parts of a whole state, in tensors of their own: sums of rows, and joined pieces.
@@ -167,19 +214,8 @@ class ReductionParts:
         Collectives: per bucket and name one all-reduce of a sum, over the ranks of different data,
         or one all-gather of pieces.
         """
-
-        def whole_leaves(kept: Tensor, carried: Carried, b: int) -> Leaves:
-            bucket = self.layout.buckets[b]
-            if carried == "pieces":
-                flat = all_gathered(kept, bucket, axes.optimizer)
-                return dict(zip(self._keys(carried, b), unpack(flat, bucket), strict=True))
-            flat = kept.clone()  # the given state stays good
-            if carried == "sum":
-                # Ranks of the same data keep equal rows, of which one counts
-                axes.data.all_reduce(flat).wait()
-            return self._leaves(flat, carried, b)
-
-        return self._parts_by(whole_leaves, self.kept_in(parts))
+        kept = self.kept_in(parts)
+        return self.by_leaf(lambda own: own.whole(kept[own.number][own.name], axes))
 
     def part(self, whole: Any, device: torch.device) -> Parts | None:
         """This rank's part of a whole state's parts; those of `init`, where it has none. No
@@ -187,59 +223,7 @@ class ReductionParts:
         if whole is None:
             return self.init(device)
         self.check(whole, whole=True)
-        return self.parts_of(self._kept_by(self._flat_of_whole, whole))
-
-    def _flat_of_whole(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
-        """This rank's flat of a bucket, from the leaves of a whole state's parts; see Note
-        [rows]."""
-        bucket = self.layout.buckets[b]
-        if carried == "same":
-            return leaves[self._names[b]].clone()
-        own = [leaves[key] for key in self._keys(carried, b)]
-        if carried == "pieces":
-            return slice_flat(own, bucket, self._piece_number)
-        # The one row of a whole state, (numel,)
-        row = pack([leaf[0] for leaf in own], bucket, device=own[0].device)
-        # Any split with this sum would do; this one is exact
-        return row if self._axes.data.rank == 0 else torch.zeros_like(row)
-
-    def _leaves(self, kept: Tensor, carried: Carried, b: int) -> Leaves:
-        """The leaves of a bucket, as views of its kept flat."""
-        bucket = self.layout.buckets[b]
-        if carried == "same":
-            return {self._names[b]: kept}
-        # An uncut bucket's piece is all of it, and its leaves keep their shapes
-        if carried == "pieces" and bucket.cut.num_pieces > 1:
-            views = cut(kept, bucket, self._piece_number)
-        else:
-            views = unpack(kept, bucket)
-        if carried == "sum":
-            # (1, *shape): this rank's row
-            views = [view[None] for view in views]
-        return dict(zip(self._keys(carried, b), views, strict=True))
-
-    def _flat(self, leaves: Leaves, carried: Carried, b: int) -> Tensor:
-        """The inverse: the flat that the leaves lie in, or a new one."""
-        bucket = self.layout.buckets[b]
-        if carried == "same":
-            return leaves[self._names[b]]
-        own = [leaves[key] for key in self._keys(carried, b)]
-        if carried == "sum":
-            return flat_of_leaves([leaf[0] for leaf in own], bucket)
-        if bucket.cut.num_pieces == 1:
-            return flat_of_leaves(own, bucket)
-        return flat_of_pieces(own, bucket, self._piece_number)
-
-    def _expected(self) -> Parts:
-        """The structure of the parts, with a Kind for each leaf."""
-        made: Parts = {}
-        for name, carried in self._reduction.keeps.items():
-            made[name] = {
-                key: Kind(carried, b, k)
-                for b in self._trained
-                for k, key in enumerate(self._keys(carried, b))
-            }
-        return {"reduction": made}
+        return self.parts_of(self._kept(whole, lambda own, leaves: own.part(leaves, self._axes)))
 
     def _check_init(self, bucket: Bucket, kept: Kept) -> None:
         """Raise unless a reduction's first tensors have its names, and shapes that fit them."""
@@ -261,12 +245,6 @@ class ReductionParts:
                     rank=self._axes.world.rank,
                 )
             )
-
-    def _keys(self, carried: Carried, b: int) -> list[str]:
-        """The keys of a bucket's leaves."""
-        if carried == "same":
-            return [self._names[b]]
-        return [self.layout.leaves[n].path for n in self.layout.buckets[b].leaves]
 
 
 def _distinct_names(buckets: Sequence[Bucket]) -> list[str]:
