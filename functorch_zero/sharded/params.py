@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..groups.mesh import Axes
-from ..groups.protocol import Group
 from ..layout.extent import Rows
 from ..layout.flat_buffers import own_piece, to_tree, unpack
-from ..layout.layout import Bucket, Layout
+from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.reduce import GradientReduction, Kept
@@ -25,49 +24,34 @@ from .options import Options
 from .placed import places_of_buckets
 
 
-def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
-    """This rank's part -> whole leaves, copies, which say whether they are trained. One all-gather
-    per bucket that is held in pieces, as it is stored."""
-    # One flat per bucket: (piece,) where ranks hold pieces, else (numel,)
-    layout, flats = params.sharding.layout, list(params.flats())
+def all_gather_tree(tree: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
+    """This rank's part -> whole leaves, copies, on every rank; None stays None. Params say whether
+    they are trained. One all-gather per bucket that is held in pieces, as it is stored."""
+    layout, is_held = tree.sharding.layout, tree.holding.form == "held"
+    # Above level 0, pieces are those that the optimizer's ranks update
+    group = axes.shard.group if is_held else axes.optimizer
+    flats: list[Tensor | None] = []
     started = []  # all under way at once
-    for b, bucket in enumerate(layout.buckets):
-        if bucket.cut.holds_pieces:
-            whole = flats[b].new_empty(bucket.numel)
-            started.append(axes.shard.group.all_gather(whole, flats[b]))
-            flats[b] = whole
+    for bucket, flat in zip(layout.buckets, tree.flats(), strict=True):
+        # Frozen leaves have no gradients and no updates
+        if flat is not None and not tree.holding.is_whole(bucket):
+            whole = flat.new_empty(bucket.numel)
+            started.append(group.all_gather(whole, flat))
+            flat = whole
+        flats.append(flat)
     for work in started:
         work.wait()
-    whole = to_tree(
-        [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
-    )
-    trained = layout.treedef.unflatten(params.trained)
-    # The state's own flats are among them, so leaves are copied
-    return tree_map(lambda p, on: p.detach().clone().requires_grad_(on), whole, trained)
+    leaves = [
+        [None] * len(bucket.leaves) if flat is None else unpack(flat, bucket)
+        for flat, bucket in zip(flats, layout.buckets, strict=True)
+    ]
+    trained = layout.treedef.unflatten(tree.trained if is_held else [False] * len(layout.leaves))
 
+    def own(on: bool, leaf: Tensor | None) -> Tensor | None:
+        # The state's own flats are among them, so leaves are copied
+        return None if leaf is None else leaf.detach().clone().requires_grad_(on)
 
-def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
-    """Pieces -> whole leaves, copies, on every rank; None stays None. One all-gather per bucket
-    that is cut."""
-    layout = pieces.sharding.layout
-    parts: list[Sequence[Tensor | None]] = []
-    for bucket, piece in zip(layout.buckets, pieces.flats(), strict=True):
-        # Frozen leaves have no gradients and no updates
-        if piece is None:
-            parts.append([None] * len(bucket.leaves))
-            continue
-        # Above level 0, pieces are those that the optimizer's ranks update
-        parts.append(unpack(all_gathered(piece, bucket, axes.optimizer), bucket))
-    return to_tree(parts, layout)
-
-
-def all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:
-    """All ranks' pieces (piece,) of a bucket, joined in a new flat (numel,)."""
-    if bucket.cut.num_pieces == 1:
-        return piece.clone()
-    flat = piece.new_empty(bucket.numel)
-    group.all_gather(flat, piece).wait()
-    return flat
+    return tree_map(own, trained, to_tree(leaves, layout))
 
 
 def make_reduction(

@@ -30,7 +30,6 @@ from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, pack, sli
 from ..layout.layout import Bucket, Layout
 from ..runtime.reduce import Carried, Kept, Reduction
 from ..tree import paths, same_structure
-from .params import all_gathered
 
 Parts = dict[str, Any]
 
@@ -90,8 +89,10 @@ class KeptFlat:
     def whole(self, flat: Tensor, axes: Axes) -> Sequence[Tensor]:
         """The leaves in a whole state, in tensors of their own. One collective, unless the tensor
         is the same everywhere."""
-        if self.carried == "pieces":
-            return unpack(all_gathered(flat, self.bucket, axes.optimizer), self.bucket)
+        if self.is_cut:
+            whole = flat.new_empty(self.bucket.numel)
+            axes.optimizer.all_gather(whole, flat).wait()
+            return unpack(whole, self.bucket)
         flat = flat.clone()  # the given state stays good
         if self.carried == "sum":
             # Ranks of the same data keep equal rows, of which one counts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -20,12 +20,13 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.layout import Bucket, Layout
+from ..layout.extent import Extent
+from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree
+from ..layout.sharding import Sharding
 from ..params import as_local, is_on_engine, map_local
 from ..sharded_optim.mail import Mail
-from ..sharded_optim.sharded_state import ShardedOptState
-from ..sharded_optim.state_plan import StateLeaf
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.refit import Form, check_values, kept
 from ..step.state import State
 from ..tree import PyTree, paths
@@ -94,16 +95,12 @@ def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> N
 
 def first_parts(params: PyTree[Tensor], holding: Holding) -> ShardedTree:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
-    sharding = holding.sharding
-    layout = sharding.layout
     made = []
-    for leaf, (b, k) in zip(optree.tree_leaves(params), layout.places, strict=True):
-        bucket = layout.buckets[b]
-        extent = bucket.held.extent(k, bucket.held_by(sharding.piece_number))
-        if bucket.cut.holds_pieces:
-            leaf = extent.part_of(leaf).reshape(-1)
-        made.append(leaf.detach().clone())
-    return ShardedTree.of_local(layout.treedef.unflatten(made), holding)
+    rows = zip(optree.tree_leaves(params), holding.extents(), holding.are_whole(), strict=True)
+    for leaf, extent, is_whole in rows:
+        own = leaf if is_whole else extent.part_of(leaf).reshape(-1)
+        made.append(own.detach().clone())
+    return ShardedTree.of_local(holding.sharding.layout.treedef.unflatten(made), holding)
 
 
 def without_values(layout: Layout, *, read_only: bool = False) -> PyTree[Tensor]:
@@ -211,42 +208,34 @@ def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
 
 
 def _parts_of_tree(node: ShardedTree, num_ranks: int) -> Iterator[Part]:
-    layout = node.sharding.layout
-    leaves = layout.treedef.flatten_up_to(node.local_tree)
-    for leaf, spec, (b, k) in zip(leaves, layout.leaves, layout.places, strict=True):
-        if leaf is None:  # in pieces, of a frozen leaf
-            continue
-        bucket = layout.buckets[b]
-        ranges = []
-        for rank in range(num_ranks):
-            # See Note [two cuts] in `layout`
-            if node.holding.form == "held":
-                ranges.append(_range_in(bucket.held, k, bucket.held_by(rank)))
-            else:
-                ranges.append(_range_in(bucket, k, rank))
-        yield Part(leaf, Form(spec.shape, leaf.dtype), ranges)
-
-
-def _range_in(bucket: Bucket, k: int, piece_number: int) -> Range:
-    extent = bucket.extent(k, piece_number)
-    return extent.start, extent.stop
+    sharding, form = node.sharding, node.holding.form
+    leaves = sharding.layout.treedef.flatten_up_to(node.local_tree)
+    by_rank = [Holding(own, form).extents() for own in _on_ranks(sharding, num_ranks)]
+    for leaf, *extents in zip(leaves, *by_rank, strict=True):
+        if leaf is not None:  # in pieces, of a frozen leaf
+            yield _part(leaf, leaf.dtype, extents)
 
 
 def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
-    leaves, layout = optree.tree_leaves(node.as_it_lies), node.holding.sharding.layout
-    for leaf, plan in zip(leaves, node.holding.plan.leaves, strict=True):
-        if plan.is_cut:
-            extents = [plan.extent(layout, rank) for rank in range(num_ranks)]
-            ranges = [(extent.start, extent.stop) for extent in extents]
-            yield Part(leaf, Form(extents[0].shape, leaf.dtype), ranges)
-        elif plan.kind == "owned":
-            yield Part(leaf, Form(plan.shape, plan.dtype), _at_owner(plan, num_ranks))
+    leaves, plan = optree.tree_leaves(node.as_it_lies), node.holding.plan
+    on_ranks = _on_ranks(node.holding.sharding, num_ranks)
+    by_rank = [StateHolding(own, plan).places() for own in on_ranks]
+    for leaf, planned, *places in zip(leaves, plan.leaves, *by_rank, strict=True):
+        if extents := [place.extent for place in places if place is not None]:
+            # Its owner alone has an owned leaf
+            yield _part(leaf, planned.dtype or leaf.dtype, extents)
         else:
             yield _everywhere(leaf, num_ranks)
 
 
-def _at_owner(plan: StateLeaf, num_ranks: int) -> list[Range]:
-    return [(0, prod(plan.shape) if rank == plan.owner else 0) for rank in range(num_ranks)]
+def _on_ranks(sharding: Sharding, num_ranks: int) -> list[Sharding]:
+    """The sharding as each rank of the optimizer's axis has it."""
+    return [replace(sharding, mesh=(*sharding.mesh[:2], number)) for number in range(num_ranks)]
+
+
+def _part(leaf: Tensor, dtype: torch.dtype, extents: Sequence[Extent]) -> Part:
+    ranges = [(extent.start, extent.stop) for extent in extents]
+    return Part(leaf, Form(extents[0].shape, dtype), ranges)
 
 
 def _everywhere(leaf: Any, num_ranks: int) -> Part:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import optree
 import torch
@@ -33,13 +34,13 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
     )
     new: dict[int, Any] = {}  # by position in flatten order
     homes: list[Home] = []
-    for shared in _sharing_a_flat(plan, layout):
-        own = [leaves[i] for i in shared.positions]
+    for bucket, positions in _sharing_a_flat(plan, layout):
+        own = [leaves[i] for i in positions]
         if len({x.dtype for x in own}) > 1:
             continue  # an init may choose the dtype by shape or path; a flat has one
-        flat = own[0].new_zeros(shared.bucket.piece)  # (piece,), padding stays 0
-        views = cut(flat, shared.bucket, piece_number)
-        for i, x, view in zip(shared.positions, own, views, strict=True):
+        flat = own[0].new_zeros(bucket.piece)  # (piece,), padding stays 0
+        views = cut(flat, bucket, piece_number)
+        for i, x, view in zip(positions, own, views, strict=True):
             new[i] = view.copy_(x)
         homes.append(Home(flat, leaves=views))
     for i, x in enumerate(leaves):
@@ -51,26 +52,20 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
     return ShardedOptState(tree, holding.lying(None), homes)
 
 
-class _Shared(NamedTuple):
-    """Leaves of a state that share a flat: those of one slot that follow a bucket's leaves."""
-
-    bucket: Bucket
-    positions: list[int]  # in flatten order of the state, one per leaf of the bucket
-
-
-def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
+def _sharing_a_flat(plan: StatePlan, layout: Layout) -> Iterator[tuple[Bucket, list[int]]]:
     """The leaves that share flats, in bucket order: for Adam each bucket's first moments (slot 0),
-    and its second ones (slot 1). A slot that some leaf of a bucket lacks has no flat there."""
+    and its second ones (slot 1). A slot that some leaf of a bucket lacks has no flat there.
+
+    Yields a bucket, and the positions in flatten order of the state, one per leaf of the bucket.
+    """
     # (slot, number of the param) -> position in flatten order
     positions = plan.slots()
     num_slots = 1 + max((slot for slot, _ in positions), default=-1)
-    found = []
     for bucket in layout.buckets:
         for slot in range(num_slots):
             keys = [(slot, n) for n in bucket.leaves]
             if all(key in positions for key in keys):
-                found.append(_Shared(bucket, [positions[key] for key in keys]))
-    return found
+                yield bucket, [positions[key] for key in keys]
 
 
 def all_gather_state(opt_state: Any, plan: StatePlan, layout: Layout, group: Group) -> Any:
@@ -138,27 +133,9 @@ def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
 
 def part_of_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
     """This rank's part of a whole optimizer's state, in tensors of its own."""
-    plan, layout, piece_number = (
-        holding.plan,
-        holding.sharding.layout,
-        holding.sharding.piece_number,
-    )
     leaves, treedef = optree.tree_flatten(opt_state)
-    assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     own = []  # views: `lay_out_state` copies them
-    for x, leaf in zip(leaves, plan.leaves, strict=True):
-        own.append(_part_of_leaf(x, leaf, layout, piece_number))
+    for x, place in zip(leaves, holding.places(), strict=True):
+        own.append(x if place is None else place.extent.part_of(x).reshape(place.shape))
     # Laid out as `init` does it, so that updates find flats without a copy
     return lay_out_state(treedef.unflatten(own), holding)
-
-
-def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) -> Any:
-    """This rank's part of a whole leaf of the optimizer's state: a view; empty where another rank
-    owns the leaf."""
-    if leaf.is_cut:
-        own = leaf.extent(layout, piece_number).part_of(x)
-        return own.view(leaf.shape_here(layout, piece_number))
-    # As `init` makes it where another rank owns the leaf
-    if leaf.kind == "owned" and leaf.owner != piece_number:
-        return x.new_empty(0)
-    return x

@@ -21,7 +21,7 @@ from ..errors import StructureError, explain
 from ..groups.dtensors import Placed, like_dtensor, local_of, sharded_by_rows
 from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
-from ..sharded_optim.state_plan import EVERYONE, StateLeaf, StatePlan
+from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..sharded_optim.whole_leaf import Exchange
 from ..tree import is_dtensor
 
@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
 
     @property
     def has_owner(self) -> bool:
-        return self.leaf.kind == "owned" and self.leaf.owner != EVERYONE
+        return self.leaf.kind == "owned"
 
 
 class StatePart(NamedTuple):

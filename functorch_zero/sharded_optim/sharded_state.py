@@ -33,7 +33,7 @@ from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine, Story
 from ..tree import outline, own_copy
 from .ferry import is_moved
-from .state_plan import EVERYONE, StatePlan
+from .state_plan import StatePlan
 
 
 class _Place(NamedTuple):
@@ -107,10 +107,9 @@ class StateHolding:
                 shape = leaf.shape_here(layout, piece_number)
                 found.append(_Place(leaf.extent(layout, piece_number), is_whole, shape))
             elif leaf.kind == "owned":
-                is_here = leaf.owner in (piece_number, EVERYONE)
+                is_here = leaf.owner == piece_number
                 extent = Extent(leaf.shape, 0, prod(leaf.shape) if is_here else 0)
-                shape = leaf.shape if is_here else (0,)
-                found.append(_Place(extent, leaf.owner == EVERYONE, shape))
+                found.append(_Place(extent, False, leaf.shape if is_here else (0,)))
             else:
                 found.append(None)
         return found

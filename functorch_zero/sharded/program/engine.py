@@ -45,7 +45,7 @@ from ..agreement import agree
 from ..checks import check_batch
 from ..failures import sharing_failures
 from ..options import Options, check_reduction
-from ..params import all_gather_params, all_gather_pieces, make_reduction
+from ..params import all_gather_tree, make_reduction
 from ..placed import StatePlaces, brought, emptied, placed
 from ..publish import copies_to_update, flats_of_pass, publish
 from ..state import all_gather_state, lay_out_state
@@ -421,9 +421,7 @@ class ShardedEngine:
             if isinstance(tree, ShardedOptState):
                 layout, plan = tree.holding.sharding.layout, tree.holding.plan
                 return all_gather_state(tree.beside, plan, layout, axes.optimizer)
-            if tree.holding.form == "pieces":
-                return all_gather_pieces(tree, axes)
-            return all_gather_params(tree, axes)
+            return all_gather_tree(tree, axes)
 
     @compared
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
