@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import optree
 import torch
@@ -89,22 +89,8 @@ class Unequal(AssertionError):
 
     story: str  # all but the cause
     what: str  # the trees' name
-    wrong: Sequence[Wrong]  # the leaves that differ, but for those that are no tensors
+    wrong: Sequence[Wrong]  # the leaves that differ
     context: Mapping[str, Any]
-
-
-class Unlike(NamedTuple):
-    """Two leaves that should be equal and aren't, and have no distance: strings, say."""
-
-    leaf: str
-    expected: Any
-    got: Any
-
-    def __str__(self) -> str:
-        return f"leaf {self.leaf or '(root)'}: expected {self.expected}, got {self.got}"
-
-
-Different: TypeAlias = Wrong | Unlike
 
 
 def assert_equal_updates(
@@ -148,13 +134,13 @@ def assert_equal_updates(
     # In flatten order, as all lists below
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
     unused = list(unused)
-    found: list[Different] = []
+    found: list[Wrong] = []
     # Rows of four tensors; the other run has its own params before
     trees = map(_leaves, (old, expected, old if old_got is None else old_got, got))
     rows = zip(paths(old), *trees, mask, slack or [0.0] * len(mask), strict=True)
     for path, before, new, before_got, new_got, moves, extra in rows:
         # Shapes and dtypes first: the arithmetic below would broadcast or promote
-        _check_kind(path, new, new_got, context)
+        _check_kind(path, new, new_got, "the updates", context)
         if moves:
             excused = any(fnmatchcase(path, pattern) for pattern in unused)
             check_moves(path, [before, new], equality, context, excused=excused)
@@ -166,7 +152,7 @@ def assert_equal_updates(
             allowed = tolerance * largest(update) + extra + last_places(before, new)
         # Bits are the params': a rounded update may hide a difference
         bits = new, new_got
-        if difference := _compare(path, update, update_got, allowed, bits):
+        if difference := compare_within(path, update, update_got, allowed, bits=bits):
             found.append(difference)
     # All are compared before one is raised, so that the error can name the others
     _raise_if(found, "updates", equality, context)
@@ -204,18 +190,17 @@ def assert_equal_values(
     own = [leaf.dtype for leaf in wanted if isinstance(leaf, Tensor)]
     tolerance = equality.tolerance([*dtypes, *own])
     slacks = slack or [0.0] * len(wanted)
-    found: list[Different] = []
+    found: list[Wrong] = []
     for path, a, b, extra in zip(paths(expected), wanted, given, slacks, strict=True):
-        if isinstance(a, Tensor):
-            _check_kind(path, a, b, context)
-            allowed = None
-            if tolerance and a.numel() and is_rounded(a):
-                most = tolerance * largest(a) + extra
-                allowed = torch.full_like(a, most, dtype=torch.float64)
-            if difference := _compare(path, a, b, allowed, (a, b)):
-                found.append(difference)
-        elif a != b:
-            found.append(Unlike(path, a, b))
+        _check_kind(path, a, b, what, context)
+        if not isinstance(a, Tensor):
+            continue
+        allowed = None
+        if tolerance and a.numel() and is_rounded(a):
+            most = tolerance * largest(a) + extra
+            allowed = torch.full_like(a, most, dtype=torch.float64)
+        if difference := compare_within(path, a, b, allowed):
+            found.append(difference)
     _raise_if(found, what, equality, context)
 
 
@@ -250,15 +235,20 @@ def _trained(tree: PyTree[Tensor]) -> list[bool]:
     return flags if any(flags) else [True] * len(flags)
 
 
-def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any] | None) -> None:
-    """Raise at once where shapes or dtypes differ: such leaves have no distance."""
-    # Dtype too: a cast leaf may have equal numbers
-    kind = (tuple(expected.shape), expected.dtype)
-    other = (tuple(got.shape), got.dtype) if isinstance(got, Tensor) else type(got).__name__
+def _check_kind(
+    path: str, expected: Any, got: Any, what: str, context: Mapping[str, Any] | None
+) -> None:
+    """Raise at once where leaves differ that have no distance: in shape or dtype, or as values that
+    are no tensors."""
+    kind, other = map(_kind, (expected, got))
     if kind != other:
-        raise AssertionError(
-            explain("shape or dtype differ" + _told(context), path=path, expected=kind, got=other)
-        )
+        story = f"{what} differ, in shape or dtype or as plain values{_told(context)}"
+        raise AssertionError(explain(story, path=path, expected=kind, got=other))
+
+
+def _kind(leaf: Any) -> Any:
+    # Dtype too: a cast leaf may have equal numbers
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def check_moves(
@@ -304,44 +294,26 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
     return size > 0 and size >= VISIBLE * hidden
 
 
-def _compare(
-    path: str,
-    expected: Tensor,
-    got: Tensor,
-    allowed: Tensor | None,  # elementwise, float64
-    bits: tuple[Tensor, Tensor],
-) -> Wrong | None:
-    """The element that is furthest off; without `allowed`, of those whose bits aren't the same."""
-    if allowed is not None:
-        return compare_within(path, expected, got, allowed)
-    return _furthest(path, ~same_bits(*bits), expected, got, torch.zeros_like(_distances(*bits)))
-
-
 def compare_within(
     path: str,
     expected: Tensor,
     got: Tensor,
-    allowed: Tensor,  # elementwise, float64
+    allowed: Tensor | None,  # elementwise, float64
     rank: int = 0,
+    *,
+    bits: tuple[Tensor, Tensor] | None = None,
 ) -> Wrong | None:
-    """The element that is furthest off, of those that are further apart than `allowed`."""
-    alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
-    near = _distances(expected, got) <= allowed
-    return _furthest(path, ~(alike | near), expected, got, allowed, rank)
-
-
-def _furthest(
-    path: str,
-    bad: Tensor,  # elementwise, bool: the elements that differ
-    expected: Tensor,
-    got: Tensor,
-    allowed: Tensor,
-    rank: int = 0,
-) -> Wrong | None:
-    """Of the bad elements, the one that is furthest above `allowed`; None where there is none."""
+    """The element that is furthest off, of those that are further apart than `allowed`. Without
+    that, of those whose bits aren't the same: of the values that both were made of, or their
+    own."""
+    error = _distances(expected, got)
+    if allowed is None:
+        bad, allowed = ~same_bits(*(bits or (expected, got))), torch.zeros_like(error)
+    else:
+        alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
+        bad = ~(alike | (error <= allowed))
     if not bool(bad.any()):
         return None
-    error = _distances(expected, got)
     # NaN is further off than any number, and an element that is fine nearer
     excess = torch.nan_to_num(error - allowed, nan=torch.inf).where(bad, -torch.inf)
     at = tuple(map(int, torch.unravel_index(excess.argmax(), excess.shape)))
@@ -404,7 +376,7 @@ def last_places(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _raise_if(
-    found: Sequence[Different],
+    found: Sequence[Wrong],
     what: str,
     equality: Equality,
     context: Mapping[str, Any] | None,
@@ -415,16 +387,15 @@ def _raise_if(
         return
     subject = "the updates" if what == "updates" else what
     story = f"{subject} differ{_told(context)}: {first_of(found)}. Grade: {equality.grade}."
-    wrong = [row for row in found if isinstance(row, Wrong)]
     context = context or {}
     ranks = context.get("ranks")
-    cause = why(Evidence(what, wrong, {"ranks": ranks} if isinstance(ranks, int) else {}))
+    cause = why(Evidence(what, found, {"ranks": ranks} if isinstance(ranks, int) else {}))
     error = Unequal(f"{story} {cause}".rstrip())
-    error.story, error.what, error.wrong, error.context = story, what, wrong, context
+    error.story, error.what, error.wrong, error.context = story, what, found, context
     raise error
 
 
-def first_of(found: Sequence[Different]) -> str:
+def first_of(found: Sequence[Wrong]) -> str:
     """The first difference, and the names of some of the other leaves."""
     _, *others = dict.fromkeys(difference.leaf for difference in found)
     shown = ", ".join(others[:SHOWN]) + (", ..." if len(others) > SHOWN else "")

@@ -429,7 +429,7 @@ def test_a_right_program_passes() -> None:
             lambda s, rank: s.replace(mean=tree_map(lambda m: m * (1 + 2e-14), s.value.mean)),
             r"updates.*leaf mean\.w",
         ),
-        (lambda s, rank: s.replace(num_steps=7), "leaf num_steps: expected 2, got 7"),
+        (lambda s, rank: s.replace(num_steps=7), "path num_steps, expected 2, got 7"),
     ],
 )
 def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
