@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import DonatedError, GroupError, MismatchError, StructureError
-from ..groups import check_same_call, labelled, rejoin
+from ..groups import labelled
 from ..groups.checks import by_rank
 from ..groups.protocol import Group
+from ..sharded.failures import sharing_failures
 from ..sharded.words import exchange_data
 from .errors import CheckpointError, CorruptError
 
@@ -52,25 +53,17 @@ def together(
         naming them all.
     """
     failure: Exception | None = None  # this rank's own, the cause of the error that all raise
-    try:
-        # A failure that all have caught may have broken the group; else this does nothing
-        rejoin(group)
-        # By the verb alone: of folders that differ the work itself says more
-        check_same_call(group, lambda: what.split()[0])
+    # By the verb alone: of folders that differ the work itself says more
+    with sharing_failures(group, call=what.split()[0]):
         try:
             own = work()
             report: dict[str, Any] = {"ok": tell(own)}
         except GroupError:
-            raise
+            raise  # the ranks can't tell each other anything any more
         except Exception as error:
             failure = error
             report = {"error": type(error).__name__, "text": _words(error)}
         reports = exchange_data(labelled(group, what), report)
-    except GroupError:
-        raise  # the ranks can't tell each other anything any more
-    except BaseException as error:  # an interrupt, say: the program ends, and others must not wait
-        group.fail(error)
-        raise  # the others raise `PeerError` where they wait
     failed = [report for report in reports if "error" in report]
     if failed:
         # The lowest failing rank decides the kind, so that all ranks raise the same one

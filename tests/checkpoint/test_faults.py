@@ -21,6 +21,7 @@ from functorch_zero.checkpoint.files import Temporary
 from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
+from functorch_zero.sharded import failures
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
@@ -324,7 +325,7 @@ def test_an_interrupt_reaches_the_other_ranks(where: str) -> None:
             if group.rank == 0:
                 patch = stack.enter_context(pytest.MonkeyPatch.context())
                 if where == "coming back":
-                    patch.setattr(agreement, "check_same_call", interrupt)
+                    patch.setattr(failures, "check_same_call", interrupt)
                 elif where == "telling":
                     patch.setattr(agreement, "labelled", interrupt)
                 else:
