@@ -179,12 +179,12 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     # Wide dtypes come first, so that every piece is aligned
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
-    tensors = []
-    for part in parts:
-        path_of_leaf = held[part.leaf].path
-        dtype = NAMES[part.tensor.dtype]
-        tensors.append(entry_of(path_of_leaf, dtype, part.start, part.numel))
-    header, _ = make_header(tensors)
+    header, _ = make_header(
+        [
+            entry_of(held[part.leaf].path, NAMES[part.tensor.dtype], part.start, part.numel)
+            for part in parts
+        ]
+    )
     sums, size = list[int](), 0
     with created(path) as file:
         for block in _blocks(_data(header, parts, snapshot.progress, path.name)):

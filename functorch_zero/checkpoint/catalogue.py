@@ -186,14 +186,12 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
         raise ValueError(f"last and every must be at least 1, got {last} and {every}")
     path = Path(root)
     # Oldest first; damaged ones must not push intact ones out
-    manifests = {count: _complete(path, count) for count in counts_in(path)}
-    intact = [count for count, manifest in manifests.items() if manifest is not None]
-    old = [count for count in intact[:-last] if every is None or count % every]
-    partial = [count for count, manifest in manifests.items() if manifest and manifest.left_out]
-    whole = [count for count in intact if count not in partial]
+    intact = [manifest for count in counts_in(path) if (manifest := _complete(path, count))]
+    old = [m.step for m in intact[:-last] if every is None or m.step % every]
+    whole = [m.step for m in intact if not m.left_out]
+    partial = [m.step for m in intact if m.left_out and m.step not in old]
     # Their frozen params may lie nowhere else, and those of later ones may be others
-    kept = set(partial) - set(old)
-    needed = {max((n for n in whole if n < count), default=None) for count in kept}
+    needed = {max((n for n in whole if n < count), default=None) for count in partial}
     old = [count for count in old if count not in needed]
     for count in old:
         remove_folder(step_folder(path, count))

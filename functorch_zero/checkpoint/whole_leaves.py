@@ -160,12 +160,10 @@ def _to_send(held: Held, of: str, dtype: torch.dtype | None, to: int, rank: int)
 def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Tensor]]:
     """The leaves of a pack, whole, at the rank that gets them; elsewhere none. One exchange of
     where each rank's elements lie, and one all-to-all of bytes."""
-    # By rank and leaf: start, number of elements
-    spans = exchange_data(group, [(sent.start, sent.here.numel()) for sent in pack])
-    widths = [sent.here.element_size() for sent in pack]
-    # By rank and leaf, in bytes
-    lengths = [[n * w for (_, n), w in zip(rows, widths, strict=True)] for rows in spans]
-    sizes = [sum(own) for own in lengths]
+    own = [(sent.start * sent.here.element_size(), sent.here.nbytes) for sent in pack]
+    # By rank and leaf, in bytes of the leaf: where its elements start, and their number
+    spans = exchange_data(group, own)
+    sizes = [sum(n for _, n in of_rank) for of_rank in spans]
     source = torch.cat([sent.here.view(torch.uint8) for sent in pack])
     is_here = group.rank == to
     out = source.new_empty(sum(sizes) if is_here else 0)
@@ -174,14 +172,10 @@ def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Ten
     group.all_to_all(out, out_sizes, source, in_sizes).wait()
     if not is_here:
         return []
-    # By rank and leaf, bytes of its elements
-    runs = [run.split(own) for run, own in zip(out.split(sizes), lengths, strict=True)]
-    whole = []
-    for n, (sent, width) in enumerate(zip(pack, widths, strict=True)):
-        leaf = sent.here.new_empty(sent.shape)
-        flat = leaf.view(-1).view(torch.uint8)
-        for rows, own in zip(spans, runs, strict=True):
-            start = width * rows[n][0]
-            flat[start : start + len(own[n])] = own[n]
-        whole.append((sent.path, leaf))
-    return whole
+    whole = [sent.here.new_empty(sent.shape) for sent in pack]
+    flats = [leaf.view(-1).view(torch.uint8) for leaf in whole]
+    runs = iter(out.split([n for of_rank in spans for _, n in of_rank]))
+    for of_rank in spans:
+        for flat, (start, n) in zip(flats, of_rank, strict=True):
+            flat[start : start + n] = next(runs)
+    return [(sent.path, leaf) for sent, leaf in zip(pack, whole, strict=True)]
