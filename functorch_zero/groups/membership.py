@@ -110,7 +110,7 @@ class Membership:
 
     def _watch_device(self) -> None:
         """From now on, hear of failures while the device hangs."""
-        if self.connections.device is not None:
+        if self.connections.of_device:
             self.device.watch(self, self.era, self.connections.limit)
 
     # Being there
@@ -327,7 +327,7 @@ class Membership:
                 raise RuntimeError(gave_up)
             self.connections.connect(f"functorch_zero/{self._token}/{self.era}")
             # Each rank has said so before it connected, and so all of them raise
-            if self.connections.device is not None:
+            if self.connections.of_device:
                 lost = self.store.read(spoilt, seconds=limit)
         except RuntimeError as error:
             text = f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "

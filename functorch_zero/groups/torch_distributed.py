@@ -121,15 +121,19 @@ def part_of(
     # No new group: each holds sockets and threads
     if list(ranks) == dist.get_process_group_ranks(parent):
         return parent
-    # True: only these ranks call it, not the whole world, as torch wants otherwise
-    options: dict[str, Any] = {
-        "use_local_synchronization": len(ranks) < dist.get_world_size(),
-        "timeout": timeout,
-    }
-    # Without the option torch would take the world's backends
-    if backends_of(parent) != backends_of(_world_group()):
-        options["backend"] = str(dist.get_backend_config(parent))
-    return _made(timeout, lambda: dist.new_group(list(ranks), **options))
+    return _new_group(list(ranks), timeout, backends_of(parent))
+
+
+def _new_group(
+    ranks: list[int], timeout: timedelta, backends: dict[str, str], **options: Any
+) -> dist.ProcessGroup:
+    # Only these ranks call it, not the whole world, as torch wants otherwise
+    if len(ranks) < dist.get_world_size():
+        options["use_local_synchronization"] = True
+    # Without the option torch takes the world's backends
+    if backends != backends_of(_world_group()):
+        options["backend"] = _config_of(backends)
+    return _made(timeout, lambda: dist.new_group(ranks, timeout=timeout, **options))
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -181,17 +185,11 @@ def own_group(
     """A new torch group of the parent's ranks, in their order; every one of them calls it, and
     nobody else."""
     ranks = dist.get_process_group_ranks(parent)
-    options: dict[str, Any] = {"timeout": timeout, "group_desc": "functorch_zero"}
-    # Group ranks must be as in the parent, whatever the order of their world ranks
-    if ranks != sorted(ranks):
-        # Older torch lacks the option and sorts every group: there no parent is out of order
-        options["sort_ranks"] = False
-    if len(ranks) < dist.get_world_size():
-        options["use_local_synchronization"] = True
-    if backends != backends_of(_world_group()):
-        options["backend"] = _config_of(backends)
+    # Group ranks must be as in the parent, whatever the order of their world ranks. Older torch
+    # lacks the option and sorts every group: there no parent is out of order
+    order = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     with _process_outlives_errors():
-        return _made(timeout, lambda: dist.new_group(ranks, **options))
+        return _new_group(ranks, timeout, backends, group_desc="functorch_zero", **order)
 
 
 def named_group(

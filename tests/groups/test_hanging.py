@@ -328,7 +328,7 @@ def test_torchs_watchdog_spares_the_process() -> None:
                 os.environ[name] = own
             group = on_device(timeout=7.0)
             for _ in range(2):
-                made = group._connections.device
+                made = group._connections.groups["device"]
                 assert isinstance(made, HangingGroup)
                 found.append((made.env, made.timeout.total_seconds(), os.environ.get(name)))
                 group.fail(ValueError("bad batch"))
@@ -674,7 +674,7 @@ def test_a_rank_is_killed_while_the_others_wait_for_a_gather(
             group.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
         group.all_gather(torch.zeros(2), torch.ones(1)).wait()
-        device_group = group._connections.device
+        device_group = group._connections.groups["device"]
         assert isinstance(device_group, HangingGroup)
         threading.Timer(0.1, device_group.abort).start()
         monkeypatch.setattr(device_watch, "_SECONDS_WHILE_IT_WAITS", 1000.0)
