@@ -9,7 +9,6 @@ against all: both are exact, and no gradient is divided by anything.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from .._torch_private import transforms_active
 from ..errors import StructureError, explain
 from ..step.rows import split_rows
 from ..step.scope import batch_here
-from .batch_on_ranks import BatchOnRanks, batch_of_loss
+from .batch_on_ranks import AllRows, BatchOnRanks, NumRows, batch_of_loss
 from .sync_batch_norm import converted
 
 __all__ = ["all_rows", "in_chunks", "mean", "own_rows", "sum", "sync_batch_norm"]
@@ -48,9 +47,10 @@ def all_rows(x: Tensor) -> Tensor:
     >>> all_rows(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    batch = batch_of_loss("fz.batch.all_rows")
-    _check_rows(x, "fz.batch.all_rows")
-    return x if batch is None else batch.all_rows(x, "fz.batch.all_rows")
+    name = "fz.batch.all_rows"
+    batch = batch_of_loss(name)
+    _check_rows(x, name)
+    return x if batch is None else batch.exchange(AllRows(batch, x, name), x, gives=len(x) > 0)
 
 
 def own_rows(x: Tensor) -> slice:
@@ -66,8 +66,8 @@ def own_rows(x: Tensor) -> slice:
     _check_rows(x, "fz.batch.own_rows")
     if batch is None:
         return slice(0, len(x))
-    nums = batch.nums_of_rows(x)
-    first = builtins.sum(nums[: batch.group.rank])
+    nums = batch.exchange(NumRows(batch, x), x.detach(), gives=False)
+    first = int(nums[: batch.group.rank].sum())
     return slice(first, first + len(x))
 
 

@@ -58,23 +58,9 @@ class BatchOnRanks:
             self._received.append(result.detach())
         return result
 
-    def all_rows(self, x: Tensor, name: str) -> Tensor:
-        """(n, ...) -> (sum of n, ...)."""
-        return self.exchange(AllRows(self, x, name), x, gives=len(x) > 0)
-
-    def nums_of_rows(self, x: Tensor) -> list[int]:
-        """How many rows each rank's tensor has."""
-        found: list[int] = self.exchange(NumRows(self, x), x.detach(), gives=False).tolist()
-        return found
-
     def sum(self, x: Tensor, name: str) -> Tensor:
         """The sum over ranks of tensors of one shape."""
         return self.exchange(Sum(self, x, name), x, gives=self.num_rows != 0)
-
-    def one_each(self, x: Tensor, name: str, *, gives: bool) -> Tensor:
-        """(k,), the same k on each rank -> (N, k)."""
-        exchange = AllRows(self, x[None], name, [1] * self.group.size)
-        return self.exchange(exchange, x[None], gives=gives)
 
     @cached_property
     def num_rows(self) -> int | None:

@@ -81,9 +81,8 @@ class Changes(NamedTuple):
     """Per buffer, in flatten order: whether this rank's loss has changed it. Ranks may differ in
     it."""
 
-    known: list[bool | None]  # by the host; None: its device is asked
-    asked: dict[int, Asked]  # by the buffer's number
-    answers: Mapping[str, float]  # of devices, by that number; to read them may wait
+    known: Sequence[bool | Asked]  # by the host; else its device is asked
+    answers: Mapping[str, float]  # of devices, by the buffer's number; to read them may wait
 
     def flags(self, rank: int, *, look: bool) -> list[bool]:
         """All of them. The host waits for the devices' answers, and for nothing behind those.
@@ -93,9 +92,9 @@ class Changes(NamedTuple):
         """
         flags = []
         for n, known in enumerate(self.known):
-            flag = bool(self.answers[str(n)]) if known is None else known
-            if not flag and n in self.asked:
-                self.asked[n].check_kept(rank, look=look)
+            flag = bool(self.answers[str(n)] if isinstance(known, Asked) else known)
+            if isinstance(known, Asked) and not flag:
+                known.check_kept(rank, look=look)
             flags.append(flag)
         return flags
 
@@ -110,17 +109,17 @@ def ask_changes(
     """
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
     if rule == "local" or group.size == 1:
-        return Changes([False] * len(before), {}, {})
-    known: list[bool | None] = []
-    asked: dict[int, Asked] = {}
+        return Changes([False] * len(before), {})
+    known: list[bool | Asked] = []
     answers: dict[str, Tensor] = {}
     for n, pair in enumerate(zip(before, after, strict=True)):
         found = changed_between(*pair)
-        if isinstance(found, Tensor):
-            asked[n] = Asked(paths(old)[n], *pair, version_of(pair[1]))
+        if isinstance(found, bool):
+            known.append(found)
+        else:
+            known.append(Asked(paths(old)[n], *pair, version_of(pair[1])))
             answers[str(n)] = found
-        known.append(None if isinstance(found, Tensor) else found)
-    return Changes(known, asked, host(answers) if answers else {})
+    return Changes(known, host(answers) if answers else {})
 
 
 def apart_from(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import has_values
-from .batch_on_ranks import BatchOnRanks, batch_of_loss
+from .batch_on_ranks import AllRows, BatchOnRanks, batch_of_loss
 
 _NAME = "fz.batch.sync_batch_norm"
 
@@ -29,8 +29,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         # By Chan et al. (1983), of each rank's number, mean, and squares around that mean
         own_mean = wide.sum(dims) / max(num, 1)
         centered = wide - _along_features(own_mean, x)
-        own = torch.cat([wide.new_full((1,), num), own_mean, centered.square().sum(dims)])
-        by_rank = batch.one_each(own, _NAME, gives=num > 0)  # (N, 1 + 2 C)
+        own = torch.cat([wide.new_full((1,), num), own_mean, centered.square().sum(dims)])[None]
+        exchange = AllRows(batch, own, _NAME, nums=[1] * batch.group.size)
+        by_rank = batch.exchange(exchange, own, gives=num > 0)  # (N, 1 + 2 C)
         nums, means, squares = by_rank.split([1, x.size(1), x.size(1)], dim=1)
         total = nums.sum()
         # As torch's. A rank with two values knows that there are enough
