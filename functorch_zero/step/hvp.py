@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -78,15 +78,16 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
         def slope_of(trees: tuple[Any, Any], *args: Any, **named: Any) -> tuple[Tensor, Aux]:
             nonlocal has_aux
             own, along = trees
-            leaves = _Watched(unshard(own))
+            inner = _InnerGradient()
+            leaves = tree_map(inner.view_of, unshard(own))
             # Named are the buffers and the batch, where they were given
-            value, aux = check_loss(loss(leaves.tree, *args, **named), rank)
+            value, aux = check_loss(loss(leaves, *args, **named), rank)
             refuse_reentrant_checkpoints(nodes_behind(value), rank)
             has_aux = aux is not None
             given = aux or Aux()
             metrics = {_VALUE: value.detach(), **given.metrics}
             with call.trying(value):
-                grads = leaves.gradients_of(value)
+                grads = inner.of(value, leaves)
             slope = _inner_product(grads, along, rank)
             return slope, replace(given, metrics=metrics)
 
@@ -103,14 +104,40 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
     return run
 
 
-@dataclass
 class _InnerGradient:
-    """Whether the inner gradient is being taken. Nodes keep this alone: a graph that reaches itself
-    through its own hooks is never freed."""
+    """The gradient of a loss that is taken inside of another one, by views of the leaves.
 
-    is_taken: bool = False
+    A custom function may run modules again in its backward, by a backward of its own. Its gradients
+    would pass by the gradient that is being taken, and nothing would tell.
 
-    def refuse(self, grads: Any) -> None:
+    Nodes of the graph keep this object. It has no tensors: a graph that reaches itself through its
+    own hooks is never freed.
+
+    Attributes:
+        is_taken: whether it is being taken.
+    """
+
+    is_taken = False
+
+    def view_of(self, leaf: Tensor) -> Tensor:
+        """A whole leaf of the outer gradient's graph for the loss."""
+        view = leaf.view_as(leaf)
+        # The inner gradient ends at the view, before its node
+        if view.grad_fn is not None:
+            view.grad_fn.register_prehook(self._refuse)
+        return view
+
+    def of(self, value: Tensor, views: PyTree[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients of a loss by the trained leaves, whole, in a graph; None: not reached."""
+        trained = [leaf for leaf in optree.tree_leaves(views) if leaf.requires_grad]
+        if not trained:
+            return []
+        self.is_taken = True
+        found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
+        self.is_taken = False
+        return found
+
+    def _refuse(self, grads: Any) -> None:
         """A hook of the leaves' nodes: raise if it runs while the inner gradient is being taken.
         That one ends at the leaves' views, before these nodes, so what comes here is a backward
         that a custom function has begun itself."""
@@ -122,38 +149,6 @@ class _InnerGradient:
                     remedy="let the loss run those modules without the function, in fz.hvp alone",
                 )
             )
-
-
-class _Watched:
-    """Whole leaves for a loss whose gradient is taken inside of another one.
-
-    A custom function may run modules again in its backward, by a backward of its own. Its gradients
-    would pass by the gradient that is being taken, and nothing would tell.
-
-    Args:
-        whole: leaves of the outer gradient's graph.
-    """
-
-    def __init__(self, whole: PyTree[Tensor]):
-        self._inner = _InnerGradient()
-        self.tree = tree_map(self._view_of, whole)
-
-    def _view_of(self, leaf: Tensor) -> Tensor:
-        view = leaf.view_as(leaf)
-        # The inner gradient ends at the view, before its node
-        if view.grad_fn is not None:
-            view.grad_fn.register_prehook(self._inner.refuse)
-        return view
-
-    def gradients_of(self, value: Tensor) -> list[Tensor | None]:
-        """The gradients of a loss by the trained leaves, whole, in a graph; None: not reached."""
-        trained = [leaf for leaf in optree.tree_leaves(self.tree) if leaf.requires_grad]
-        if not trained:
-            return []
-        self._inner.is_taken = True
-        found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
-        self._inner.is_taken = False
-        return [*found]
 
 
 def _inner_product(
