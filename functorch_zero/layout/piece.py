@@ -242,9 +242,9 @@ class Piece(Tensor):
         """A checksum of these words."""
         return crc32(self.text.encode())
 
-    def filled_with(self, local: Tensor, text: str) -> Piece:
+    def filled_with(self, local: Tensor, text: str, numbers: tuple[Tensor, ...] = ()) -> Piece:
         """A piece of another leaf, at this one's place, which was made as the text says."""
-        return Piece(local, self.extent, is_whole=self.is_whole, history=History(text))
+        return Piece(local, self.extent, is_whole=self.is_whole, history=History(text, numbers))
 
     def reshaped(self, shape: Sequence[int]) -> Piece:
         """An alias, in another shape of as many elements."""
@@ -498,8 +498,7 @@ def _made(call: _Call, made: Tensor, text: str) -> Piece:
     if made.shape != _as_operand(of).shape:
         refuse(f"{call.func} is not elementwise", of, _ASK)
     local = _as_local(made.resolve_conj().resolve_neg(), of.extent, is_whole=of.is_whole)
-    history = History(text, call.numbers)
-    return Piece(local, of.extent, is_whole=of.is_whole, history=history)
+    return of.filled_with(local, text, call.numbers)
 
 
 def _written(call: _Call, text: str) -> Any:
