@@ -35,38 +35,10 @@ from .buffers import apart_from
 from .checks import check_batch, check_not_donated, check_place
 from .failures import sharing_failures
 from .options import Options
-from .params import make_unit_flats
+from .params import TreesAmong, make_unit_flats
 from .program.engine import ShardedEngine
 from .program.value import trained_like
 from .publish import chosen_params, flats_of_pass
-
-
-class _Arguments:
-    """The arguments of an evaluation, of which it reads sharded trees.
-
-    Attributes:
-        trees: those in the form of params.
-    """
-
-    def __init__(self, given: tuple[Any, ...]):
-        self._first = given[0]
-        self._nodes, self._treedef = optree.tree_flatten(given, is_leaf=is_on_engine)
-        self._places = [n for n, node in enumerate(self._nodes) if is_held(node)]
-        self.trees: list[ShardedTree] = [self._nodes[n] for n in self._places]
-
-    @property
-    def others(self) -> PyTree[Tensor]:
-        """The other tensors of the first one, which every rank holds."""
-        return tree_map(
-            lambda x: x if isinstance(x, Tensor) else None, self._first, is_leaf=is_on_engine
-        )
-
-    def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
-        """The arguments with lazy trees in the places of the sharded ones."""
-        nodes = [*self._nodes]
-        for n, lazy in zip(self._places, lazy_trees, strict=True):
-            nodes[n] = lazy
-        return self._treedef.unflatten(nodes)
 
 
 class ShardedEvalStep:
@@ -102,7 +74,7 @@ class ShardedEvalStep:
             check_not_donated(nodes, state.step)
             # Ranks compare it with their metrics
             log: list[str] = []
-            given = self._arguments(state, args, log)
+            given, others = self._arguments(state, args, log)
             batch = tree_map(
                 lambda x: None if is_on_engine(x) else x,
                 args[0] if len(args) == 1 else args,
@@ -127,22 +99,26 @@ class ShardedEvalStep:
             on_ranks = BatchOnRanks(options.axes, log, batch)
             on_ranks.around = run
             with given_batch(on_ranks):
-                found = self._call(run, given, state, args, device, look=look)
+                found = self._call(run, given, others, state, args, device, look=look)
             on_ranks.check_weight(found.weight, look=look)
             metrics = self._means(found, on_ranks, batch, log, device)
             order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params
             return found._replace(rows=apart_from(found.rows, flats)).with_rows(metrics)
 
-    def _arguments(self, state: State, args: tuple[Any, ...], log: list[str]) -> _Arguments:
-        """The evaluation's arguments. `log` takes words of how their trees were made. Collectives:
-        those of `publish`, where params are chosen."""
+    def _arguments(
+        self, state: State, args: tuple[Any, ...], log: list[str]
+    ) -> tuple[TreesAmong, PyTree[Tensor]]:
+        """The trees among the evaluation's arguments, and the other tensors of the first one, which
+        every rank holds. `log` takes words of how trees were made. Collectives: those of `publish`,
+        where params are chosen."""
         rank, place = self.group.rank, self.options.place
 
         def choose(state: State) -> ShardedTree:
             return self._chosen(state, log)
 
-        given = _Arguments(self.unsharded.arguments(state, args, choose))
+        first, *_ = all_given = self.unsharded.arguments(state, args, choose)
+        given = TreesAmong(all_given, is_held)
         if not given.trees:
             raise StructureError(
                 explain(
@@ -170,12 +146,16 @@ class ShardedEvalStep:
         log.append(
             f"evaluation at step {int(state.step)} of trees made as {_words_of(given.trees)}"
         )
-        return given
+        tensors = tree_map(
+            lambda x: x if isinstance(x, Tensor) else None, first, is_leaf=is_on_engine
+        )
+        return given, tensors
 
     def _call(
         self,
         run: Pass,
-        given: _Arguments,
+        given: TreesAmong,
+        others: PyTree[Tensor],
         state: State,
         args: tuple[Any, ...],
         device: torch.device,
@@ -183,7 +163,7 @@ class ShardedEvalStep:
         look: bool,
     ) -> Evaluated:
         """The evaluation of this rank's part of the batch. Collectives: those of the pass."""
-        rank, others = self.group.rank, given.others
+        rank = self.group.rank
         untouched = Untouched(optree.tree_leaves(others), look=look)
         # The numbers that a training step draws from this state, so evaluations repeat
         random = replayed(state.seed, state.step, self.options.axes.data.rank, device)

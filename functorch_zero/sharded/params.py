@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import optree
 import torch
@@ -16,12 +17,38 @@ from ..layout.flat_buffers import own_piece, to_tree, unpack
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
+from ..params import is_on_engine
 from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.table import TableFlats
 from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import Options
 from .placed import places_of_buckets
+
+
+class TreesAmong:
+    """The sharded trees among the arguments of a loss, or of an evaluation.
+
+    Args:
+        args: sharded trees, and optimizers' states, count as leaves in them.
+        is_one: whether a node is a tree of which the function is given lazy params.
+
+    Attributes:
+        trees: these.
+    """
+
+    def __init__(self, args: Any, is_one: Callable[[Any], bool]):
+        self._nodes, self._treedef = optree.tree_flatten(args, is_leaf=is_on_engine)
+        self._places = [n for n, node in enumerate(self._nodes) if is_one(node)]
+        self.trees: list[ShardedTree] = [self._nodes[n] for n in self._places]
+
+    def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
+        """The arguments as the function sees them, with lazy trees for the sharded ones, in their
+        order."""
+        nodes = [*self._nodes]
+        for n, lazy in zip(self._places, lazy_trees, strict=True):
+            nodes[n] = lazy
+        return self._treedef.unflatten(nodes)
 
 
 def all_gather_tree(tree: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:

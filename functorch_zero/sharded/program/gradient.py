@@ -24,6 +24,7 @@ from ...layout.extent import Rows
 from ...layout.joined import Joined
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
+from ...params import is_on_engine
 from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import GradientReduction
 from ...step.loss import Outcome
@@ -38,13 +39,13 @@ from ..buffers import Changes, apart_from, check_synchronizable, synchronize
 from ..grad_mean import in_range, to_means
 from ..nonfinite import refuse
 from ..options import Options
-from ..params import grads_like
+from ..params import TreesAmong, grads_like
 from .kept import KeptOfGradient
 from .ledger import Posted
 from .scope import RanksScope
 
 
-class LossTrees:
+class LossTrees(TreesAmong):
     """The sharded trees among the arguments of a loss.
 
     Args:
@@ -52,7 +53,7 @@ class LossTrees:
         args: the loss's other arguments, with sharded trees that it reads.
 
     Attributes:
-        trees: the sharded ones, those of `tree` first.
+        trees: those of `tree` come first.
         trained: for each, whether its gradients are taken.
 
     Raises:
@@ -60,12 +61,10 @@ class LossTrees:
     """
 
     def __init__(self, tree: Any, args: tuple[Any, ...]):
-        # Sharded trees count as leaves here; whole ones fall into their tensors
-        self._leaves, self._treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
-        self._treedef_of_asked = optree.tree_structure(tree, is_leaf=_is_sharded)
+        super().__init__((tree, args), _is_sharded)
+        self._treedef_of_asked = optree.tree_structure(tree, is_leaf=is_on_engine)
         num_asked = self._treedef_of_asked.num_leaves
-        if not all(map(_is_sharded, self._leaves[:num_asked])):
-            others = [x for x in self._leaves[:num_asked] if not _is_sharded(x)]
+        if others := [x for x in self._nodes[:num_asked] if not _is_sharded(x)]:
             raise StructureError(
                 explain(
                     "a gradient was asked of sharded and of whole trees together",
@@ -76,8 +75,6 @@ class LossTrees:
                     "arguments",
                 )
             )
-        self._places = [n for n, leaf in enumerate(self._leaves) if _is_sharded(leaf)]
-        self.trees: list[ShardedTree] = [self._leaves[n] for n in self._places]
         # Those among `args` are read only
         self.trained = [
             n < num_asked and not tree.is_read_only
@@ -101,14 +98,6 @@ class LossTrees:
             joined: the layouts of all trees as one.
         """
         return [*compress(zip(self.trees, joined.first_buckets, strict=True), self.trained)]
-
-    def with_lazy(self, lazy_trees: Sequence[Any]) -> Any:
-        """The tree and the other arguments as the loss sees them, with lazy trees for the sharded
-        ones, in their order."""
-        leaves = list(self._leaves)
-        for n, lazy in zip(self._places, lazy_trees, strict=True):
-            leaves[n] = lazy
-        return self._treedef.unflatten(leaves)
 
     def gradients(self, reduced: Mapping[int, Tensor | Rows], joined: Joined) -> Any:
         """The gradients of `tree`, in the form of pieces.
