@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ..tree import PyTree, ancestors, paths
 from .copying import without_values
 from .generators import seeded
 from .initialisation import Initialisation
+from .slots import Place, leaves_for, put, slots_of, tensors_in
 
 Init = Callable[[str, nn.Module], Any]
 
@@ -34,21 +35,28 @@ class DeferredInit:
         self._device = device
         self._model = without_values(model)  # each tensor on the meta device, unless being made
         self._modules = dict(self._model.named_modules())
-        # Of each leaf and buffer, the place of its name first; a tied one has several
-        self._places: dict[str, list[_Place]] = {}
-        # Of each module, the places in it and in those inside it, each with its leaf's name
-        self._inside: dict[str, list[tuple[str, _Place]]] = {path: [] for path in self._modules}
-        # Tied tensors come once, under their first name
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        names = {id(tensor): name for name, tensor in named}
-        for path, module in self._modules.items():
-            for held in (params_dict(module), buffers_dict(module)):
-                for attribute, meta in held.items():
-                    if meta is not None:
-                        name, place = names[id(meta)], _Place(path, held, attribute, meta)
-                        self._places.setdefault(name, []).append(place)
-                        for around in ancestors(path):
-                            self._inside[around].append((name, place))
+        # Of each leaf and buffer: the tensor without values; the module that its name is in, which
+        # initialises it; and its places, of which a tied one has several
+        self._metas: dict[str, Tensor] = {}
+        self._holders: dict[str, str] = {}
+        self._places: dict[str, list[Place]] = {}
+        # Of each module, the places in it and in those inside it; and whether it holds the leaf
+        # there, which another one initialises
+        self._inside: dict[str, list[tuple[Place, bool]]] = {path: [] for path in self._modules}
+        self._add_places(self._model.named_parameters(), params_dict)
+        self._add_places(self._model.named_buffers(), buffers_dict)
+
+    def _add_places(
+        self, named: Iterable[tuple[str, Tensor]], held_by: Callable[[nn.Module], dict[str, Any]]
+    ) -> None:
+        for module, attribute, name in slots_of(named, self._model, held_by):
+            held, is_tied = held_by(self._modules[module]), name in self._places
+            place = Place(held, attribute, name)
+            self._metas[name] = held[attribute]
+            self._holders.setdefault(name, module)
+            self._places.setdefault(name, []).append(place)
+            for around in ancestors(module):
+                self._inside[around].append((place, is_tied and around == module))
 
     def fill(self, tree: PyTree[Tensor]) -> PyTree[Tensor]:
         """The tree with values for leaves on the meta device, whole; others stay as they are.
@@ -92,15 +100,13 @@ class DeferredInit:
         blanks: dict[str, Tensor] = {}  # path -> the tensor being made
         holders: set[str] = set()  # the modules that may have something to say about these leaves
         for name in names:
-            first = self._places[name][0]  # its module initialises a tied leaf
-            blanks[name] = _blank(first.meta, self._device)
-            holders.update(ancestors(first.module))
+            blanks[name] = _blank(self._metas[name], self._device)
+            holders.update(ancestors(self._holders[name]))
+        # A tied leaf goes into all its places
+        places = [place for name in names for place in self._places[name]]
         # From here on the model holds blanks: they must go again, whatever happens
         try:
-            # A tied leaf goes into all its places
-            for name, blank in blanks.items():
-                for place in self._places[name]:
-                    place.put(blank)
+            put(places, leaves_for(places, blanks))
             # Inner modules first, so that those around them have the last word
             for path in sorted(holders, key=lambda path: (-_depth(path), path)):
                 self._initialise(path)
@@ -108,9 +114,7 @@ class DeferredInit:
             return {name: self._result(name, blank) for name, blank in blanks.items()}
         finally:
             # Meta tensors again, so that no value outlives this call in the model
-            for name in names:
-                for place in self._places[name]:
-                    place.put(place.meta)
+            put(places, leaves_for(places, self._metas))
 
     def _initialise(self, path: str) -> None:
         """Initialise one module, by all who know how."""
@@ -152,22 +156,20 @@ class DeferredInit:
         In the module's places that are not the first of their leaf lies an unwanted one. So a tied
         leaf is initialised once, in the place that it is named after.
         """
-        before: list[tuple[_Place, Tensor]] = []
+        others: list[Place] = []
         unwanted: dict[str, Tensor] = {}  # one per leaf, in all its places
-        for name, place in self._inside[path]:
-            first, x = self._places[name][0], place.get()
-            tied_elsewhere = place is not first and place.module == path
-            if not (tied_elsewhere or x.is_meta):
-                continue
-            if name not in unwanted:
-                make = partial(_blank, first.meta, self._device)
-                unwanted[name] = initialisation.unwanted(first.meta, make)
-            before.append((place, x))
-            place.put(unwanted[name])
+        for place, is_tied in self._inside[path]:
+            if is_tied or place.held[place.attribute].is_meta:
+                others.append(place)
+                if place.leaf not in unwanted:
+                    meta = self._metas[place.leaf]
+                    make = partial(_blank, meta, self._device)
+                    unwanted[place.leaf] = initialisation.unwanted(meta, make)
+        before = tensors_in(others)
+        put(others, leaves_for(others, unwanted))
         # Without `finally`: on an error `_make` clears all places
         yield
-        for place, x in before:
-            place.put(x)
+        put(others, before)
 
     def _result(self, name: str, blank: Tensor) -> Tensor:
         """The leaf's values, whole, after all modules around it were initialised.
@@ -175,10 +177,9 @@ class DeferredInit:
         Raises:
             StructureError: nobody gave it values, or somebody another shape or dtype.
         """
-        place = self._places[name][0]
-        x = place.get().detach()
-        expected = (tuple(place.meta.shape), place.meta.dtype)
-        got = (tuple(x.shape), x.dtype)
+        meta, (in_place, *_) = self._metas[name], tensors_in(self._places[name])
+        x: Tensor = in_place.detach()
+        expected, got = (tuple(meta.shape), meta.dtype), (tuple(x.shape), x.dtype)
         if expected != got:
             raise StructureError(
                 explain("initialising a leaf changed it", path=name, expected=expected, got=got)
@@ -189,9 +190,9 @@ class DeferredInit:
         else:
             # There is no NaN among integers. Missing if the blank is still in place, never written
             # to; one that was written in part passes
-            missing = place.get() is blank and version_of(blank) == 0
+            missing = in_place is blank and version_of(blank) == 0
         if missing:
-            holder = type(self._modules[place.module]).__name__
+            holder = type(self._modules[self._holders[name]]).__name__
             raise StructureError(
                 explain(
                     "nobody initialised a leaf, or not all of it: neither "
@@ -203,23 +204,6 @@ class DeferredInit:
             )
         # An initialiser may have made it elsewhere
         return x.to(self._device)  # itself, if it is there
-
-
-class _Place:
-    """A place of a leaf or a buffer in the model."""
-
-    def __init__(self, module: str, held: dict[str, Any], attribute: str, meta: Tensor):
-        self.module = module  # its path
-        self.meta = meta  # the tensor without values, there while nothing is made
-        self._held = held  # the module's own dict
-        self._attribute = attribute
-
-    def get(self) -> Tensor:
-        x: Tensor = self._held[self._attribute]
-        return x
-
-    def put(self, x: Tensor) -> None:
-        self._held[self._attribute] = x
 
 
 def deferred_init(

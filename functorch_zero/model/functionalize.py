@@ -8,7 +8,7 @@ the unit first and leaves it afterwards; given tensors, nothing is entered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import options_for_torch
 from .copying import copy_module, without_values
 from .skeleton import Anatomy, Skeleton
-from .slots import Slot, leaves_inside
+from .slots import Slot, leaves_inside, slots_of
 from .units import Units, choose_modules, find_units
 
 # Kept per `apply`, of those that something still refers to; free ones are used again
@@ -250,8 +250,8 @@ def functionalize(
     sharing: dict[str, str] = {}
     for one, other in check_apart(dict((*model.named_parameters(), *model.named_buffers()))):
         sharing |= {one: other, other: one}
-    slots = _slots_of(model.named_parameters(), model, params_dict)
-    buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
+    slots = slots_of(model.named_parameters(), model, params_dict)
+    buffer_slots = slots_of(model.named_buffers(), model, buffers_dict)
     # Units are chosen on the user's module, which predicates and classes refer to
     specs = find_units(model, units, slots)
     policies = find_policies(model, precision)
@@ -308,24 +308,6 @@ def _check_eager(path: str, module: nn.Module) -> None:
                 remedy="pass that module, and compile units: functionalize(model, compile=True)",
             )
         )
-
-
-def _slots_of(
-    named: Iterable[tuple[str, Tensor]],
-    model: nn.Module,
-    held_by: Callable[[nn.Module], dict[str, Any]],
-) -> list[Slot]:
-    """Every slot of the model's params or buffers, in the order of its modules.
-
-    A tied tensor has several, all with the first of its names, which is the one in `named`.
-    """
-    names = {id(tensor): name for name, tensor in named}  # id -> the first name
-    slots = []
-    for path, module in model.named_modules():
-        for attribute, tensor in held_by(module).items():
-            if tensor is not None:  # a bias that a module does without, say
-                slots.append(Slot(path, attribute, names[id(tensor)]))
-    return slots
 
 
 def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset[str]) -> Names:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+
 from ..errors import StructureError, explain
 from ..tree import ancestors
 from .lazy_param import Entrance, LazyParam
@@ -17,6 +19,24 @@ class Slot(NamedTuple):
     module: str  # its path
     attribute: str
     leaf: str  # the leaf's path
+
+
+def slots_of(
+    named: Iterable[tuple[str, Tensor]],
+    model: nn.Module,
+    held_by: Callable[[nn.Module], dict[str, Any]],
+) -> list[Slot]:
+    """Every slot of a model's params or buffers, in the order of its modules.
+
+    A tied tensor has several, all with the first of its names, which is the one in `named`.
+    """
+    names = {id(tensor): name for name, tensor in named}  # id -> the first name
+    slots = []
+    for path, module in model.named_modules():
+        for attribute, tensor in held_by(module).items():
+            if tensor is not None:  # a bias that a module does without, say
+                slots.append(Slot(path, attribute, names[id(tensor)]))
+    return slots
 
 
 def leaves_inside(slots: Iterable[Slot], modules: Collection[str]) -> set[str]:
