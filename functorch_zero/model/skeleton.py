@@ -71,8 +71,6 @@ class Skeleton:
         self._all_places = self._param_places + self._buffer_places
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
-        self._put: list[Any] = []  # what the call has in the places of params
-        self._ours: dict[str, Any] = {}  # by path, what it has there now; see `entering`
         self._in_regions = leaves_inside(anatomy.slots, anatomy.compiled)
         self._hooked = any(map(has_backward_hooks, root.modules()))
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
@@ -166,21 +164,19 @@ class Skeleton:
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
         """Fill every place; return the copies that are in the places of buffers."""
-        self._params, self._ours = params, dict(params)
+        self._params = params
         # Asked once per call, and not once per leaf
-        kinds = {type(leaf) for leaf in params.values()}
+        kinds = {*map(type, params.values())}
         self._lazy = any(issubclass(kind, LazyParam) for kind in kinds)
         if LazyTable in kinds:
             self._check_tables(params)
-        leaves = leaves_for(self._param_places, params)
         # A lazy leaf has its policy's dtype already, and is cast when it is entered
         if self._policies and self._lazy:
             self._check_policies(params)
-        if self._policies and kinds != {LazyParam}:
-            for i, place in enumerate(self._param_places):
-                leaves[i] = self._as_used(place.leaf, leaves[i])
-        put(self._param_places, leaves)
-        self._put = leaves
+        casts = bool(self._policies) and kinds != {LazyParam}
+        for place in self._param_places:
+            leaf = params[place.leaf]
+            place.fill(self._as_used(place.leaf, leaf) if casts else leaf)
         return self._put_copies(buffers)
 
     def _check_tables(self, params: Mapping[str, Any]) -> None:
@@ -235,10 +231,10 @@ class Skeleton:
         Then it finds the params there, and copies of the buffers that the call was given. It may
         change those: nobody reads them.
         """
-        self._put = []
         if self.is_free():
-            self._params, self._ours = {}, {}
-            put(self._all_places, self._empty)
+            self._params = {}
+            for place, empty in zip(self._all_places, self._empty, strict=True):
+                place.fill(empty)
         else:
             taken = self._put_copies(buffers)
             # A hook runs in backward, and finds these
@@ -262,7 +258,7 @@ class Skeleton:
             StructureError: the call put a tensor in the place of a param, or in one of several
                 places of a buffer; or it asked what a lazy param is.
         """
-        check_kept(self._param_places, self._put)
+        check_kept(self._param_places)
         if self._lazy:
             check_answered(self._params)
         found: dict[str, Tensor] = {}
@@ -290,7 +286,7 @@ class Skeleton:
             with ranged("forward", path or "root"):
                 # Asked at each call: one skeleton serves whole leaves and lazy ones
                 if self._lazy:
-                    run = entering(path, inside, self._params, self._ours, forward)
+                    run = entering(path, inside, self._params, forward)
                 return run(*args, **kwargs)
 
         return enter_and_run
@@ -310,7 +306,7 @@ class Skeleton:
             if self._lazy and not asked.training:
                 for path, inside in reversed(entered):  # the last is entered first
                     if any(type(leaf) is LazyParam for leaf in tensors_in(inside)):
-                        run = entering(path, inside, self._params, self._ours, run)
+                        run = entering(path, inside, self._params, run)
             return run(*args, **kwargs)
 
         return enter_and_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,14 +44,28 @@ def leaves_inside(slots: Iterable[Slot], modules: Collection[str]) -> set[str]:
     return {slot.leaf for slot in slots if any(path in modules for path in ancestors(slot.module))}
 
 
-class Place(NamedTuple):
+class Place:
     """An entry that holds a leaf in a skeleton: a slot's in its module, or one of a user's dict or
-    list."""
+    list.
 
-    # The module's own dict, from `params_dict` or `buffers_dict`; or another dict or list
-    held: Any
-    attribute: Any  # a name; a key or an index of another container
-    leaf: str  # the leaf's path
+    Attributes:
+        held: the module's own dict, from `params_dict` or `buffers_dict`; or another dict or list.
+        attribute: a name; a key or an index of another container.
+        leaf: the leaf's path.
+        ours: of a param, what the library has there: the leaf, or a whole one that an entrance has
+            put there. A place that holds anything else was filled by somebody else,
+            `torch.func.functional_call` say.
+    """
+
+    __slots__ = ("attribute", "held", "leaf", "ours")
+
+    def __init__(self, held: Any, attribute: Any, leaf: str):
+        self.held, self.attribute, self.leaf = held, attribute, leaf
+        self.ours = held[attribute]
+
+    def fill(self, value: Any) -> None:
+        """Put in what the library has there from now on."""
+        self.held[self.attribute] = self.ours = value
 
 
 def tensors_in(places: Iterable[Place]) -> list[Any]:
@@ -60,15 +74,15 @@ def tensors_in(places: Iterable[Place]) -> list[Any]:
 
 
 def put(places: Iterable[Place], values: Iterable[Any]) -> None:
-    """Fill the places, as many as there are values, in their order."""
+    """Put tensors into the places, as many as there are values, in their order."""
     for place, value in zip(places, values, strict=True):
         place.held[place.attribute] = value
 
 
-def check_kept(places: Iterable[Place], values: Iterable[Any]) -> None:
-    """Raise if a call has put another value in one of the places."""
-    for place, value in zip(places, values, strict=True):
-        if place.held[place.attribute] is not value:
+def check_kept(places: Iterable[Place]) -> None:
+    """Raise if a call has put another value in one of the places that the library has filled."""
+    for place in places:
+        if place.held[place.attribute] is not place.ours:
             raise StructureError(
                 explain(
                     "the model put another tensor in the place of one of its params while it ran, "
@@ -89,7 +103,6 @@ def entering(
     path: str,
     places: Iterable[Place],
     leaves: Mapping[str, Any],
-    ours: dict[str, Any],
     forward: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A function, run inside the entrances of the leaves that are used in it.
@@ -101,30 +114,24 @@ def entering(
         path: of the module whose `forward` it is.
         places: where the module and those inside it use the leaves of the module's unit.
         leaves: by path; those that are not lazy are in their places already.
-        ours: by path, what the library has in the leaf's places: the leaf, or a whole one that an
-            entrance around this one has put there. A place that holds anything else was filled by
-            somebody else, `torch.func.functional_call` say, and is left alone.
         forward: the function.
     """
-    by_entrance: dict[Entrance, list[Place]] = {}  # entrance -> its leaves' places here
+    # By entrance: its leaves' places here, and the leaves' numbers among its own
+    by_entrance: dict[Entrance, dict[Place, int]] = {}
     for place in places:
         leaf = leaves[place.leaf]
         if type(leaf) is LazyParam:
-            by_entrance.setdefault(leaf.entrance, []).append(place)
-    for entrance, own in by_entrance.items():
-        # Of the leaves, among the entrance's own
-        numbers = {place.leaf: leaves[place.leaf].number for place in own}
+            by_entrance.setdefault(leaf.entrance, {})[place] = leaf.number
+    for entrance, numbers in by_entrance.items():
         # Each wraps the one before: all are entered when the function runs
-        forward = partial(_entered, entrance, path, own, numbers, ours, forward)
+        forward = partial(_entered, entrance, path, numbers, forward)
     return forward
 
 
 def _entered(
     entrance: Entrance,
     path: str,
-    places: Sequence[Place],
-    numbers: Mapping[str, int],
-    ours: dict[str, Any],
+    numbers: Mapping[Place, int],
     forward: Callable[..., Any],
     /,
     *args: Any,
@@ -132,19 +139,18 @@ def _entered(
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
     leaves = entrance.enter(path)
-    places = [place for place in places if place.held[place.attribute] is ours[place.leaf]]
-    # The lazy ones mostly, which come back whatever the function does
-    before = {leaf: ours[leaf] for leaf in numbers}
-    whole = {leaf: leaves[number] for leaf, number in numbers.items()}
+    before: dict[Place, Any] = {}  # what the library had in the places: lazy leaves mostly
+    for place, number in numbers.items():
+        if place.held[place.attribute] is place.ours:
+            before[place] = place.ours
+            place.fill(leaves[number])
     try:
-        put(places, leaves_for(places, whole))
-        ours |= whole
         with entrance.watch():
             output = forward(*args, **kwargs)
-        check_kept(places, leaves_for(places, whole))
+        check_kept(before)
         return output
     finally:
-        # The lazy ones again, so that no place keeps gathered storage alive
-        put(places, leaves_for(places, before))
-        ours |= before
+        # Whatever the function does: no place keeps gathered storage alive
+        for place, leaf in before.items():
+            place.fill(leaf)
         entrance.leave(path)

@@ -60,7 +60,7 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
         raise ValueError("of the user's")
 
     with pytest.raises(ValueError, match="of the user's"):
-        entering("block", places, leaves, {**leaves}, forward)(1, path=2, leaves=3, forward=4)
+        entering("block", places, leaves, forward)(1, path=2, leaves=3, forward=4)
     ((args, kwargs, inside),) = seen
     assert args == (1,) and kwargs == {"path": 2, "leaves": 3, "forward": 4}
     expected = [first.leaves[2], plain, second.leaves[1], first.leaves[0], first.leaves[2]]
@@ -72,4 +72,4 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
 
 def test_whole_leaves_enter_nothing() -> None:
     leaf = torch.ones(2)
-    assert entering("block", [Place({"x": leaf}, "x", "a")], {"a": leaf}, {}, print) is print
+    assert entering("block", [Place({"x": leaf}, "x", "a")], {"a": leaf}, print) is print
