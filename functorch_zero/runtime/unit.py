@@ -128,7 +128,8 @@ class UnitInPass:
         self.index = index  # in the layout
         self.name, self.path, self.modules = unit.name or "root", unit.path, unit.modules
         self.content, self.flats = content, flats
-        # Its flats: resident ones from the pass's begin, others while their values are looked at
+        # Its gathered flats: those that stayed from the pass before, others while their values are
+        # looked at
         self.untouched: Untouched | None = None
         self.left: set[str] = set()  # modules whose calls have returned
 
@@ -403,11 +404,19 @@ class Pass:
         self.uses: SameUses | None = order.compare(flats, of_units=follows)
         # Those of units where collectives follow from them
         self._words = self.uses.words if self.uses is not None and follows else None
-        # Resident flats, and those that stayed from the pass before
+        # Resident flats, and the units that they are of
+        resident: list[Tensor] = []
+        self._units_of_resident: list[UnitInPass] = []
         for here in self._units:
-            if here.flats.here is not None:
+            if here.flats.here is None:
+                continue
+            if here.flats.transient:  # they stayed from the pass before
                 here.untouched = Untouched(here.flats.here, look=look)
-                self._resident.update(map(storage_id, here.flats.here))
+            else:
+                resident += here.flats.here
+                self._units_of_resident += [here] * len(here.flats.here)
+            self._resident.update(map(storage_id, here.flats.here))
+        self._untouched = Untouched(resident, look=look)
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
@@ -900,9 +909,9 @@ class Pass:
 
     def _check_resident(self) -> None:
         """Raise if the loss has written to resident flats: every later step would use them."""
-        for unit in self._units:
-            if not unit.flats.transient and unit.untouched is not None:
-                unit.untouched.check(unit.name)
+        number = self._untouched.first_changed()
+        if number is not None:
+            raise changed_in_place(unit=self._units_of_resident[number].name)
 
     def _path_of(self, unit: UnitInPass, k: int) -> str:
         """The path of a unit's k-th leaf, in the unit's own order."""
