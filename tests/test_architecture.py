@@ -110,6 +110,19 @@ ORACLES_LAYOUT = "layout.sharding"
 DOORS = {"__init__", "__main__"}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Several tests read every file."""
+    return ast.parse(source)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_for_this_module_only() -> Iterator[None]:
+    """The collector would walk them in all later tests."""
+    yield
+    parsed.cache_clear()
+
+
 def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
@@ -128,7 +141,7 @@ def folder_of(module: str) -> str:
 @cache  # several tests ask of every file
 def imports_of(path: Path) -> set[str]:
     """The modules of this package that a file imports, wherever in it."""
-    return imports_in(ast.parse(path.read_text()), path)
+    return imports_in(parsed(path.read_text()), path)
 
 
 def imports_in(tree: ast.AST, path: Path) -> set[str]:
@@ -219,7 +232,7 @@ def test_no_import_cycles() -> None:
 def test_the_check_of_import_cycles_can_fail() -> None:
     inside = "def f():\n    from .. import optim\n    return optim"
     place = ROOT / "optim" / "arguments.py"
-    assert imports_in(ast.parse(inside), place) == {"optim"}
+    assert imports_in(parsed(inside), place) == {"optim"}
     graph: dict[str, set[str]] = {"optim": {"optim.arguments"}, "optim.arguments": set()}
     assert cycle_in(graph) == ()
     graph["optim.arguments"] = {"optim"}
@@ -229,9 +242,8 @@ def test_the_check_of_import_cycles_can_fail() -> None:
 @cache
 def runtime_imports(path: Path) -> set[str]:
     """The same without imports that only a type checker follows; those in functions among them."""
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not is_for_types(node)]
-    return imports_in(tree, path) - {"", "__init__"}
+    body = [node for node in parsed(path.read_text()).body if not is_for_types(node)]
+    return imports_in(ast.Module(body, []), path) - {"", "__init__"}
 
 
 def is_for_types(node: ast.stmt) -> bool:
@@ -284,7 +296,7 @@ def test_a_folder_of_the_library_has_an_entry_in_the_sets() -> None:
 def uses_torch_distributed(source: str) -> bool:
     if "distributed" not in source:  # most files, which needn't be parsed
         return False
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -336,7 +348,7 @@ def users_of_the_store(source: str) -> set[str]:
     found: set[str] = set()
     if not any(name in source for name in TORCHS_STORE):  # most files, which needn't be parsed
         return found
-    for part in ast.parse(source).body:
+    for part in parsed(source).body:
         nodes = list(ast.walk(part))
         names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         names |= {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -385,7 +397,7 @@ def copies_to_devices(source: str) -> list[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 
-    visit(ast.parse(source), "")
+    visit(parsed(source), "")
     return found
 
 
@@ -476,7 +488,7 @@ def test_the_check_of_copies_to_devices_gives_no_false_alarm() -> None:
 
 def private_torch_names(source: str) -> set[str]:
     """The private names of torch that a file imports, uses, or has in a string, in full."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = meanings(tree)
     found = {*known.values()}
     for node in ast.walk(tree):
@@ -708,7 +720,7 @@ FACTORIES = {
 def made_on_the_default_device(source: str) -> list[int]:
     """The lines of calls of torch's factories that name no device."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"

@@ -323,7 +323,7 @@ def test_ci_runs_the_thorough_tests() -> None:
     ] == ".venv/bin/pytest -m thorough -n auto"
 
 
-@pytest.mark.parametrize("name", ["levels", "life"])
+@pytest.mark.parametrize("name", tiers(["life"], ["levels"]))
 def test_the_pictures_are_what_plan_says(name: str) -> None:
     svg = run_path(str(ROOT / "docs" / f"draw_{name}.py"))["svg"]
     assert svg() == (ROOT / "docs" / f"{name}.svg").read_text(), (

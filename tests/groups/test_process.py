@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import CountingGroup, Group, ProcessGroup, as_group, launch
 from functorch_zero.groups.work import TorchWork
-from tests.collectives import CHECKS, check_all
+from tests.collectives import CHECKS, check_all, several_at_once
 from tests.tiers import tiers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
@@ -120,7 +120,7 @@ def test_a_device_without_a_backend_is_named() -> None:
     def fn() -> tuple[str, str, bool]:
         group = ProcessGroup()
         found = outcome(lambda: group.all_reduce(torch.ones(2, device="meta")))
-        check_all(group)
+        several_at_once(group)
         return found
 
     for name, text, _ in on_ranks(fn, 2):
@@ -274,7 +274,7 @@ def test_what_it_may_be_made_of() -> None:
         line = init_device_mesh("cpu", (4,))
         made = [ProcessGroup(), ProcessGroup(half), ProcessGroup(mesh["replicate"]), as_group(line)]
         for group in made:
-            check_all(group)
+            several_at_once(group)
             assert as_group(group) is group
             assert isinstance(group, Group)
         refused = outcome(lambda: ProcessGroup(mesh))
@@ -395,7 +395,7 @@ def test_all_ranks_rejoin_after_a_failure() -> None:
                     group.fail(ValueError("bad batch"))
                 heard.append(outcome(group.barrier)[0])
                 group.rejoin()
-                check_all(group)
+                several_at_once(group)
                 heard += [outcome(left.wait)[0] in ("GroupError", "PeerError", "")]
         return heard
 

@@ -324,12 +324,12 @@ def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[Any, ...]]) ->
 
 
 def test_a_large_layout_for_many_ranks_is_planned_without_allocating() -> None:
-    """1,000 leaves, 4 GB. How long ten times as many take is tests/benchmarks/plan_speed.py's
+    """200 leaves, 4 GB. How long ten times as many take is tests/benchmarks/plan_speed.py's
     business."""
-    params, events = many_leaves(100, 10, 1000), []  # type: tuple[Params, list[int]]
+    params, events = many_leaves(20, 10, 2240), []  # type: tuple[Params, list[int]]
     with allocations(events):
         made = plan(params, optim.adamw(1e-3), level=3, ranks=4096)
-    assert made.num_params == 1000 * 1000 * 1000
+    assert made.num_params == 200 * 2240 * 2240
     assert sum(n for n in events if n > 0) < 1e5  # counters
 
 
@@ -425,7 +425,7 @@ def test_the_zero_papers_example() -> None:
 
 def test_a_compiled_chain_is_not_compiled_for_a_plan() -> None:
     plain, compiled = (
-        plan(decoder(), made(optim.adamw(1e-3)), level=2, ranks=2, units="blocks.*", batch=tokens())
+        plan(decoder(depth=1), made(optim.adamw(1e-3)), level=2, ranks=2, batch=tokens())
         for made in (lambda optimizer: optimizer, optim.compiled)
     )
     assert compiled == plain
@@ -692,12 +692,15 @@ def test_a_sharded_step_has_its_options(axes: str) -> None:
     if axes == "same data":
         mesh["same_data"] = "shard"
 
-    def planned(group: Any) -> Plan:
+    def planned(group: Any) -> Plan | None:
         sharded = fz.shard(step, group=AXES[axes](group), **options)
+        if group.rank not in FAR_APART:
+            return None
         return plan(params, sharded, batch=batch, buffers=buffers, bandwidth=1e9)
 
-    for rank, made in enumerate(run_ranks(planned, 4)):
-        told = {**options, **mesh, "ranks": 4, "rank": rank, "bandwidth": 1e9}
+    plans = run_ranks(planned, 4)
+    for rank in FAR_APART:
+        made, told = plans[rank], {**options, **mesh, "ranks": 4, "rank": rank, "bandwidth": 1e9}
         assert made == plan(params, step, batch=batch, buffers=buffers, **told)
     sharded = fz.shard(step, group=CountingGroup(4), level=3)
     with pytest.raises(TypeError, match=r"takes level from the sharded step.*Remedy"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from functorch_zero import optim, plan
 from tests.scripts import ROOT
 from tests.tiers import THOROUGH
 
@@ -18,7 +17,7 @@ from tests.tiers import THOROUGH
 EXAMPLE = run_path(str(ROOT / "examples" / "plan_decoder.py"))
 LLAMA = "--layers 32 --width 4096 --vocab 32000 --hidden 11008 --gated"
 # As many params in few leaves, which takes a tenth of the time
-WIDE = "--layers 4 --width 11264 --vocab 32000 --hidden 30272 --gated"
+WIDE = "--layers 3 --width 12288 --vocab 32000 --hidden 33792 --gated"
 LEAST = {"num_hidden_layers": 2, "hidden_size": 4, "vocab_size": 3}
 
 
@@ -27,6 +26,7 @@ def main(line: str) -> int:
     return status
 
 
+@THOROUGH
 def test_the_smallest_level_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{LLAMA} --ranks 64 --memory 80 --bandwidth 50") == 0
     out = capsys.readouterr().out
@@ -66,8 +66,7 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         "tie_word_embeddings": False,
     }
     params = EXAMPLE["params_of"](shape_in(tmp_path, llama), torch.bfloat16, None)
-    made = plan(params, optim.adamw(1e-3), level=3, ranks=8)
-    assert made.num_params == 8_030_261_248  # Llama 3 8B
+    assert sum(leaf.numel() for leaf in params.values()) == 8_030_261_248  # Llama 3 8B
 
 
 def test_embeddings_are_tied_unless_a_config_says_otherwise(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(["by name", "donate"], [*OPTIONS][1:-1]))
+@pytest.mark.parametrize("name", tiers(["by name"], [*OPTIONS][1:]))
 def test_options(name: str) -> None:
     check(gan(), 4 if "shard_size" in OPTIONS[name] else 2, **OPTIONS[name])
 
@@ -158,7 +158,7 @@ def measured_peak(level: int, donate: bool, place: Any, group: Any = None, times
     return min(peaks)
 
 
-PEAKS = tiers([([3], False)], [([0, 1, 2], False), ([0, 1, 2, 3], True)], rows=True)
+PEAKS = tiers(thorough=[([0, 1, 2, 3], False), ([0, 1, 2, 3], True)], rows=True)
 
 
 @pytest.mark.parametrize(("levels", "donate"), PEAKS, ids=str)
@@ -177,10 +177,8 @@ ELSEWHERE: dict[str, Any] = {  # the last one by unit
     "some": {"state": {"one.0": Numpy("nowhere")}, "params": {"two": Numpy("nowhere")}},
 }
 PLACED = tiers(
-    [],
-    [
-        ([3], True, "all"),
-        ([1, 0], True, "all"),
+    thorough=[
+        ([3, 1, 0], True, "all"),
         ([1, 3], True, "state"),
         ([1, 3], False, "all"),
         ([1, 3], True, "some"),
