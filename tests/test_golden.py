@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fixtures.golden import CASES, RANKS, Golden, read, short
+from tests.fixtures.golden import CASES, RANKS, Golden, read, short, without_options
 from tests.tiers import thinned
 
 CALLS, PEAKS = read("calls.json"), read("peaks.json")
@@ -20,6 +20,7 @@ REMEDY = (
 
 
 def test_every_case_has_its_numbers() -> None:
+    """And no other case. (One that is missing can't be read.)"""
     assert CALLS.keys() == PEAKS.keys() == CASES.keys(), REMEDY
 
 
@@ -42,7 +43,7 @@ def test_the_numbers_tell_levels_and_options_apart() -> None:
     states = [PEAKS[f"level {n}"]["opt_state"] for n in range(4)]
     assert states[0] == pytest.approx(RANKS * states[1], rel=0.02), "but for padding"
     assert states[1] == states[2] == states[3]
-    levels = {name: name.partition(",")[0] for name in CASES}
+    levels = {name: without_options(name) for name in CASES}
     same = [
         n for n, at in levels.items() if n != at and (CALLS[n], PEAKS[n]) == (CALLS[at], PEAKS[at])
     ]
