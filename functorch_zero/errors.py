@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from types import FrameType
+from typing import TypedDict, Unpack
 
 import optree
 import torch
@@ -104,8 +105,25 @@ def check_choice(option: str, value: object, choices: Iterable[object]) -> None:
         raise ValueError(f"{option} must be one of {known}, got {value!r}")
 
 
+class Facts(TypedDict, total=False):
+    """The facts of an error, as `explain` takes them."""
+
+    path: str | None
+    expected: object
+    got: object
+    rank: int | None
+    remedy: str | None
+
+
 class FunctorchZeroError(Exception):
-    """The base class of all errors of this library."""
+    """The base class of all errors of this library.
+
+    Args:
+        what: the message; with facts, the fault that `explain` tells with them.
+    """
+
+    def __init__(self, what: str = "", **facts: Unpack[Facts]):
+        super().__init__(explain(what, **facts) if facts else what)
 
 
 class StructureError(FunctorchZeroError, ValueError):

@@ -174,13 +174,11 @@ def _check_table(spec: LeafSpec) -> None:
     """Raise if a leaf can't be cut into rows that travel one by one."""
     if len(spec.shape) != 2 or not spec.shape[1]:
         raise StructureError(
-            explain(
-                'level="table" is for leaves that are looked up row by row',
-                path=spec.path,
-                expected="the shape (rows, columns) of an embedding's weight",
-                got=spec.shape,
-                remedy='name the embedding alone, level={"": 3, "embed": "table"}, say',
-            )
+            'level="table" is for leaves that are looked up row by row',
+            path=spec.path,
+            expected="the shape (rows, columns) of an embedding's weight",
+            got=spec.shape,
+            remedy='name the embedding alone, level={"": 3, "embed": "table"}, say',
         )
     if _block(spec) > 1:
         raise NotImplementedError(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import PyTree, check_patterns, path_matches, paths, pattern_of
 from .layout import Bucket, Cut, Layout
 
@@ -136,12 +136,10 @@ class Levels:
             names_it = path_matches(path, pattern)
             return _or_table(find_level(self.rule[pattern]), is_sparse and not names_it)
         raise StructureError(
-            explain(
-                "no pattern of `level` names a leaf",
-                path=path,
-                got=f"patterns {', '.join(map(repr, self.rule))}",
-                remedy='add a pattern for it, or "" for all the rest',
-            )
+            "no pattern of `level` names a leaf",
+            path=path,
+            got=f"patterns {', '.join(map(repr, self.rule))}",
+            remedy='add a pattern for it, or "" for all the rest',
         )
 
     def check(self, params: PyTree[Any], arguments: Sequence[str] = ()) -> None:

@@ -32,7 +32,7 @@ from .._torch_private import (
     written_of,
 )
 from ..devices import number_on
-from ..errors import DonatedError, StructureError, explain, users_line
+from ..errors import DonatedError, StructureError, users_line
 from ..params import Story
 from ..tree import content_digest, has_values, tensors_among
 from .extent import Extent
@@ -179,13 +179,11 @@ class Piece(Tensor):
         """
         if self.is_used_up:
             raise DonatedError(
-                explain(
-                    "a leaf was read that was donated to a step, and its storage holds the next "
-                    "state's now",
-                    got=self.history.text,
-                    remedy="read the leaf of the state that the step returned, keep a copy with "
-                    "leaf.clone(), or shard with donate=False",
-                )
+                "a leaf was read that was donated to a step, and its storage holds the next "
+                "state's now",
+                got=self.history.text,
+                remedy="read the leaf of the state that the step returned, keep a copy with "
+                "leaf.clone(), or shard with donate=False",
             )
         self.note_foreign_writes()
         return self._local
@@ -386,23 +384,19 @@ class _Call:
         for piece in _pieces_among(*self.written):
             if piece.history.is_brought:
                 raise StructureError(
-                    explain(
-                        f"{self.func} has written to a copy of a leaf, which lies in a place"
-                        f"{users_line()}",
-                        got=piece.history.text,
-                        remedy=_WRITE,
-                    )
+                    f"{self.func} has written to a copy of a leaf, which lies in a place"
+                    f"{users_line()}",
+                    got=piece.history.text,
+                    remedy=_WRITE,
                 )
             if piece.history.path is not None:
                 raise StructureError(
-                    explain(
-                        "a program has written to its value in place, and the state that it was "
-                        f"given would change: by {self.func}{users_line()}",
-                        path=piece.history.path,
-                        expected="new tensors: a step is a pure function",
-                        got="a write to the value's own",
-                        remedy=_WRITE,
-                    )
+                    "a program has written to its value in place, and the state that it was "
+                    f"given would change: by {self.func}{users_line()}",
+                    path=piece.history.path,
+                    expected="new tensors: a step is a pure function",
+                    got="a write to the value's own",
+                    remedy=_WRITE,
                 )
 
     @property
@@ -677,12 +671,10 @@ def form_in_words(leaf: Tensor) -> str:
 def refuse(story: str, piece: Piece, remedy: str = "") -> NoReturn:
     """Raise the error of pieces that are used as if they were whole."""
     raise StructureError(
-        explain(
-            f"pieces of leaves are used as if they were whole: {story}{users_line()}",
-            expected="elementwise functions of the leaves of trees that are cut alike",
-            got=f"{_told(piece.extent)}, {piece.history.text}",
-            remedy=remedy or _ELEMENTWISE,
-        )
+        f"pieces of leaves are used as if they were whole: {story}{users_line()}",
+        expected="elementwise functions of the leaves of trees that are cut alike",
+        got=f"{_told(piece.extent)}, {piece.history.text}",
+        remedy=remedy or _ELEMENTWISE,
     )
 
 

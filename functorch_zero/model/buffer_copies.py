@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import transforms_active, version_counter, version_of
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import has_values
 
 
@@ -182,14 +182,12 @@ def check_kept_in_backward(kept: Sequence[Kept], rank: int | None = None) -> Non
 def written_in_backward(what: str, path: str, rank: int | None) -> StructureError:
     """The error for a write that nobody would see."""
     return StructureError(
-        explain(
-            f"{what} was written to in backward, when the loss had returned it",
-            path=path,
-            expected="writes by forward",
-            got="one by a hook, or by the backward of a custom autograd.Function",
-            rank=rank,
-            remedy="write it in forward. Numbers about gradients belong in the optimizer's "
-            "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
-            "with backward hooks: functionalize(remat=...). A buffer as a metric: a clone",
-        )
+        f"{what} was written to in backward, when the loss had returned it",
+        path=path,
+        expected="writes by forward",
+        got="one by a hook, or by the backward of a custom autograd.Function",
+        rank=rank,
+        remedy="write it in forward. Numbers about gradients belong in the optimizer's "
+        "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
+        "with backward hooks: functionalize(remat=...). A buffer as a metric: a clone",
     )

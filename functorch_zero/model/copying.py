@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import has_forward_pre_hooks, storage_id
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..introspection import is_filled
 from ..shared_elements import share_elements
 from .references import Reference, behind, references
@@ -84,16 +84,14 @@ def _not_followed(reference: Reference, leaf: str, got: str) -> StructureError:
         getattr(x, "__qualname__", type(x).__name__) for x in (*reference.way, reference.value)
     ]
     return StructureError(
-        explain(
-            f"the module holds {leaf} by another reference, which would not see the params and "
-            "buffers that a call is given",
-            path=reference.path,
-            expected="a parameter or buffer itself, in a list, dict or attribute; or a closure "
-            "over a module",
-            got=f"{got}, by {' -> '.join(names)}",
-            remedy="look it up in the module that has registered it when you need it; or make the "
-            "function a method",
-        )
+        f"the module holds {leaf} by another reference, which would not see the params and "
+        "buffers that a call is given",
+        path=reference.path,
+        expected="a parameter or buffer itself, in a list, dict or attribute; or a closure "
+        "over a module",
+        got=f"{got}, by {' -> '.join(names)}",
+        remedy="look it up in the module that has registered it when you need it; or make the "
+        "function a method",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import buffers_dict, params_dict, version_of
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import PyTree, ancestors, paths
 from .copying import without_values
 from .generators import seeded
@@ -90,12 +90,10 @@ class DeferredInit:
         unknown = next((name for name in names if name not in self._places), None)
         if unknown is not None:
             raise StructureError(
-                explain(
-                    "a leaf is on the meta device, and the model that values are deferred of does "
-                    "not have it",
-                    path=unknown,
-                    remedy="pass the params of functionalize(model), of the same model",
-                )
+                "a leaf is on the meta device, and the model that values are deferred of does "
+                "not have it",
+                path=unknown,
+                remedy="pass the params of functionalize(model), of the same model",
             )
         blanks: dict[str, Tensor] = {}  # path -> the tensor being made
         holders: set[str] = set()  # the modules that may have something to say about these leaves
@@ -182,7 +180,7 @@ class DeferredInit:
         expected, got = (tuple(meta.shape), meta.dtype), (tuple(x.shape), x.dtype)
         if expected != got:
             raise StructureError(
-                explain("initialising a leaf changed it", path=name, expected=expected, got=got)
+                "initialising a leaf changed it", path=name, expected=expected, got=got
             )
         # NaN is what blanks were filled with
         if x.is_floating_point() or x.is_complex():
@@ -194,13 +192,11 @@ class DeferredInit:
         if missing:
             holder = type(self._modules[self._holders[name]]).__name__
             raise StructureError(
-                explain(
-                    "nobody initialised a leaf, or not all of it: neither "
-                    f"{holder}.reset_parameters nor an _init_weights of a module around it",
-                    path=name,
-                    remedy="pass deferred_init(model, init=...), a function (path, module) that "
-                    "does; or make this leaf, with its value, off the meta device",
-                )
+                "nobody initialised a leaf, or not all of it: neither "
+                f"{holder}.reset_parameters nor an _init_weights of a module around it",
+                path=name,
+                remedy="pass deferred_init(model, init=...), a function (path, module) that "
+                "does; or make this leaf, with its value, off the meta device",
             )
         # An initialiser may have made it elsewhere
         return x.to(self._device)  # itself, if it is there
@@ -251,13 +247,11 @@ def _check_shape(path: str, leaf: Tensor, made: Tensor) -> None:
     expected, got = tuple(leaf.shape), tuple(made.shape)
     if expected != got:
         raise StructureError(
-            explain(
-                "values were deferred of a model in which this leaf has another shape",
-                path=path,
-                expected=expected,
-                got=got,
-                remedy="pass deferred_init(model) of the model that was given to functionalize",
-            )
+            "values were deferred of a model in which this leaf has another shape",
+            path=path,
+            expected=expected,
+            got=got,
+            remedy="pass deferred_init(model) of the model that was given to functionalize",
         )
 
 

@@ -106,14 +106,12 @@ class Apply:
             return
         path = others[0]
         raise StructureError(
-            explain(
-                "params don't fit the model",
-                path=path,
-                expected=tuple(self._shapes[path]),
-                got=_shape(params[path]),
-                remedy="pass params of this model; inside a sharded step those that the loss was "
-                "given, not the state's pieces",
-            )
+            "params don't fit the model",
+            path=path,
+            expected=tuple(self._shapes[path]),
+            got=_shape(params[path]),
+            remedy="pass params of this model; inside a sharded step those that the loss was "
+            "given, not the state's pieces",
         )
 
     def _take(self) -> Skeleton:
@@ -137,37 +135,31 @@ def _check_paths(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) 
     if isinstance(given, OnEngine):
         name = name_in_callers(given) or "tree"
         raise StructureError(
-            explain(
-                f"apply was given a sharded tree for {what}",
-                path=name,
-                expected=f"whole {what}, or those that the loss was given",
-                got=given,
-                rank=given.of_rank,
-                remedy="make it an argument of the loss: in a program value_and_grad(loss)(params, "
-                f"{name}), in a training step a frozen part of params (trainable=); elsewhere pass "
-                f"fz.unshard({name})",
-            )
+            f"apply was given a sharded tree for {what}",
+            path=name,
+            expected=f"whole {what}, or those that the loss was given",
+            got=given,
+            rank=given.of_rank,
+            remedy="make it an argument of the loss: in a program value_and_grad(loss)(params, "
+            f"{name}), in a training step a frozen part of params (trainable=); elsewhere pass "
+            f"fz.unshard({name})",
         )
     if not isinstance(given, Mapping):
         raise StructureError(
-            explain(
-                f"apply's {what} are no dict of leaves",
-                expected=f"apply(params, buffers, *inputs), {what} as functionalize returned them",
-                got=f"{type(given).__name__} for {what}",
-                remedy="pass both trees before the inputs; buffers are {} where there are none",
-            )
+            f"apply's {what} are no dict of leaves",
+            expected=f"apply(params, buffers, *inputs), {what} as functionalize returned them",
+            got=f"{type(given).__name__} for {what}",
+            remedy="pass both trees before the inputs; buffers are {} where there are none",
         )
     if given.keys() == known.keys():
         return
     missing = [path for path in known if path not in given]
     unknown = [path for path in given if path not in known]
     raise StructureError(
-        explain(
-            f"{what} don't fit the model",
-            path=(missing + unknown)[0],
-            got="no such leaf" if missing else "a leaf the model does not have",
-            remedy="pass the tree functionalize returned",
-        )
+        f"{what} don't fit the model",
+        path=(missing + unknown)[0],
+        got="no such leaf" if missing else "a leaf the model does not have",
+        remedy="pass the tree functionalize returned",
     )
 
 
@@ -290,23 +282,19 @@ def _check_eager(path: str, module: nn.Module) -> None:
     """Raise if a module is compiled: a copy of it may run eagerly, and units are compiled apart."""
     if is_compiled(module):
         raise StructureError(
-            explain(
-                "the model is compiled already, and collectives must stay outside of what is",
-                path=path,
-                expected="a module before torch.compile or .compile()",
-                got="a compiled one",
-                remedy="leave that call out, and compile units: functionalize(model, compile=True)",
-            )
+            "the model is compiled already, and collectives must stay outside of what is",
+            path=path,
+            expected="a module before torch.compile or .compile()",
+            got="a compiled one",
+            remedy="leave that call out, and compile units: functionalize(model, compile=True)",
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise StructureError(
-            explain(
-                "TorchScript has no places that a call could fill with leaves",
-                path=path,
-                expected="a module before torch.jit",
-                got=type(module).__name__,
-                remedy="pass that module, and compile units: functionalize(model, compile=True)",
-            )
+            "TorchScript has no places that a call could fill with leaves",
+            path=path,
+            expected="a module before torch.jit",
+            got=type(module).__name__,
+            remedy="pass that module, and compile units: functionalize(model, compile=True)",
         )
 
 

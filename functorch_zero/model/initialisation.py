@@ -22,7 +22,7 @@ from .._torch_private import (
     storage_id,
     without_torch_function,
 )
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from .generators import is_seeded
 from .lazy_param import METADATA
 
@@ -124,15 +124,13 @@ class Initialisation(TorchDispatchMode):
                         del self._unwritten[storage_id(tensor)]
                 elif not makes_new:
                     raise StructureError(
-                        explain(
-                            "a module's initialisation reads a leaf that it hasn't written to, and "
-                            "that has no values now: leaves are made one bucket at a time",
-                            path=self._path,
-                            expected="values of leaves that the same initialisation has written",
-                            got=f"{func} of a leaf of shape {tuple(tensor.shape)}",
-                            remedy="initialise both leaves there; or make the one that is read, "
-                            "with its value, off the meta device",
-                        )
+                        "a module's initialisation reads a leaf that it hasn't written to, and "
+                        "that has no values now: leaves are made one bucket at a time",
+                        path=self._path,
+                        expected="values of leaves that the same initialisation has written",
+                        got=f"{func} of a leaf of shape {tuple(tensor.shape)}",
+                        remedy="initialise both leaves there; or make the one that is read, "
+                        "with its value, off the meta device",
                     )
 
     def _check_generators(self, given: list[Any]) -> None:
@@ -146,15 +144,13 @@ class Initialisation(TorchDispatchMode):
             as_seeded = torch.Generator(x.device).manual_seed(x.initial_seed())
             if not torch.equal(x.get_state(), as_seeded.get_state()):
                 raise StructureError(
-                    explain(
-                        "a module's initialisation goes on with a generator that has drawn before, "
-                        "so that values would depend on the leaves that were made earlier",
-                        path=self._path,
-                        expected="a generator as it was seeded",
-                        got="one that has drawn since",
-                        remedy="seed it in the initialisation, generator.manual_seed(...); or draw "
-                        "without a generator, which deferred_init seeds per module",
-                    )
+                    "a module's initialisation goes on with a generator that has drawn before, "
+                    "so that values would depend on the leaves that were made earlier",
+                    path=self._path,
+                    expected="a generator as it was seeded",
+                    got="one that has drawn since",
+                    remedy="seed it in the initialisation, generator.manual_seed(...); or draw "
+                    "without a generator, which deferred_init seeds per module",
                 )
 
 

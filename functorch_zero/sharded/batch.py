@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..step.rows import split_rows
 from ..step.scope import batch_here
 from .batch_on_ranks import AllRows, BatchOnRanks, NumRows, batch_of_loss
@@ -172,12 +172,10 @@ def _check_rows(x: Any, name: str) -> None:
     if not isinstance(x, Tensor) or x.dim() == 0:
         got = f"shape (), {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise StructureError(
-            explain(
-                f"{name} was given no rows",
-                expected="a tensor (n, ...)",
-                got=got,
-                remedy="fz.batch.sum takes a tensor of any shape; x[None] is one row",
-            )
+            f"{name} was given no rows",
+            expected="a tensor (n, ...)",
+            got=got,
+            remedy="fz.batch.sum takes a tensor of any shape; x[None] is one row",
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import innermost_saved_tensors_hooks, kept_by_region
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.torch_distributed import num_processes
@@ -98,38 +98,32 @@ class BatchOnRanks:
             return
         if float(weight) == 0:
             raise StructureError(
-                explain(
-                    "a loss gave rows to the other ranks by fz.batch, and has weight 0: it would "
-                    "count for nothing, and its rows would count in the others' losses",
-                    expected="a weight above 0, or no rows",
-                    rank=self.rank,
-                    remedy="leave those rows out before the exchange; return no weight where each "
-                    "rank has the loss of the whole batch",
-                )
+                "a loss gave rows to the other ranks by fz.batch, and has weight 0: it would "
+                "count for nothing, and its rows would count in the others' losses",
+                expected="a weight above 0, or no rows",
+                rank=self.rank,
+                remedy="leave those rows out before the exchange; return no weight where each "
+                "rank has the loss of the whole batch",
             )
 
     def _check(self, word: str) -> None:
         name = word.partition(",")[0]
         if self._num_micro > 1:
             raise StructureError(
-                explain(
-                    f"{name} was called in one of several micro-batches: rows of the other ones "
-                    "would be missing, and on ranks it is made of other rows than in one process",
-                    expected="accumulate=1",
-                    got=self._num_micro,
-                    rank=self.rank,
-                    remedy="fz.batch.in_chunks(function, k) around the model, and the loss of all "
-                    "rows after it: as little memory, and the whole batch",
-                )
+                f"{name} was called in one of several micro-batches: rows of the other ones "
+                "would be missing, and on ranks it is made of other rows than in one process",
+                expected="accumulate=1",
+                got=self._num_micro,
+                rank=self.rank,
+                remedy="fz.batch.in_chunks(function, k) around the model, and the loss of all "
+                "rows after it: as little memory, and the whole batch",
             )
         if self.in_a_chunk:
             raise StructureError(
-                explain(
-                    f"{name} was called in a chunk of fz.batch.in_chunks, which on ranks is made "
-                    "of other rows than in one process",
-                    rank=self.rank,
-                    remedy="call it on what fz.batch.in_chunks returns",
-                )
+                f"{name} was called in a chunk of fz.batch.in_chunks, which on ranks is made "
+                "of other rows than in one process",
+                rank=self.rank,
+                remedy="call it on what fz.batch.in_chunks returns",
             )
 
 
@@ -230,13 +224,11 @@ def batch_of_loss(name: str) -> BatchOnRanks | None:
             region["is alone"] = True
         return None
     raise StructureError(
-        explain(
-            f"{name} was called outside of a loss, where other ranks' rows can't be asked for",
-            expected="a call in the forward of a loss, or in an evaluation, in its own thread",
-            rank=None if step is None else step.rank,
-            remedy="call it in the loss that a step or fz.value_and_grad is given. To try a loss "
-            "by hand, call it in the main thread of one process",
-        )
+        f"{name} was called outside of a loss, where other ranks' rows can't be asked for",
+        expected="a call in the forward of a loss, or in an evaluation, in its own thread",
+        rank=None if step is None else step.rank,
+        remedy="call it in the loss that a step or fz.value_and_grad is given. To try a loss "
+        "by hand, call it in the main thread of one process",
     )
 
 

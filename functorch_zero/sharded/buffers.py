@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch_private import storage_id, version_of
 from ..devices import number_on
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups.protocol import Group
 from ..model.buffer_copies import changed_between, written_in_backward
 from ..step.host import host
@@ -47,14 +47,12 @@ def check_synchronizable(
         else:
             continue
         raise StructureError(
-            explain(
-                what,
-                path=paths(old)[n],
-                expected=expected,
-                got=got,
-                rank=rank,
-                remedy=f"{remedy}; {_OR_LOCAL}",
-            )
+            what,
+            path=paths(old)[n],
+            expected=expected,
+            got=got,
+            rank=rank,
+            remedy=f"{remedy}; {_OR_LOCAL}",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DonatedError, StructureError, explain
+from ..errors import DonatedError, StructureError
 from ..layout.sharding import Sharding
 from ..params import is_on_engine
 from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
@@ -23,14 +23,12 @@ def check_batch(batch: Any, device: torch.device, rank: int) -> None:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
             path, _ = opened_by_path(batch)[n]
             raise StructureError(
-                explain(
-                    "the batch is on the wrong device",
-                    path=path,
-                    expected=device,
-                    got=leaf.device,
-                    rank=rank,
-                    remedy="move it with tree_map(lambda x: x.to(device), batch)",
-                )
+                "the batch is on the wrong device",
+                path=path,
+                expected=device,
+                got=leaf.device,
+                rank=rank,
+                remedy="move it with tree_map(lambda x: x.to(device), batch)",
             )
 
 
@@ -48,13 +46,11 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
     # An accelerator is waited for only where a leaf is empty
     if 0 in leading_sizes(batch) and bool(loss.isnan()):
         raise StructureError(
-            explain(
-                "the batch is empty, and its loss NaN",
-                path=next(path for path, size in sizes_by_path(batch) if size == 0),
-                rank=rank,
-                remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
-                "for nothing",
-            )
+            "the batch is empty, and its loss NaN",
+            path=next(path for path, size in sizes_by_path(batch) if size == 0),
+            rank=rank,
+            remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
+            "for nothing",
         )
 
 
@@ -81,13 +77,11 @@ def check_place(state: State, options: Options) -> Sharding:
     )
     if got != options.place:
         raise StructureError(
-            explain(
-                "the state was sharded for another level, group or rank",
-                expected=options.place,
-                got=got,
-                rank=options.group.rank,
-                remedy="unshard it with the step that made it, then shard it with this one",
-            )
+            "the state was sharded for another level, group or rank",
+            expected=options.place,
+            got=got,
+            rank=options.group.rank,
+            remedy="unshard it with the step that made it, then shard it with this one",
         )
     return sharding
 

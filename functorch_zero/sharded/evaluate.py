@@ -11,7 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
@@ -121,27 +121,23 @@ class ShardedEvalStep:
         given = TreesAmong(all_given, is_held)
         if not given.trees:
             raise StructureError(
-                explain(
-                    "an evaluation was given a value without a sharded tree",
-                    got=f"a {type(state.value).__name__}",
-                    rank=rank,
-                    remedy="evaluate a state whose init has returned a tree; "
-                    "fz.shard_tree(tree, layout_like=...) cuts a whole one",
-                )
+                "an evaluation was given a value without a sharded tree",
+                got=f"a {type(state.value).__name__}",
+                rank=rank,
+                remedy="evaluate a state whose init has returned a tree; "
+                "fz.shard_tree(tree, layout_like=...) cuts a whole one",
             )
         # Pickled, a tree has lost its engine
         check_one_group([tree for tree in given.trees if tree.holding.engine is not None])
         for tree in given.trees:
             if (tree.sharding.rank, tree.sharding.mesh) != (place.rank, place.mesh):
                 raise StructureError(
-                    explain(
-                        "an evaluation was given a tree of another group of ranks",
-                        path=tree.holding.name or None,
-                        expected=place,
-                        got=tree.sharding,
-                        rank=rank,
-                        remedy="make the group once, and shard all trees over it",
-                    )
+                    "an evaluation was given a tree of another group of ranks",
+                    path=tree.holding.name or None,
+                    expected=place,
+                    got=tree.sharding,
+                    rank=rank,
+                    remedy="make the group once, and shard all trees over it",
                 )
         log.append(
             f"evaluation at step {int(state.step)} of trees made as {_words_of(given.trees)}"
@@ -228,15 +224,13 @@ def _check_known_as_cut(value: TrainValue, rank: int) -> None:
         found = getattr(value, name)
         if not isinstance(found, kind):
             raise StructureError(
-                explain(
-                    "eval_step(params=...) was given a state of which nobody knows how it is cut",
-                    path=name,
-                    expected=f"a {kind.__name__}, as in the state of `init`",
-                    got=f"a {type(found).__name__} in its place",
-                    rank=rank,
-                    remedy="step.shard(...) of a whole state; fz.shard_tree(tree, "
-                    "layout_like=state.params) cuts params",
-                )
+                "eval_step(params=...) was given a state of which nobody knows how it is cut",
+                path=name,
+                expected=f"a {kind.__name__}, as in the state of `init`",
+                got=f"a {type(found).__name__} in its place",
+                rank=rank,
+                remedy="step.shard(...) of a whole state; fz.shard_tree(tree, "
+                "layout_like=state.params) cuts params",
             )
 
 

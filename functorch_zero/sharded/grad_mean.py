@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..devices import divide_, number_on
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..layout.extent import Rows, elements
 from ..layout.layout import Layout
 from ..step.loss import Outcome
@@ -110,13 +110,10 @@ def loss_seed_of(
 
 def _rounds_weights(dtype: torch.dtype) -> StructureError:
     return StructureError(
-        explain(
-            "a loss that exchanges rows with other ranks gives a weight, which its dtype would "
-            "round",
-            expected="float32 or float64",
-            got=dtype,
-            remedy="return loss.float(), fz.Aux(weight=...)",
-        )
+        "a loss that exchanges rows with other ranks gives a weight, which its dtype would round",
+        expected="float32 or float64",
+        got=dtype,
+        remedy="return loss.float(), fz.Aux(weight=...)",
     )
 
 

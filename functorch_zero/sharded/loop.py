@@ -11,7 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import as_group, labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
@@ -80,7 +80,7 @@ def _check_has_values(path: str, leaf: Any, rank: int) -> None:
     if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
         got = leaf.device if isinstance(leaf, Tensor) else type(leaf).__name__
         what = "only tensors with values can be broadcast"
-        raise StructureError(explain(what, path=path, got=got, rank=rank))
+        raise StructureError(what, path=path, got=got, rank=rank)
 
 
 def _broadcast_leaf(leaf: Tensor, source: int, group: Group) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups.mesh import Axes
 from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, pack, slice_flat, unpack
 from ..layout.layout import Bucket, Layout
@@ -199,14 +199,12 @@ class ReductionParts:
                 got = getattr(leaf, "shape", None)
                 if expected is not None and got != expected:
                     raise StructureError(
-                        explain(
-                            "a tensor that a reduction keeps has another shape",
-                            path=f"parts.reduction.{own.name}.{key}",
-                            expected=expected,
-                            got=type(leaf).__name__ if got is None else tuple(got),
-                            rank=self._axes.world.rank,
-                            remedy="take the state from this step's `init` or `shard`",
-                        )
+                        "a tensor that a reduction keeps has another shape",
+                        path=f"parts.reduction.{own.name}.{key}",
+                        expected=expected,
+                        got=type(leaf).__name__ if got is None else tuple(got),
+                        rank=self._axes.world.rank,
+                        remedy="take the state from this step's `init` or `shard`",
                     )
 
     def whole(self, parts: Any, axes: Axes) -> Parts | None:
@@ -237,14 +235,12 @@ class ReductionParts:
             got = {n: None if keeps.get(n) == "same" else (*x.shape,) for n, x in kept.items()}
         if got != expected:
             raise StructureError(
-                explain(
-                    f"{type(self._reduction).__name__}.init must make the tensors that `keeps` "
-                    "names, of these shapes (None: any)",
-                    path=bucket.name,
-                    expected=expected,
-                    got=got,
-                    rank=self._axes.world.rank,
-                )
+                f"{type(self._reduction).__name__}.init must make the tensors that `keeps` "
+                "names, of these shapes (None: any)",
+                path=bucket.name,
+                expected=expected,
+                got=got,
+                rank=self._axes.world.rank,
             )
 
 

@@ -50,14 +50,12 @@ def check_same_ranks(state: State, options: Options) -> None:
     got = None if state.sharding is None else (state.sharding.rank, state.sharding.mesh)
     if got != (options.place.rank, options.place.mesh):
         raise StructureError(
-            explain(
-                "refit was given a state of other ranks",
-                expected=options.place,
-                got="a whole state" if state.sharding is None else state.sharding,
-                rank=options.group.rank,
-                remedy="step.shard(step.unsharded.refit(whole, ...)), where whole is "
-                "unsharded by the step that made the state",
-            )
+            "refit was given a state of other ranks",
+            expected=options.place,
+            got="a whole state" if state.sharding is None else state.sharding,
+            rank=options.group.rank,
+            remedy="step.shard(step.unsharded.refit(whole, ...)), where whole is "
+            "unsharded by the step that made the state",
         )
 
 

@@ -123,15 +123,13 @@ def _check_wrappers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if is_of_first_fsdp(module):
             raise StructureError(
-                explain(
-                    "FSDP's first version cuts params into plain tensors, which don't say of what "
-                    "they are pieces",
-                    path=path,
-                    expected="a plain module, or one of DistributedDataParallel, fully_shard or "
-                    "tensor parallelism",
-                    got=type(module).__name__,
-                    remedy="shard the model by torch.distributed.fsdp.fully_shard",
-                )
+                "FSDP's first version cuts params into plain tensors, which don't say of what "
+                "they are pieces",
+                path=path,
+                expected="a plain module, or one of DistributedDataParallel, fully_shard or "
+                "tensor parallelism",
+                got=type(module).__name__,
+                remedy="shard the model by torch.distributed.fsdp.fully_shard",
             )
 
 
@@ -152,12 +150,10 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
         for of, key in (("name", path), ("param", id(param))):
             if key in seen:
                 raise StructureError(
-                    explain(
-                        f"a {of} was given twice",
-                        path=path,
-                        got=f"the same {of} as {seen[key]}",
-                        remedy="give each param once; model.named_parameters() leaves out ties",
-                    )
+                    f"a {of} was given twice",
+                    path=path,
+                    got=f"the same {of} as {seen[key]}",
+                    remedy="give each param once; model.named_parameters() leaves out ties",
                 )
             seen[key] = path
     # As before torch.compile, for masks, noise and state dicts
@@ -289,14 +285,12 @@ class TorchOptimizer(torch.optim.Optimizer):
             local, extent = locals_[leaf.path], bucket.extent(0, rank)
             if local.is_meta or local.numel() != extent.num_here:
                 raise StructureError(
-                    explain(
-                        "a param's part on this rank is not what its placements say",
-                        path=leaf.path,
-                        expected=f"{extent.num_here} elements with values",
-                        got=f"shape {(*local.shape,)} on {local.device}",
-                        rank=rank,
-                        remedy="make it with distribute_tensor or fully_shard, and fill it first",
-                    )
+                    "a param's part on this rank is not what its placements say",
+                    path=leaf.path,
+                    expected=f"{extent.num_here} elements with values",
+                    got=f"shape {(*local.shape,)} on {local.device}",
+                    rank=rank,
+                    remedy="make it with distribute_tensor or fully_shard, and fill it first",
                 )
 
     def _agree(self) -> None:
@@ -333,14 +327,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 elif own[n] is None or alike(own[n], told[known][1][n]):
                     continue
                 raise MismatchError(
-                    explain(
-                        f"ranks have other values of the same part of a {of}",
-                        path=path,
-                        expected=f"on rank {other} the same as on rank {known}",
-                        got=f"{own[n]} and {told[known][1][n]}",
-                        rank=everyone.rank,
-                        remedy=remedy,
-                    )
+                    f"ranks have other values of the same part of a {of}",
+                    path=path,
+                    expected=f"on rank {other} the same as on rank {known}",
+                    got=f"{own[n]} and {told[known][1][n]}",
+                    rank=everyone.rank,
+                    remedy=remedy,
                 )
 
     # A step
@@ -469,15 +461,13 @@ class TorchOptimizer(torch.optim.Optimizer):
             resting = self._params.keys() - key
             if resting and self._state.has_owners:
                 raise StructureError(
-                    explain(
-                        "a param has no gradient, and the optimizer has state at owners, which "
-                        "are chosen for all params together",
-                        path=min(resting),
-                        expected="a gradient",
-                        got=None,
-                        remedy="param.requires_grad_(False) before optim.to_torch, or a gradient "
-                        "of zeros",
-                    )
+                    "a param has no gradient, and the optimizer has state at owners, which "
+                    "are chosen for all params together",
+                    path=min(resting),
+                    expected="a gradient",
+                    got=None,
+                    remedy="param.requires_grad_(False) before optim.to_torch, or a gradient "
+                    "of zeros",
                 )
             # Experts may rest in ever new combinations
             if len(self._parts) == _MOST_PARTS:
@@ -495,14 +485,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         for path, param in self._module.named_parameters():
             if param.grad is not None and id(param) not in known:
                 raise StructureError(
-                    explain(
-                        "a param of the model has a gradient, and is none of the optimizer's: it "
-                        "was added, unfrozen, or replaced, as fully_shard replaces params",
-                        path=path,
-                        expected="the params of the model that optim.to_torch was given",
-                        got="another one",
-                        remedy="call optim.to_torch after the last change of the model",
-                    )
+                    "a param of the model has a gradient, and is none of the optimizer's: it "
+                    "was added, unfrozen, or replaced, as fully_shard replaces params",
+                    path=path,
+                    expected="the params of the model that optim.to_torch was given",
+                    got="another one",
+                    remedy="call optim.to_torch after the last change of the model",
                 )
 
     def _check_options(self) -> None:
@@ -537,14 +525,12 @@ class TorchOptimizer(torch.optim.Optimizer):
             return
         if any(self._num_steps.values()):
             raise StructureError(
-                explain(
-                    "the params in param_groups were replaced after the first step, and the state "
-                    "is of the others",
-                    expected="the same params in all steps",
-                    got="others",
-                    remedy="make a new optimizer by optim.to_torch, and load the state dict of "
-                    "this one",
-                )
+                "the params in param_groups were replaced after the first step, and the state "
+                "is of the others",
+                expected="the same params in all steps",
+                got="others",
+                remedy="make a new optimizer by optim.to_torch, and load the state dict of "
+                "this one",
             )
         self._prepare()
 
@@ -619,14 +605,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         for path, param in self._params.items():
             if id(param) not in known:
                 raise StructureError(
-                    explain(
-                        "optimizer.evaluating changes params of fully_shard, and doesn't know the "
-                        "module that may keep whole copies of them",
-                        path=path,
-                        expected="a param of the module that optim.to_torch was given",
-                        got="another one",
-                        remedy="optim.to_torch(transform, model), behind fully_shard",
-                    )
+                    "optimizer.evaluating changes params of fully_shard, and doesn't know the "
+                    "module that may keep whole copies of them",
+                    path=path,
+                    expected="a param of the module that optim.to_torch was given",
+                    got="another one",
+                    remedy="optim.to_torch(transform, model), behind fully_shard",
                 )
 
     def _check_not_evaluating(self, call: str) -> None:
@@ -719,13 +703,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         if len(names) != len(options["params"]) or set(names) != self._params.keys():
             differing = sorted(set(names) ^ self._params.keys())
             raise StructureError(
-                explain(
-                    "a state dict is of other params",
-                    path=differing[0] if differing else None,
-                    expected=f"{len(self._params)} params",
-                    got=f"{len(options['params'])} params",
-                    remedy="load the state of an optimizer of the same model",
-                )
+                "a state dict is of other params",
+                path=differing[0] if differing else None,
+                expected=f"{len(self._params)} params",
+                got=f"{len(options['params'])} params",
+                remedy="load the state of an optimizer of the same model",
             )
         return names
 
@@ -787,25 +769,21 @@ def _whose_rate(options: Mapping[str, Any]) -> str:
 
 def _wrong_gradient(path: str, wanted: object, got: object) -> StructureError:
     return StructureError(
-        explain(
-            "a gradient lies otherwise than its param",
-            path=path,
-            expected=wanted,
-            got=got,
-            remedy="leave gradients as backward made them, or redistribute this one",
-        )
+        "a gradient lies otherwise than its param",
+        path=path,
+        expected=wanted,
+        got=got,
+        remedy="leave gradients as backward made them, or redistribute this one",
     )
 
 
 def _late_gradient(path: str, num_steps: int) -> StructureError:
     return StructureError(
-        explain(
-            "a param has a gradient again after steps without one: torch would count its steps "
-            "apart, and this transform, which is not pointwise, has one state for all params",
-            path=path,
-            expected="a gradient in every step, or in none",
-            got=f"none in {num_steps} of them",
-            remedy="a gradient of zeros in those steps, and optim.apply_if_nonzero, in which each "
-            "leaf has a count of its own",
-        )
+        "a param has a gradient again after steps without one: torch would count its steps "
+        "apart, and this transform, which is not pointwise, has one state for all params",
+        path=path,
+        expected="a gradient in every step, or in none",
+        got=f"none in {num_steps} of them",
+        remedy="a gradient of zeros in those steps, and optim.apply_if_nonzero, in which each "
+        "leaf has a count of its own",
     )

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups.dtensors import Placed, like_dtensor, local_of, sharded_by_rows
 from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
@@ -318,11 +318,9 @@ def _entry(
 def unfit(param: str, name: str, expected: object, got: object) -> StructureError:
     """The error of a state dict with another tensor, or none, in a place."""
     return StructureError(
-        explain(
-            "a state dict is not of this optimizer's",
-            path=f"{name} of {param}",
-            expected=expected,
-            got=got,
-            remedy="load the state of the same transform of the same params",
-        )
+        "a state dict is not of this optimizer's",
+        path=f"{name} of {param}",
+        expected=expected,
+        got=got,
+        remedy="load the state of the same transform of the same params",
     )

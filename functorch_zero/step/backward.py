@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 
 
 def noting_lost_graphs() -> AbstractContextManager[None]:
@@ -91,12 +91,10 @@ def refuse_reentrant_checkpoints(nodes: Sequence[Any], rank: int | None = None) 
     # Torch's own, and those made after it by other libraries, go by this name
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
         raise StructureError(
-            explain(
-                "the loss runs a reentrant checkpoint, which gives params no gradients",
-                got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
-                rank=rank,
-                remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
-            )
+            "the loss runs a reentrant checkpoint, which gives params no gradients",
+            got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
+            rank=rank,
+            remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
@@ -137,13 +137,11 @@ def check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor], *, by: str) -> No
         got = tuple(given[path].shape), given[path].dtype
         if got != expected:
             raise StructureError(
-                explain(
-                    f"{by} gave a leaf that can't take its param's place",
-                    path=path,
-                    expected=expected,
-                    got=got,
-                    remedy="cast it there, `average.to(param.dtype)`, on the unsharded step too",
-                )
+                f"{by} gave a leaf that can't take its param's place",
+                path=path,
+                expected=expected,
+                got=got,
+                remedy="cast it there, `average.to(param.dtype)`, on the unsharded step too",
             )
 
 
@@ -229,12 +227,10 @@ def call_eval(
     check_has_values(result.metrics, params, rank)
     if result.buffers is not None:
         raise StructureError(
-            explain(
-                "an evaluation returned Aux(buffers=...), and it keeps the state as it is",
-                rank=rank,
-                remedy="leave them out; a train_step keeps buffers, for example with a learning "
-                "rate of 0",
-            )
+            "an evaluation returned Aux(buffers=...), and it keeps the state as it is",
+            rank=rank,
+            remedy="leave them out; a train_step keeps buffers, for example with a learning "
+            "rate of 0",
         )
     return Evaluated(constants(result.metrics), constant(result.weight), rows)
 
@@ -253,14 +249,12 @@ def total_weight(
         return {}
     if weight is None:
         raise StructureError(
-            explain(
-                "eval_step(metrics=['weight']) has no weight to tell",
-                rank=rank,
-                remedy="return fz.Aux(metrics=..., weight=...) from the evaluation",
-            )
+            "eval_step(metrics=['weight']) has no weight to tell",
+            rank=rank,
+            remedy="return fz.Aux(metrics=..., weight=...) from the evaluation",
         )
     if "weight" in metrics:
         raise StructureError(
-            explain('an evaluation has a metric "weight" itself', rank=rank, remedy="rename it")
+            'an evaluation has a metric "weight" itself', rank=rank, remedy="rename it"
         )
     return {"weight": weight}

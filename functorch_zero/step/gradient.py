@@ -11,7 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import CastParams, as_reduced
 from ..model.untouched import Untouched
@@ -92,16 +92,14 @@ def _refuse_in_a_sharded_step() -> None:
     rank = rank_of_step()
     if rank is not None:
         raise StructureError(
-            explain(
-                "a gradient was asked of a tree that is not sharded, or of a single leaf, in a "
-                "sharded step: it would be that of this rank's batch alone",
-                expected="sharded trees",
-                rank=rank,
-                remedy="pass the tree to the program's init, which cuts it, or cut it with "
-                "fz.shard_tree; differentiate by the whole tree, value_and_grad(loss)(params, "
-                "...). By tensors that are the same on every rank, of a loss of such tensors, "
-                "torch.func.grad is one process's gradient",
-            )
+            "a gradient was asked of a tree that is not sharded, or of a single leaf, in a "
+            "sharded step: it would be that of this rank's batch alone",
+            expected="sharded trees",
+            rank=rank,
+            remedy="pass the tree to the program's init, which cuts it, or cut it with "
+            "fz.shard_tree; differentiate by the whole tree, value_and_grad(loss)(params, "
+            "...). By tensors that are the same on every rank, of a loss of such tensors, "
+            "torch.func.grad is one process's gradient",
         )
 
 

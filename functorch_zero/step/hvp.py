@@ -20,7 +20,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
@@ -143,11 +143,9 @@ class _InnerGradient:
         that a custom function has begun itself."""
         if self.is_taken:
             raise StructureError(
-                explain(
-                    "fz.hvp met a custom autograd.Function that runs a backward of its own in its "
-                    "backward, of which no second derivative can be taken",
-                    remedy="let the loss run those modules without the function, in fz.hvp alone",
-                )
+                "fz.hvp met a custom autograd.Function that runs a backward of its own in its "
+                "backward, of which no second derivative can be taken",
+                remedy="let the loss run those modules without the function, in fz.hvp alone",
             )
 
 
@@ -196,24 +194,20 @@ def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
         return
     if isinstance(along, Tensor) and along.requires_grad:
         raise StructureError(
-            explain(
-                "fz.hvp was given trained params in the place of the vector",
-                path=path,
-                expected="fz.hvp(loss)(params, vector, *args), the vector like the gradients",
-                remedy=f"{_LIKE}; params themselves as fz.pieces(params)",
-            )
+            "fz.hvp was given trained params in the place of the vector",
+            path=path,
+            expected="fz.hvp(loss)(params, vector, *args), the vector like the gradients",
+            remedy=f"{_LIKE}; params themselves as fz.pieces(params)",
         )
     expected = tuple(leaf.shape) if leaf.requires_grad else None
     got = tuple(along.shape) if isinstance(along, Tensor) else type(along).__name__
     if got != expected:
         raise StructureError(
-            explain(
-                "a leaf of the vector is not like the gradient's",
-                path=path,
-                expected=f"shape {expected}" if leaf.requires_grad else "None: the leaf is frozen",
-                got=got,
-                remedy=_LIKE,
-            )
+            "a leaf of the vector is not like the gradient's",
+            path=path,
+            expected=f"shape {expected}" if leaf.requires_grad else "None: the leaf is frozen",
+            got=got,
+            remedy=_LIKE,
         )
 
 

@@ -137,13 +137,11 @@ def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
     for n, leaf in enumerate(optree.tree_leaves(buffers)):
         if not isinstance(leaf, Tensor):
             raise StructureError(
-                explain(
-                    "a new buffer is no tensor",
-                    path=paths(buffers)[n],
-                    got=type(leaf).__name__,
-                    rank=rank,
-                    remedy="make it one, with torch.tensor",
-                )
+                "a new buffer is no tensor",
+                path=paths(buffers)[n],
+                got=type(leaf).__name__,
+                rank=rank,
+                remedy="make it one, with torch.tensor",
             )
 
 
@@ -188,13 +186,11 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
         if isinstance(loss, Tensor):
             got = f"shape {tuple(loss.shape)}, {loss.dtype}"
         raise StructureError(
-            explain(
-                "the loss is not a scalar",
-                expected="shape () of a real floating-point dtype",
-                got=got,
-                rank=rank,
-                remedy=_way_to_a_scalar(loss),
-            )
+            "the loss is not a scalar",
+            expected="shape () of a real floating-point dtype",
+            got=got,
+            rank=rank,
+            remedy=_way_to_a_scalar(loss),
         )
     # Without a graph backward would raise later, and say less
     if not loss.requires_grad:
@@ -206,7 +202,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
     # The step's own metric has that name
     if "loss" in aux.metrics:
         raise StructureError(
-            explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
+            'a metric is called "loss", as the loss is', rank=rank, remedy="rename it"
         )
     return loss, replace(aux, metrics=constants(aux.metrics), weight=constant(aux.weight))
 
@@ -248,15 +244,13 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
     if not empty or any(map(_on_meta, optree.tree_leaves(params))):
         return
     raise StructureError(
-        explain(
-            "a result of the loss has no values: it was computed with tensors on the meta device, "
-            "where none of the params is",
-            path=empty[0],
-            rank=rank,
-            remedy="compute it from the params, buffers and batch that the loss is given; a module "
-            "inside `apply` finds them in its own attributes, not in a copy that something else "
-            "keeps",
-        )
+        "a result of the loss has no values: it was computed with tensors on the meta device, "
+        "where none of the params is",
+        path=empty[0],
+        rank=rank,
+        remedy="compute it from the params, buffers and batch that the loss is given; a module "
+        "inside `apply` finds them in its own attributes, not in a copy that something else "
+        "keeps",
     )
 
 
@@ -269,39 +263,33 @@ def check_records(what: str, rank: int | None = None) -> None:
     nothing about it: the loss would seem to use no param."""
     if torch.is_inference_mode_enabled():
         raise StructureError(
-            explain(
-                f"{what} was asked for in torch.inference_mode(), whose tensors are never "
-                "differentiated",
-                rank=rank,
-                remedy="leave that mode around training steps and their init; evaluations may run "
-                "in it",
-            )
+            f"{what} was asked for in torch.inference_mode(), whose tensors are never "
+            "differentiated",
+            rank=rank,
+            remedy="leave that mode around training steps and their init; evaluations may run "
+            "in it",
         )
 
 
 def independent(rank: int | None = None) -> StructureError:
     """The error for a loss that uses no param."""
     return StructureError(
-        explain(
-            "the loss does not depend on any trained leaf",
-            rank=rank,
-            remedy="compute it from the `params` it is given, with `apply` and not the module; "
-            "without detach or item",
-        )
+        "the loss does not depend on any trained leaf",
+        rank=rank,
+        remedy="compute it from the `params` it is given, with `apply` and not the module; "
+        "without detach or item",
     )
 
 
 def untrained(rank: int | None = None) -> StructureError:
     """The error for a gradient by a tree without trained leaves."""
     return StructureError(
-        explain(
-            "a gradient was asked of a tree of which no leaf is trained",
-            expected="a leaf that requires grad",
-            rank=rank,
-            remedy="leaf.requires_grad_() before the tree is given to init, or is cut. Of what "
-            "tree_map makes of a tree no leaf is trained, unless the mapped function ends with "
-            ".requires_grad_()",
-        )
+        "a gradient was asked of a tree of which no leaf is trained",
+        expected="a leaf that requires grad",
+        rank=rank,
+        remedy="leaf.requires_grad_() before the tree is given to init, or is cut. Of what "
+        "tree_map makes of a tree no leaf is trained, unless the mapped function ends with "
+        ".requires_grad_()",
     )
 
 
@@ -322,14 +310,12 @@ def check_metrics(metrics: Any, rank: int | None = None) -> None:
     for name, value in metrics.items():
         if got := _fault_of_metric(value):
             raise StructureError(
-                explain(
-                    "a metric is no real number",
-                    path=name,
-                    expected="a number or a 0-d tensor",
-                    got=got,
-                    rank=rank,
-                    remedy=_AUX_IS_BESIDE if isinstance(value, tuple) else remedy,
-                )
+                "a metric is no real number",
+                path=name,
+                expected="a number or a 0-d tensor",
+                got=got,
+                rank=rank,
+                remedy=_AUX_IS_BESIDE if isinstance(value, tuple) else remedy,
             )
 
 

@@ -40,13 +40,11 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     # Parts of size 0 would have losses of NaN; an empty batch is that of a rank without data left
     if rows and rows < count:
         raise StructureError(
-            explain(
-                "the batch is too small",
-                path=sizes_by_path(batch)[0][0],
-                expected=f"{count} rows or more, one per micro-batch",
-                got=rows,
-                remedy="pass larger batches, or accumulate over fewer",
-            )
+            "the batch is too small",
+            path=sizes_by_path(batch)[0][0],
+            expected=f"{count} rows or more, one per micro-batch",
+            got=rows,
+            remedy="pass larger batches, or accumulate over fewer",
         )
     return split_rows(batch, count)
 
@@ -102,20 +100,16 @@ def _check_alike(outcomes: Sequence[Outcome]) -> None:
     for i, outcome in enumerate(others, 1):
         if (outcome.weight is None) != (first.weight is None):
             raise StructureError(
-                explain(
-                    "some micro-batches have a weight, and others have none",
-                    expected="Aux.weight from every call of the loss, or from none",
-                    got=f"none from micro-batch {i if outcome.weight is None else 0} of "
-                    f"{len(outcomes)}",
-                    remedy="give each a weight; 1 counts as much as none",
-                )
+                "some micro-batches have a weight, and others have none",
+                expected="Aux.weight from every call of the loss, or from none",
+                got=f"none from micro-batch {i if outcome.weight is None else 0} of "
+                f"{len(outcomes)}",
+                remedy="give each a weight; 1 counts as much as none",
             )
         if outcome.metrics.keys() != first.metrics.keys():
             raise StructureError(
-                explain(
-                    "micro-batches have different metrics",
-                    expected=f"{sorted(first.metrics)}, as from micro-batch 0",
-                    got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
-                    remedy="return the same metrics from every call of the loss",
-                )
+                "micro-batches have different metrics",
+                expected=f"{sorted(first.metrics)}, as from micro-batch 0",
+                got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
+                remedy="return the same metrics from every call of the loss",
             )

@@ -10,7 +10,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import PyTree, paths
 
 
@@ -53,15 +53,13 @@ def kept(
             continue
         if old[path] != form:
             raise StructureError(
-                explain(
-                    f"refit can't keep a leaf of {what}, which has another shape or dtype now",
-                    path=path,
-                    expected=old[path],
-                    got=form,
-                    rank=rank,
-                    remedy="give a leaf of another shape another path; a state that belongs to "
-                    "all leaves together can't be kept, and begins anew by init",
-                )
+                f"refit can't keep a leaf of {what}, which has another shape or dtype now",
+                path=path,
+                expected=old[path],
+                got=form,
+                rank=rank,
+                remedy="give a leaf of another shape another path; a state that belongs to "
+                "all leaves together can't be kept, and begins anew by init",
             )
         found.append(path)
     return found
@@ -110,15 +108,13 @@ def check_own_tensors(
             is_beside = path.rpartition(".")[0] in nodes - {""}
             if shape and path in known and (is_beside or everything.get(path) != shape):
                 raise StructureError(
-                    explain(
-                        "refit trains other leaves than before, or in another order, and can't "
-                        "keep a leaf of the optimizer's state that belongs to all leaves together",
-                        path=path,
-                        expected=f"the trained leaves {[*before]}",
-                        got=f"{[*after]}",
-                        rank=rank,
-                        remedy=_BEGIN_ANEW,
-                    )
+                    "refit trains other leaves than before, or in another order, and can't "
+                    "keep a leaf of the optimizer's state that belongs to all leaves together",
+                    path=path,
+                    expected=f"the trained leaves {[*before]}",
+                    got=f"{[*after]}",
+                    rank=rank,
+                    remedy=_BEGIN_ANEW,
                 )
 
 
@@ -166,15 +162,13 @@ def _shapes_of_value(
             value = first_value(*bare.values())
     except Exception as error:
         raise StructureError(
-            explain(
-                "refit trains other leaves than before, and can't tell which part of the value "
-                "belongs to them, since the program's init fails on the meta device",
-                path=name,
-                expected=f"a value by the trained leaves {sorted(chosen)}",
-                got=f"{type(error).__name__}: {error}",
-                rank=rank,
-                remedy=f"let init take leaves without values; or {_BEGIN_ANEW}",
-            )
+            "refit trains other leaves than before, and can't tell which part of the value "
+            "belongs to them, since the program's init fails on the meta device",
+            path=name,
+            expected=f"a value by the trained leaves {sorted(chosen)}",
+            got=f"{type(error).__name__}: {error}",
+            rank=rank,
+            remedy=f"let init take leaves without values; or {_BEGIN_ANEW}",
         ) from error
     rows = zip(paths(value), optree.tree_leaves(value), strict=True)
     return {path: tuple(leaf.shape) for path, leaf in rows if isinstance(leaf, Tensor)}
@@ -212,12 +206,10 @@ def check_values(leaves: Mapping[str, Any], what: str, rank: int | None = None) 
     for path, leaf in leaves.items():
         if isinstance(leaf, Tensor) and leaf.is_meta:
             raise StructureError(
-                explain(
-                    f"a new leaf of {what} has no values",
-                    path=path,
-                    expected="a leaf on a device",
-                    got="one on the meta device",
-                    rank=rank,
-                    remedy="only leaves that the state has may be on the meta device",
-                )
+                f"a new leaf of {what} has no values",
+                path=path,
+                expected="a leaf on a device",
+                got="one on the meta device",
+                rank=rank,
+                remedy="only leaves that the state has may be on the meta device",
             )

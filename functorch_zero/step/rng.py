@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.generators import seeded
 from ..optim.random_numbers import key_of, mix
 
@@ -105,11 +105,9 @@ class Streams:
         # A loss may run again in backward, and would draw other numbers then
         if self._in_a_loss:
             raise StructureError(
-                explain(
-                    "fz.random was called inside of a loss",
-                    remedy="draw before fz.value_and_grad(loss)(params, noise), and give the loss "
-                    "what was drawn; or pass seed=",
-                )
+                "fz.random was called inside of a loss",
+                remedy="draw before fz.value_and_grad(loss)(params, noise), and give the loss "
+                "what was drawn; or pass seed=",
             )
         if self._seed is None:
             raise no_stream("the running step has no seed")
@@ -119,9 +117,7 @@ class Streams:
 
 def no_stream(why: str) -> StructureError:
     return StructureError(
-        explain(
-            f"fz.random was called without a seed, and {why}",
-            remedy="pass seed=, and step=; or call it in a program whose step was given a seed, "
-            "step.init(..., seed=0)",
-        )
+        f"fz.random was called without a seed, and {why}",
+        remedy="pass seed=, and step=; or call it in a program whose step was given a seed, "
+        "step.init(..., seed=0)",
     )

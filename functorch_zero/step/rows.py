@@ -18,7 +18,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import paths
 
 
@@ -50,14 +50,12 @@ def num_rows(batch: Any) -> int | None:
     named = sizes_by_path(batch)
     path, num = next((path, num) for path, num in named if num != sizes[0])
     raise StructureError(
-        explain(
-            "a batch is cut along dim 0 of its tensors, and these have unequal rows",
-            path=path,
-            expected=f"{sizes[0]}, as {named[0][0]} has",
-            got=num,
-            remedy="give each tensor a row per example; close over one that is no part of the "
-            "batch, or pass it as a number or a 0-d tensor",
-        )
+        "a batch is cut along dim 0 of its tensors, and these have unequal rows",
+        path=path,
+        expected=f"{sizes[0]}, as {named[0][0]} has",
+        got=num,
+        remedy="give each tensor a row per example; close over one that is no part of the "
+        "batch, or pass it as a number or a 0-d tensor",
     )
 
 
@@ -126,16 +124,14 @@ def _uncut(path: str, leaf: Any, rows: int | None) -> StructureError:
     each, here = ("a row per example", "") if rows is None else (f"{rows} rows", f", {rows} here,")
     entries = "an entry per row" if rows is None else f"{rows} entries"
     return StructureError(
-        explain(
-            f"a batch is cut along its rows{here} and it can't be told which part of this belongs "
-            "to each",
-            path=path,
-            expected=f"a tensor or array with {each}, a list with {entries} that are no tensors, "
-            "a dict of such, or a number or text that all rows share",
-            got=got,
-            remedy="pass its fields as a dict, or a list with one object per row; close over what "
-            "is the same for all rows",
-        )
+        f"a batch is cut along its rows{here} and it can't be told which part of this belongs "
+        "to each",
+        path=path,
+        expected=f"a tensor or array with {each}, a list with {entries} that are no tensors, "
+        "a dict of such, or a number or text that all rows share",
+        got=got,
+        remedy="pass its fields as a dict, or a list with one object per row; close over what "
+        "is the same for all rows",
     )
 
 
@@ -213,11 +209,9 @@ def _with_leaves(batch: Any, leaves: Iterator[Any]) -> Any:
             return type(node)(inside)  # type: ignore[call-arg]
         except Exception as error:  # its author's
             raise StructureError(
-                explain(
-                    "a batch is cut along its rows, and a mapping in it can't be made again",
-                    got=f"{type(error).__name__} from {type(node).__name__}(a dict)",
-                    remedy="pass dict(...) of it",
-                )
+                "a batch is cut along its rows, and a mapping in it can't be made again",
+                got=f"{type(error).__name__} from {type(node).__name__}(a dict)",
+                remedy="pass dict(...) of it",
             ) from error
 
     return tree_map(made, batch, is_leaf=_is_leaf_of(batch))

@@ -12,7 +12,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import register_in_torch
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..layout.sharding import Sharding
 from ..params import Params
 from ..precision import Precision
@@ -228,12 +228,10 @@ def check_state(state: Any) -> None:
     if not isinstance(step, Tensor) or step.dim() > 0:
         got = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
         raise StructureError(
-            explain(
-                "state.step is no counter",
-                expected="a 0-d int64 tensor",
-                got=got,
-                remedy="state.replace(step=torch.tensor(0))",
-            )
+            "state.step is no counter",
+            expected="a 0-d int64 tensor",
+            got=got,
+            remedy="state.replace(step=torch.tensor(0))",
         )
 
 
@@ -262,14 +260,12 @@ def check_policies(state: State, tree: PyTree[Any]) -> None:
     for path, policy in known:
         if path in own_paths and of_path.get(path) != policy:
             raise StructureError(
-                explain(
-                    "params of a state have lost the model's Precision, as a plain dict does",
-                    path=path,
-                    expected=policy,
-                    got=of_path.get(path, "none"),
-                    remedy="replace leaves by tree_map, which keeps the tree; fz.Params(leaves, "
-                    "params.units) makes a dict Params again",
-                )
+                "params of a state have lost the model's Precision, as a plain dict does",
+                path=path,
+                expected=policy,
+                got=of_path.get(path, "none"),
+                remedy="replace leaves by tree_map, which keeps the tree; fz.Params(leaves, "
+                "params.units) makes a dict Params again",
             )
 
 
@@ -282,14 +278,12 @@ def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
     for n, leaf in enumerate(optree.tree_leaves(params)):
         if leaf.is_meta:
             raise StructureError(
-                explain(
-                    "a param has no values",
-                    path=paths(params)[n],
-                    expected="a leaf on a device",
-                    got="one on the meta device",
-                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
-                    "model on a device",
-                )
+                "a param has no values",
+                path=paths(params)[n],
+                expected="a leaf on a device",
+                got="one on the meta device",
+                remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
+                "model on a device",
             )
 
 
@@ -298,12 +292,10 @@ def check_params(params: Any) -> None:
     for node in optree.tree_leaves(params, is_leaf=_is_of_a_state):
         if _is_of_a_state(node):
             raise StructureError(
-                explain(
-                    "params hold a state, whose optimizer's leaves would be params, too",
-                    expected="a tree of params",
-                    got=f"a {type(node).__name__}",
-                    remedy="pass state.params, or fz.unshard(state.params) of a sharded state",
-                )
+                "params hold a state, whose optimizer's leaves would be params, too",
+                expected="a tree of params",
+                got=f"a {type(node).__name__}",
+                remedy="pass state.params, or fz.unshard(state.params) of a sharded state",
             )
     check_tensors(params, "params")
 

@@ -8,7 +8,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..shared_elements import check_apart
 from ..tree import PyTree, mask_of, named_leaves, paths, select
 from .refit import without_values
@@ -69,14 +69,12 @@ def check_alike(
     for (path, wanted), (_, found) in zip(expected.by_path, got.by_path, strict=True):
         if wanted != found:
             raise StructureError(
-                explain(
-                    what,
-                    path=path,
-                    expected="trained" if wanted else "frozen",
-                    got="trained" if found else "frozen",
-                    rank=rank,
-                    remedy=remedy,
-                )
+                what,
+                path=path,
+                expected="trained" if wanted else "frozen",
+                got="trained" if found else "frozen",
+                rank=rank,
+                remedy=remedy,
             )
 
 
@@ -84,29 +82,23 @@ def _nothing_trained(params: PyTree[Tensor], trainable: Trainable) -> StructureE
     known = paths(params)
     if not known:
         return StructureError(
-            explain(
-                "params have no leaves",
-                got=f"a {type(params).__name__}",
-                remedy="step.init(params, buffers): params come first",
-            )
+            "params have no leaves",
+            got=f"a {type(params).__name__}",
+            remedy="step.init(params, buffers): params come first",
         )
     names = ", ".join([*known[:3], "..."] if len(known) > 3 else known)
     if trainable is not None:
         return StructureError(
-            explain(
-                "no leaf of params is trained: trainable chose none",
-                got=f"leaves {names}",
-                remedy="let trainable be true for the paths to train; fz.named_leaves(params) has "
-                "them all",
-            )
+            "no leaf of params is trained: trainable chose none",
+            got=f"leaves {names}",
+            remedy="let trainable be true for the paths to train; fz.named_leaves(params) has "
+            "them all",
         )
     return StructureError(
-        explain(
-            "no leaf of params is trained: none has requires_grad",
-            got=f"leaves {names}",
-            remedy="pass trainable=lambda path, leaf: True to train_step, or call "
-            "requires_grad_() on the leaves",
-        )
+        "no leaf of params is trained: none has requires_grad",
+        got=f"leaves {names}",
+        remedy="pass trainable=lambda path, leaf: True to train_step, or call "
+        "requires_grad_() on the leaves",
     )
 
 
@@ -117,7 +109,5 @@ def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             remedy = "leave it out of `trainable`, or convert it"
             raise StructureError(
-                explain(
-                    "an integer leaf can't be trained", path=path, got=leaf.dtype, remedy=remedy
-                )
+                "an integer leaf can't be trained", path=path, got=leaf.dtype, remedy=remedy
             )

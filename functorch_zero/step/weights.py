@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import has_values
 
 
@@ -20,23 +20,19 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
         return
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.is_complex()):
         raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected="a real number or a 0-d tensor of one",
-                got=f"shape {tuple(weight.shape)}, {weight.dtype}",
-                rank=rank,
-                remedy="reduce it, with .sum() for example",
-            )
+            "Aux.weight is no weight",
+            expected="a real number or a 0-d tensor of one",
+            got=f"shape {tuple(weight.shape)}, {weight.dtype}",
+            rank=rank,
+            remedy="reduce it, with .sum() for example",
         )
     if isinstance(weight, Tensor) and weight.requires_grad:
         raise StructureError(
-            explain(
-                "Aux.weight requires grad, and means take weights as constants",
-                expected="a number, or a tensor in no graph",
-                got="requires_grad=True",
-                rank=rank,
-                remedy="detach it, with weight.detach()",
-            )
+            "Aux.weight requires grad, and means take weights as constants",
+            expected="a number, or a tensor in no graph",
+            got="requires_grad=True",
+            rank=rank,
+            remedy="detach it, with weight.detach()",
         )
     # A device's is looked at in the steps that ask slow questions
     if not is_on_device(weight):
@@ -57,13 +53,11 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
     if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
         return
     raise StructureError(
-        explain(
-            "Aux.weight is out of range: gradients times weights would leave that of float32",
-            expected=f"0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
-            got=number,
-            rank=rank,
-            remedy="divide all weights by the same number: only their ratio counts",
-        )
+        "Aux.weight is out of range: gradients times weights would leave that of float32",
+        expected=f"0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+        got=number,
+        rank=rank,
+        remedy="divide all weights by the same number: only their ratio counts",
     )
 
 
@@ -72,13 +66,11 @@ def check_total_weight(total: float, rank: int | None = None) -> None:
     out of a weight's range."""
     if not 0 <= total < math.inf:
         raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected=">= 0, and finite",
-                got=total,
-                rank=rank,
-                remedy="count examples, or tokens; 0 counts for nothing",
-            )
+            "Aux.weight is no weight",
+            expected=">= 0, and finite",
+            got=total,
+            rank=rank,
+            remedy="count examples, or tokens; 0 counts for nothing",
         )
 
 
