@@ -38,22 +38,21 @@ def pack(
         dtype = _common_dtype(leaves, bucket.dtype)
     # (num_pieces * piece,), on the leaves' device
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-    parts = flat.split_with_sizes(bucket.parts(0, bucket.numel))
+    first, *sizes = bucket.parts(0, bucket.numel)  # of padding before the first leaf; then in turn
     # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
-    torch._foreach_zero_(parts[::2])
-    # One kernel for all copies: a model has many small leaves
-    sources, targets = [], []
-    for leaf, part, shape in zip(leaves, parts[1::2], bucket.shapes, strict=True):
-        view = part.view(shape)
+    zeros = flat.new_zeros(max(1, first, *sizes[1::2]))
+    parts = [zeros[:first]]
+    for leaf, numel, padding in zip(leaves, sizes[::2], sizes[1::2], strict=True):
         if leaf is None:
-            view.zero_()
+            parts.append(zeros[:1].expand(numel))  # without memory of its own
         else:
             # An embedding's gradient may be sparse, and a flat has a place for each element
-            sources.append(leaf if leaf.layout == torch.strided else leaf.to_dense())
-            targets.append(view)
-    if sources:
-        torch._foreach_copy_(targets, sources)
-    return flat
+            dense = leaf if leaf.layout == torch.strided else leaf.to_dense()
+            parts.append(dense.reshape(-1))
+        if padding:
+            parts.append(zeros[:padding])
+    # One kernel for all copies: a model has many small leaves
+    return torch.cat(parts, out=flat)
 
 
 def is_flat(
