@@ -211,14 +211,14 @@ class PassHooks:
 
     def recall(self, saved: Saved) -> Tensor:
         """Autograd asks for a tensor that it has saved."""
-        if isinstance(saved, PlacedTensor):
-            return self.around.saved_there.recall(saved)
-        if isinstance(saved, SavedLeaf):
-            return self.around.on_first_use(saved.use, saved)
         if isinstance(saved, SavedTensor):
             if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
                 raise _changed(saved.tensor, saved.version)
             return saved.tensor
+        if isinstance(saved, SavedLeaf):
+            return self.around.on_first_use(saved.use, saved)
+        if isinstance(saved, PlacedTensor):
+            return self.around.saved_there.recall(saved)
         assert self.theirs is not None
         again = self.theirs[1](saved.packed)
         if saved.leaf is None:

@@ -72,7 +72,7 @@ def start_means(
         device: of the means.
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
-    vector = _pack([*values.values()], 1.0 if weight is None else weight, device)
+    vector = _pack([*values.values()], weight, device)
     return MeansUnderWay(values, weight, vector, group.all_reduce(vector))
 
 
@@ -128,7 +128,7 @@ def report_without_words(means: MeansUnderWay, group: Group, copy: Copy = ONLY_C
     sent = means.vector[: 2 + len(means.values)]  # zeros come behind
     num_weighty, total, *sums = sent.unbind()
     # Where no batch weighs anything the sums are 0
-    divisor = nonzero(total)
+    divisor = total if means.weight is None else nonzero(total)
     metrics = {}
     for (name, value), weighted in zip(means.values.items(), sums, strict=True):
         metrics[name] = (weighted / divisor).to(value.dtype)
@@ -151,14 +151,19 @@ def _own_numbers(means: MeansUnderWay) -> dict[str, float]:
     return dict(zip(own, torch.stack(on_device).tolist(), strict=True))
 
 
-def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device) -> Tensor:
+def _pack(
+    values: Sequence[Tensor], weight: Tensor | float | None, device: torch.device
+) -> Tensor:
     """Whether the weight isn't 0, the weight, each value times it, and zeros: (a multiple of
     `WIDTH`,) float64."""
-    numbers = torch.stack([number_on(device, number) for number in (weight, 1.0, *values)])
-    own_weight = or_nan(numbers[0])
-    # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
-    numbers = torch.where(own_weight == 0, 0.0, numbers * own_weight)
-    numbers[0] = own_weight != 0
+    own = [1.0 if weight is None else weight, 1.0, *values]
+    numbers = torch.stack([number_on(device, number) for number in own])
+    if weight is not None:
+        own_weight = or_nan(numbers[0])
+        # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of
+        # nothing
+        numbers = torch.where(own_weight == 0, 0.0, numbers * own_weight)
+        numbers[0] = own_weight != 0
     # Ranks whose metrics differ still send equal lengths, and learn of it instead of hanging
     return F.pad(numbers, (0, -len(numbers) % WIDTH))
 

@@ -48,7 +48,7 @@ class Reminder:
 
         `weight`: that the loss gave for one of them.
         """
-        if self._done or rank != 0 or weight is not None:
+        if self._done or rank != 0 or weight is not None or len(parts) == 1:
             return
         sizes = [leading_sizes(part) for part in parts]
         if any(others != sizes[0] for others in sizes):

@@ -227,7 +227,7 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
     """
     outcome, axes, (report, fine) = local.outcome, run.options.axes, agreed
     sizes, rank = report.sizes, axes.world.rank
-    if not local.exchanged:
+    if sizes is not None and not local.exchanged:
         rows = leading_sizes(run.call.data)
         run.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
     # In place: the flats were made for this gradient
