@@ -135,6 +135,12 @@ def why(evidence: Evidence) -> str:
     return f"What differs{of} is {'; or '.join(causes)}." if causes else ""
 
 
+def sizes_of(num_ranks: int, found: Mapping[str, int]) -> dict[str, int]:
+    """Numbers that a mistake may multiply by, by what they count; of equal ones that of ranks."""
+    others = {what: size for what, size in found.items() if size != num_ranks}
+    return {"ranks": num_ranks, **others}
+
+
 def causes_of(evidence: Evidence) -> list[str]:
     """The mistakes that explain a difference, in words that go on after "what differs is".
 

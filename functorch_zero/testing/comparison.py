@@ -174,13 +174,9 @@ class Comparison:
             assert_equal_values(expected, got, grade=self.equality, what=what, context=at)
 
 
-def is_trained(leaf: Tensor) -> bool:
-    return leaf.requires_grad
-
-
 def _has_moved(first: Tensor, *later: Tensor) -> bool:
     """Whether a leaf is trained, or has another value than at first."""
-    return is_trained(first) or any(not torch.equal(first, value) for value in later)
+    return first.requires_grad or any(not torch.equal(first, value) for value in later)
 
 
 def _slack(*trees: Any) -> list[float]:

@@ -325,13 +325,9 @@ def compare_within(
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, bit by bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
-
-    def bits(x: Tensor) -> Tensor:  # (*x.shape, bytes per element), uint8
-        # (numel, 1), so that the view makes a row of bytes per element
-        elements = x.contiguous().reshape(-1, 1)
-        return elements.view(torch.uint8).reshape(*x.shape, x.element_size())
-
-    return (bits(a) == bits(b)).all(-1)
+    # (numel, bytes per element), uint8
+    ours, theirs = (x.contiguous().reshape(-1, 1).view(torch.uint8) for x in (a, b))
+    return (ours == theirs).all(1).reshape(a.shape)
 
 
 def is_rounded(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import explain
 from ..groups import ProcessGroup, launch, run_ranks
 from ..groups.protocol import Group
-from .causes import Adam, Evidence, Wrong, where, why
+from .causes import Adam, Evidence, Wrong, sizes_of, where, why
 from .comparison import ROUND_OFF
 from .equality import (
     REORDERED,
@@ -420,9 +420,8 @@ class _Proof:
     def _sizes(self) -> dict[str, int]:
         """Numbers by which a mistake may multiply, by what they count."""
         num, first = len(self.got), self.got[0]
-        found = {"parts of the batch": first.parts or num, **first.axes}
-        others = {what: size for what, size in found.items() if size != num}
-        return {"ranks": num, **others, **self.given_sizes}
+        found = sizes_of(num, {"parts of the batch": first.parts or num, **first.axes})
+        return {**found, **self.given_sizes}
 
     def _facts(self, k: int, first: Wrong) -> list[str]:
         """Facts that are seen beside the first difference, which may be its cause."""

@@ -19,7 +19,7 @@ from ..step.program_step import ProgramStep
 from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
 from ..tree import PyTree, is_within, named_leaves
-from .equality import apart, assert_equal_values, differences, wide_values
+from .equality import apart, assert_equal_values, differences, is_rounded, wide, wide_values
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
 JITTER = 16
@@ -272,19 +272,11 @@ def _combine_buffers(
 def _mean_buffer(*buffers: Tensor) -> Tensor:
     """The mean over ranks of one buffer; of integers and bools, the first rank's."""
     first = buffers[0]
-    if first.is_complex():
-        wide = torch.complex128
-    elif first.is_floating_point():
-        wide = torch.float64
-    else:
-        return first
     # The mean of equal numbers could be rounded to another one
-    if all(other is first or torch.equal(first, other) for other in buffers):
+    if not is_rounded(first) or all(torch.equal(first, other) for other in buffers):
         return first
-    total = torch.zeros_like(first, dtype=wide)
-    for buffer in buffers:
-        total = total + buffer
-    return (total / len(buffers)).to(first.dtype)
+    total, *rest = map(wide, buffers)
+    return (sum(rest, start=total) / len(buffers)).to(first.dtype)
 
 
 def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:

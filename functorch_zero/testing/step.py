@@ -28,7 +28,8 @@ from ..step.program_step import ProgramStep
 from ..step.rows import num_rows
 from ..step.train import TrainStep
 from ..tree import named_leaves, same_structure
-from .comparison import Comparison, is_trained
+from .causes import sizes_of
+from .comparison import Comparison
 from .equality import Equality, Grade, ProvesNothing, Unequal, as_equality
 from .runs import (
     Run,
@@ -284,7 +285,7 @@ class _Oracle:
     def expected(self) -> Run:
         """The run that ranks are compared with."""
         run = self.run(self.given)
-        if not any(map(is_trained, optree.tree_leaves(run.start.params))):
+        if not any(leaf.requires_grad for leaf in optree.tree_leaves(run.start.params)):
             raise ProvesNothing(
                 "no tree of the program's value has a trained leaf, whose update could be "
                 "compared. Remedy: return the trees that init is given as they are"
@@ -362,30 +363,25 @@ class Mesh(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of ranks, by what they count; equal ones once."""
+        """The numbers of ranks, by what they count."""
         along = self.shard_size or self.num_ranks
         found = {
             "parts of the batch": self.num_parts,
             "ranks along the shard axis": along,
             "ranks along the replicate axis": self.num_ranks // along,
         }
-        others = {what: size for what, size in found.items() if size != self.num_ranks}
-        return {"ranks": self.num_ranks, **others}
+        return sizes_of(self.num_ranks, found)
 
     @property
     def parts_by_rank(self) -> list[int]:
-        """The number of each rank's part of the batch."""
-        return [self.part_of(rank) for rank in range(self.num_ranks)]
-
-    def part_of(self, rank: int) -> int:
-        """The part of the batch that a rank is given."""
+        """The number of the part of the batch that each rank is given."""
+        ranks, size = range(self.num_ranks), self.shard_size
         if self.same_data is None:
-            return rank
-        if self.shard_size is None:
+            return [*ranks]
+        if size is None:
             raise ValueError(f"same_data={self.same_data!r} needs a mesh. Remedy: shard_size=...")
-        replica, place = divmod(rank, self.shard_size)
         # Along "replicate" data are equal, so the place in the replica decides
-        return place if self.same_data == "replicate" else replica
+        return [rank % size if self.same_data == "replicate" else rank // size for rank in ranks]
 
     def of(self, group: Group) -> Group:
         """The group that `shard` is given."""
@@ -414,7 +410,7 @@ def _run_sharded(
         first = start.arranged(sharded.unshard(state))
         steps = []
         for parts in batches:
-            own = parts[mesh.part_of(group.rank)]
+            own = parts[mesh.parts_by_rank[group.rank]]
             state, metrics = sharded(state, *start.arguments(own))
             # Gathered after every step, as the next one may use its storage up
             whole = start.arranged(sharded.unshard(state))

@@ -82,16 +82,14 @@ def check_transform(
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
     """
     check_is_transform("check_transform's argument", transform)
+    of_ours = params is None
     if params is None:
         # Not for whole-leaf functions, which work long on a large matrix
         params = hostile_params(large=transform.needs <= Needs.STATISTICS)
-        hint = _BOUND_TO_A_TREE
-    else:
-        hint = None
     # Without requires_grad: updates are no part of a graph
     held: Any = tree_map(torch.detach, params)
     equality = None if grade is None else as_equality(grade)
-    with _noting(hint):
+    try:
         # First the operators, whose errors name a line; numbers only name a leaf
         check_claims(transform, held)
         for seed in seeds:
@@ -99,6 +97,10 @@ def check_transform(
             drawn = Steps(held, _draw(held, seed, steps))
             _check_ranks(transform, drawn, ranks, equality)
             _check_fused(transform, held, seed, steps, equality or REORDERED)
+    except (StructureError, ValueError) as error:
+        if of_ours and not isinstance(error, TransformError):
+            error.add_note(_BOUND_TO_A_TREE)
+        raise
 
 
 def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
@@ -141,17 +143,6 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
 _BOUND_TO_A_TREE = (
     "If this transform belongs to one tree of params, pass check_transform(..., params=that tree)."
 )
-
-
-@contextmanager
-def _noting(hint: str | None) -> Iterator[None]:
-    """Add the hint to errors that a tree of the wrong structure may cause."""
-    try:
-        yield
-    except (StructureError, ValueError) as error:
-        if hint is not None and not isinstance(error, TransformError):
-            error.add_note(hint)
-        raise
 
 
 def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
