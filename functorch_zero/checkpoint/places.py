@@ -136,20 +136,18 @@ def _check_coverage(
 ) -> None:
     """Raise `CorruptError` unless the pieces have each leaf's elements [start, stop) exactly
     once."""
+    numbers = torch.arange(len(starts), device="cpu")
     leaf, start, stop = table[:, :3].unbind(1)
     start, stop = start.maximum(starts[leaf]), stop.minimum(stops[leaf])
+    # Of each leaf two empty pieces more, one before all others and one behind them
+    leaf = torch.cat([numbers, leaf, numbers])
+    order = leaf.argsort(stable=True)
+    leaf = leaf[order]
+    start, stop = torch.cat([starts, start, stops])[order], torch.cat([starts, stop, stops])[order]
     # In order, so each piece must begin where the one before it ended
-    expected = stop.roll(1)
-    first = torch.ones_like(leaf, dtype=torch.bool)
-    first[1:] = leaf[1:] != leaf[:-1]
-    expected[first] = starts[leaf][first]
-    for i in (start != expected).nonzero()[:1].flatten().tolist():
-        story = "twice" if start[i] < expected[i] else "not at all"
-        element = int(torch.minimum(start[i], expected[i]))
+    wrong = (leaf[1:] == leaf[:-1]) & (start[1:] != stop[:-1])
+    for i in wrong.nonzero()[:1].flatten().tolist():
+        ended, begun = int(stop[i]), int(start[i + 1])
+        story = "twice" if begun < ended else "not at all"
         path = manifest.leaves[int(leaf[i])].path
-        raise CorruptError(f"{folder}: element {element} of {path} is there {story}")
-    # And the last one must end with the wanted elements
-    ends = starts.scatter_reduce(0, leaf, stop, "amax")
-    for number in (ends < stops).nonzero()[:1].flatten().tolist():
-        path = manifest.leaves[number].path
-        raise CorruptError(f"{folder}: element {int(ends[number])} of {path} is there not at all")
+        raise CorruptError(f"{folder}: element {min(begun, ended)} of {path} is there {story}")
