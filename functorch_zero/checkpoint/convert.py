@@ -24,7 +24,7 @@ from .catalogue import chosen
 from .contents import Contents, Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, created, read_file, write_all, write_file
-from .load import Allowed, Chosen, not_chosen, some_of, state_to_fill
+from .load import Allowed, Chosen, misfits, not_chosen, some_of, state_to_fill
 from .manifest import Leaf, Manifest
 from .places import Places, find_places
 from .safetensors_file import (
@@ -430,7 +430,11 @@ def _matching(
             "names; allow_extra=True, or patterns, leaves them out)"
         )
     for leaf, name in sorted([*read.items(), *again]):  # their shapes and dtypes
-        problems += _misfits(name, leaves[leaf], found[name], allowed)
+        given = found[name]
+        if isinstance(given, str):
+            problems.append(f"{_told(name, given)} has the name of a leaf")
+        else:
+            problems += misfits(name, leaves[leaf], given.shape, given.dtype, allowed)
     sources = {leaf: x for leaf, name in read.items() if isinstance(x := found[name], Source)}
     for leaf, name in [] if problems else again:
         if not _are_equal(leaves[leaf], sources[leaf], found[name]):
@@ -467,17 +471,6 @@ def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
 
 def _told(name: str, given: Found) -> str:
     return f"{name} (no tensor, a {given})" if isinstance(given, str) else name
-
-
-def _misfits(name: str, held: Held, given: Found, allowed: Allowed) -> list[str]:
-    """The difference in shape or dtype between a leaf and its source, if any."""
-    if isinstance(given, str):
-        return [f"{_told(name, given)} has the name of a leaf"]
-    if held.shape != given.shape:
-        return [f"{name} has shape {given.shape}, expected {held.shape}"]
-    if held.tensor.dtype != given.dtype and not allowed.cast:
-        return [f"{name} is {given.dtype}, expected {held.tensor.dtype} (cast=True converts)"]
-    return []
 
 
 def first_optimizer_state(optimizer: Transform, state: State) -> State:
@@ -521,12 +514,15 @@ def _sources(source: Any) -> dict[str, Found]:
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file or folder by name, mapped."""
-    for file, names in _files(path):
-        found = map_file(file)
-        for name in found if names is None else names:  # None: the file has no index
-            if name not in found:
-                raise CorruptError(f"{file}: lacks {name}, which the index says is in it")
-            yield name, found[name]
+    if not (path / INDEX).exists():
+        yield from map_file(path / WEIGHTS if path.is_dir() else path).items()
+        return
+    where = _index_of(path)
+    mapped = {file: map_file(path / file) for file in dict.fromkeys(where.values())}
+    for name, file in where.items():
+        if name not in mapped[file]:
+            raise CorruptError(f"{path / file}: lacks {name}, which the index says is in it")
+        yield name, mapped[file][name]
 
 
 def map_file(file: Path) -> dict[str, Tensor]:
@@ -554,23 +550,17 @@ def map_file(file: Path) -> dict[str, Tensor]:
         raise CorruptError(f"{file}: {problem}. {INTACT}") from None
 
 
-def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files to read, and the names of the tensors to read of each; None: all."""
-    if not path.is_dir():
-        return [(path, None)]
-    if not (path / INDEX).exists():
-        return [(path / WEIGHTS, None)]
+def _index_of(path: Path) -> dict[str, str]:
+    """The name of the file beside it in which each tensor is."""
     index = strict_json(read_file((path / INDEX).resolve(), MAX_INDEX), str(path / INDEX))
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CorruptError(f"{path / INDEX}: has no weight_map from names to files")
-    files: dict[str, list[str]] = {}  # names by file
-    for name, file in where.items():  # tensor name -> file name
+    for file in where.values():
         # A name with a folder in it could reach any file of the machine
         if file != os.path.basename(file) or file in ("", ".", ".."):
             raise CorruptError(f"{path / INDEX}: {file[:80]!r} is not the name of a file beside it")
-        files.setdefault(file, []).append(name)
-    return [(path / file, names) for file, names in files.items()]
+    return where
 
 
 def _fill(held: Held, source: Source) -> None:

@@ -249,7 +249,8 @@ def check_match(
         )
     for held in contents.held:
         if held.path in saved:
-            problems += _misfits(held, saved[held.path], allowed)
+            leaf = saved[held.path]
+            problems += misfits(held.path, held, leaf.shape, DTYPES[leaf.dtype], allowed)
         elif held.path in manifest.values:
             problems.append(f"{held.path} is a tensor here, a number in the checkpoint")
     for path in contents.values:
@@ -286,17 +287,15 @@ def some_of(names: Iterable[str]) -> str:
     return text
 
 
-def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
-    """The difference in shape or dtype between a leaf here and in the checkpoint, if any."""
+def misfits(
+    name: str, held: Held, shape: tuple[int, ...], dtype: torch.dtype, allowed: Allowed
+) -> list[str]:
+    """The difference in shape or dtype between a leaf and what is to be read into it, if any."""
     rows_aside = int(held.summed)  # any number of them will do
-    if held.shape[rows_aside:] != leaf.shape[rows_aside:]:
-        return [f"{held.path} has shape {held.shape} here, {leaf.shape} in the checkpoint"]
-    dtype = DTYPES[leaf.dtype]
+    if held.shape[rows_aside:] != shape[rows_aside:]:
+        return [f"{name} has shape {shape}, expected {held.shape}"]
     if held.tensor.dtype != dtype and not allowed.cast:
-        return [
-            f"{held.path} is {held.tensor.dtype} here, {dtype} in the checkpoint (cast=True "
-            "converts)"
-        ]
+        return [f"{name} is {dtype}, expected {held.tensor.dtype} (cast=True converts)"]
     return []
 
 

@@ -227,22 +227,19 @@ def _manifest(
     snapshot: Snapshot, files: Sequence[File], orders: Orders, crcs: Sequence[int]
 ) -> Manifest:
     """The manifest of all ranks' files, in rank order; `crcs` of the leaves that are left out."""
-    leaves = []
-    for i, held in enumerate(snapshot.contents.held):
-        leaves.append(_leaf(held)._replace(order=orders.get(i)))
-    left_out = [LeftOut(_leaf(h), crc) for h, crc in zip(snapshot.left_out, crcs, strict=True)]
+    held, left_out = snapshot.contents.held, zip(snapshot.left_out, crcs, strict=True)
     return Manifest(
         step=snapshot.step,
         ranks=len(files),
         level=snapshot.level,
         block=BLOCK,
         checksum=CHECKSUM,
-        leaves=tuple(leaves),
+        leaves=tuple(_leaf(h)._replace(order=orders.get(i)) for i, h in enumerate(held)),
         values=snapshot.contents.values,
         files=tuple(files),
         user=snapshot.user,
         about=snapshot.about,
-        left_out=tuple(left_out),
+        left_out=tuple(LeftOut(_leaf(h), crc) for h, crc in left_out),
     )
 
 

@@ -140,10 +140,11 @@ def _about(step: Step, state: State) -> dict[str, Any]:
     names and frozen params."""
     optimizer = optimizer_of(step)
     units = {} if state.sharding is None else _units(state.sharding.layout)
-    names = {}
-    for path, known in names_in(state).items():
-        if known.aliases or known.unsaved:
-            names[path] = {"aliases": known.aliases, "unsaved": sorted(known.unsaved)}
+    names = {
+        path: {"aliases": known.aliases, "unsaved": sorted(known.unsaved)}
+        for path, known in names_in(state).items()
+        if known.aliases or known.unsaved
+    }
     about = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -162,9 +163,7 @@ def _about(step: Step, state: State) -> dict[str, Any]:
 
 def _units(layout: Layout) -> dict[str, list[str]]:
     """The paths of each unit's leaves, by the unit's name."""
-    units: dict[str, list[str]] = {}
-    for unit in layout.units:
-        units[unit.name] = []
-        for b in unit.buckets:
-            units[unit.name] += [layout.leaves[n].path for n in layout.buckets[b].leaves]
-    return units
+    return {
+        unit.name: [layout.leaves[n].path for n in content.leaves]
+        for unit, content in zip(layout.units, layout.contents, strict=True)
+    }

@@ -403,12 +403,12 @@ def test_other_shapes_and_dtypes(tmp_path: Path) -> None:
     _, params, _ = make_step()
     wide = {**params, "layers.0.weight": torch.zeros(7, 5).double().requires_grad_()}
     with pytest.raises(
-        StructureError, match=r"params\.layers\.0\.weight has shape \(7, 5\) here, \(5, 7\) in"
+        StructureError, match=r"params\.layers\.0\.weight has shape \(5, 7\), expected \(7, 5\)"
     ):
         load_into(tmp_path, wide, allow_missing=True, allow_extra=True, cast=True)
     single = {k: v.detach().float().requires_grad_() for k, v in params.items()}
     with pytest.raises(
-        StructureError, match=r"is torch.float32 here, torch.float64 in the checkpoint \(cast=True"
+        StructureError, match=r"is torch.float64, expected torch.float32 \(cast=True"
     ):
         load_into(tmp_path, single)
     zeros = {k: torch.zeros_like(v).requires_grad_() for k, v in single.items()}

@@ -196,8 +196,12 @@ def test_a_base_of_another_form_is_named(tmp_path: Path, then: Any) -> None:
         with pytest.raises(StructureError, match=match):
             on(then, run, like=params)
 
-    refused("params.1.weight is torch.float64 here, torch.float32", put("1.weight", Tensor.double))
-    refused(r"params.1.weight has shape \(16,\) here, \(17,\)", put("1.weight", lambda x: x[:16]))
+    refused(
+        "params.1.weight is torch.float32, expected torch.float64", put("1.weight", Tensor.double)
+    )
+    refused(
+        r"params.1.weight has shape \(17,\), expected \(16,\)", put("1.weight", lambda x: x[:16])
+    )
     fewer = build()[1]
     del fewer["1.weight"]
     refused(r"the checkpoint has params\.1\.weight, which `like` lacks", fewer)
