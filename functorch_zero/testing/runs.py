@@ -159,9 +159,8 @@ def run_in_parts(
         GroupError: the copies take other gradients.
     """
     num_parts = len(batches[0]) if batches else 1
-    # By part: those of the gradient that the copies are taking
-    gradients: list[PyTree[Tensor]] = [None] * num_parts
-    outcomes: list[Any] = [None] * num_parts
+    # By part: gradients and outcome of the loss that the copies are at
+    given: list[Any] = [None] * num_parts
 
     def run_copy(group: Group) -> Run:
         own = group.rank
@@ -169,9 +168,10 @@ def run_in_parts(
         generator = None if jitter is None else torch.Generator().manual_seed(jitter)
 
         def mean(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
-            gradients[own], outcomes[own] = grads, outcome
+            given[own] = grads, outcome
             group.barrier()  # until those of all parts are there
             # Each copy its own, which it may keep
+            gradients, outcomes = zip(*given, strict=True)
             found, outcome = _mean_over_parts(gradients, outcomes, rule, own)
             # Until nobody needs them any more: a fast copy's next ones take their place
             group.barrier()
@@ -187,18 +187,15 @@ def run_in_parts(
             return run_copy(SingleRank())
         # Threads, all of which end where one fails
         runs = run_ranks(run_copy, num_parts)
-        by_step = [*zip(*(run.steps for run in runs), strict=True)]  # each one's copies
-        what, local = "part 0's results and this part's", rule == "local"
-        for k, (first, *others) in enumerate(by_step):
-            for part, other in enumerate(others, start=1):
-                assert_alike(first, other, what, local=local, context={"step": k, "part": part})
+        what, local, steps = "part 0's results and this part's", rule == "local", []
+        for k, copies in enumerate(zip(*(run.steps for run in runs), strict=True)):
+            for part, other in enumerate(copies):
+                assert_alike(copies[0], other, what, local=local, context={"step": k, "part": part})
+            # Each rank's buffers, which are its own by the rule "local"
+            steps.append(copies[0]._replace(buffers=[copy.buffers[0] for copy in copies]))
     except Exception as error:
         error.add_note(IN_PARTS.format(num_parts=num_parts))
         raise
-    steps = []
-    for copies in by_step:
-        # Each rank's buffers, which are its own by the rule "local"
-        steps.append(copies[0]._replace(buffers=[copy.buffers[0] for copy in copies]))
     return runs[0]._replace(steps=steps)
 
 

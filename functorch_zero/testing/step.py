@@ -135,7 +135,15 @@ def assert_sharded_equals_unsharded(
     >>> batches = [torch.arange(30.0).view(6, 5)] * 2
     >>> assert_sharded_equals_unsharded(step, params, {}, batches, levels=(1, 3), ranks=(2,))
     """
-    _check_is_unsharded(step)
+    if not isinstance(step, ProgramStep):
+        raise TypeError(
+            explain(
+                "assert_sharded_equals_unsharded shards the step itself",
+                expected="what train_step or program_step made",
+                got=type(step).__name__,
+                remedy="pass the step before fz.shard, and shard's arguments to this function",
+            )
+        )
     if isinstance(step, TrainStep) and len(args) != 3:
         raise TypeError(
             explain(
@@ -226,18 +234,6 @@ def summed_whole(start: Start, settings: Mapping[str, Any]) -> tuple[bool, ...]:
         return (once or levels.number in (0, 1),)
     leaves = named_leaves(start.args[0]).items()
     return tuple(once or not levels.of(path, leaf).streams for path, leaf in leaves)
-
-
-def _check_is_unsharded(step: Any) -> None:
-    if not isinstance(step, ProgramStep):
-        raise TypeError(
-            explain(
-                "assert_sharded_equals_unsharded shards the step itself",
-                expected="what train_step or program_step made",
-                got=type(step).__name__,
-                remedy="pass the step before fz.shard, and shard's arguments to this function",
-            )
-        )
 
 
 def _check(
@@ -390,11 +386,6 @@ class Mesh(NamedTuple):
         return HybridGroup(group, shard_size=self.shard_size, same_data=self.same_data)
 
 
-def _cut_anywhere(sharded: Any) -> Any:
-    """A step of this kind with layouts that cut small leaves, too."""
-    return type(sharded)(sharded.unsharded, replace(sharded.options, aligned=False))
-
-
 def _run_sharded(
     step: ProgramStep,
     start: Start,
@@ -405,7 +396,9 @@ def _run_sharded(
     """Each rank's run, with the whole states gathered. `batches`: by step, each one's parts."""
 
     def run(group: Group) -> Run:
-        sharded = _cut_anywhere(shard(step, group=mesh.of(group), **settings))
+        sharded = shard(step, group=mesh.of(group), **settings)
+        # With layouts that cut small leaves, too
+        sharded = type(sharded)(sharded.unsharded, replace(sharded.options, aligned=False))
         state = sharded.init(*start.args, seed=start.seed)
         first = start.arranged(sharded.unshard(state))
         steps = []
