@@ -504,11 +504,10 @@ def _sources(source: Any) -> dict[str, Found]:
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise StructureError(f"a state_dict holds tensors by name, got the key {name!r}")
+        found[name] = type(entry).__name__
         if isinstance(entry, Tensor):
             # `detach` is the function that gives the whole tensor
             found[name] = Source(tuple(entry.shape), entry.dtype, entry.detach)
-        else:
-            found[name] = type(entry).__name__
     return found
 
 

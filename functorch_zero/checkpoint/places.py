@@ -136,14 +136,12 @@ def _check_coverage(
 ) -> None:
     """Raise `CorruptError` unless the pieces have each leaf's elements [start, stop) exactly
     once."""
-    numbers = torch.arange(len(starts), device="cpu")
-    leaf, start, stop = table[:, :3].unbind(1)
-    start, stop = start.maximum(starts[leaf]), stop.minimum(stops[leaf])
     # Of each leaf two empty pieces more, one before all others and one behind them
-    leaf = torch.cat([numbers, leaf, numbers])
-    order = leaf.argsort(stable=True)
-    leaf = leaf[order]
-    start, stop = torch.cat([starts, start, stops])[order], torch.cat([starts, stop, stops])[order]
+    numbers = torch.arange(len(starts), device="cpu")
+    before, behind = (torch.stack([numbers, at, at], 1) for at in (starts, stops))
+    rows = torch.cat([before, table[:, :3], behind])
+    leaf, *ends = rows[rows[:, 0].argsort(stable=True)].unbind(1)
+    start, stop = (x.clamp(starts[leaf], stops[leaf]) for x in ends)
     # In order, so each piece must begin where the one before it ended
     wrong = (leaf[1:] == leaf[:-1]) & (start[1:] != stop[:-1])
     for i in wrong.nonzero()[:1].flatten().tolist():
