@@ -1,9 +1,10 @@
-"""Calls of torch that may wait for good, and are waited for so long and no longer."""
+"""Threads for calls of torch that may wait for good; they are waited for so long and no longer."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..devices import on_this_device
@@ -19,6 +20,21 @@ class Overdue(RuntimeError):
         self.thread = thread
 
 
+def started(name: str, run: Callable[[], object]) -> threading.Thread:
+    """A thread of this name that runs this, on the accelerator that is current here."""
+    # A daemon: it must not keep the process alive
+    thread = threading.Thread(target=on_this_device(run), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def await_ends(threads: Iterable[threading.Thread], seconds: float) -> None:
+    """Return when all threads have ended, or after so many seconds."""
+    give_up = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(give_up - time.monotonic(), 0.0))
+
+
 def within(seconds: float, name: str, call: Callable[[], T]) -> T:
     """Return or raise as `call()` does, in a thread of that name; raise `Overdue` if it takes
     longer than so many seconds."""
@@ -31,9 +47,7 @@ def within(seconds: float, name: str, call: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    # A daemon: it must not keep the process alive
-    thread = threading.Thread(target=on_this_device(run), name=name, daemon=True)
-    thread.start()
+    thread = started(name, run)
     thread.join(seconds)
     if errors:
         raise errors.pop()  # kept here, its frames would keep themselves, and half-made groups

@@ -21,15 +21,14 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..devices import on_this_device
 from . import torch_distributed
+from .deadline import await_ends, started
 from .store import Store, StoreError
 
 if TYPE_CHECKING:
@@ -92,11 +91,8 @@ class DeviceWatch:
         self._era, self._limit = era, limit
         self._stream: Any = None  # of the last collective
         self._stopped = threading.Event()
-        # A daemon: it must not keep the process alive
-        run = on_this_device(self._run)
-        self._thread = threading.Thread(target=run, name="watch device", daemon=True)
         _RUNNING.add(self)
-        self._thread.start()
+        self.thread = started("watch device", self._run)
 
     def launched(self, device: torch.device) -> None:
         """This thread has started a collective on its current stream of this device."""
@@ -105,10 +101,6 @@ class DeviceWatch:
     def stop(self) -> None:
         """Let the thread end at its next look."""
         self._stopped.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
@@ -161,40 +153,7 @@ def _stop_all() -> None:
     running = list(_RUNNING)
     for watch in running:
         watch.stop()
-    give_up = time.monotonic() + _SECONDS_AT_EXIT
-    for watch in running:
-        watch.join(max(give_up - time.monotonic(), 0.0))
-
-
-def let_go(
-    groups: list[dist.ProcessGroup],
-    earlier: torch.Event | None,
-    key: str,
-    ranks: tuple[int, int],
-    seconds: float,
-    store: Store,
-) -> None:
-    """End a group's device side; see Note [letting go].
-
-    Args:
-        groups: the last references to the torch groups, which are aborted.
-        earlier: behind the last call that didn't fail; None where there was no call.
-        key: names the group and its era in torch's store.
-        ranks: this rank and the number of ranks.
-        seconds: to wait for this device, and then for the other ranks.
-        store: torch's.
-    """
-    if earlier is not None and not is_reached(earlier, seconds):
-        torch_distributed.publish_failure(
-            store,
-            spoilt_key(key),
-            f"the device of rank {ranks[0]} could not finish the call before the one that failed, "
-            "whose results are lost",
-        )
-    # The store may have died with its host
-    with suppress(StoreError):
-        torch_distributed.roll_call(store, f"{key}/finished", ranks, seconds)
-    torch_distributed.abort(groups)
+    await_ends([watch.thread for watch in running], _SECONDS_AT_EXIT)
 
 
 class DeviceSide:
@@ -233,24 +192,44 @@ class DeviceSide:
 
     def let_go(
         self,
-        groups: Sequence[dist.ProcessGroup],
+        groups: list[dist.ProcessGroup],
         key: str,
         ranks: tuple[int, int],
         store: Store,
         limit: float | None,
     ) -> None:
-        """Stop the thread, and let another one end the groups by `let_go`. `limit`: the group's, in
-        seconds; None: nobody comes back."""
+        """Stop the thread, and let another one end the groups; see Note [letting go].
+
+        Args:
+            groups: the last references to the torch groups, which are aborted.
+            key: names the group and its era in torch's store.
+            ranks: this rank and the number of ranks.
+            store: torch's.
+            limit: the group's, in seconds; None: nobody comes back.
+        """
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if groups:
-            seconds = _SECONDS_IN_VAIN if limit is None else min(_SECONDS_TO_FINISH, limit)
-            arguments = (list(groups), self._earlier, key, ranks, seconds, store)
-            run = on_this_device(lambda: let_go(*arguments))
-            self._letting_go = threading.Thread(target=run, name="let go of device", daemon=True)
-            self._letting_go.start()
-            self._earlier = None
+        if not groups:
+            return
+        # For this device, and then for the other ranks
+        seconds = _SECONDS_IN_VAIN if limit is None else min(_SECONDS_TO_FINISH, limit)
+        earlier, self._earlier = self._earlier, None
+
+        def end() -> None:
+            if earlier is not None and not is_reached(earlier, seconds):
+                torch_distributed.publish_failure(
+                    store,
+                    spoilt_key(key),
+                    f"the device of rank {ranks[0]} could not finish the call before the one that "
+                    "failed, whose results are lost",
+                )
+            # The store may have died with its host
+            with suppress(StoreError):
+                torch_distributed.roll_call(store, f"{key}/finished", ranks, seconds)
+            torch_distributed.abort(groups)
+
+        self._letting_go = started("let go of device", end)
 
     def becomes_idle(self) -> bool:
         """After `let_go`: whether the device has nothing of the group left to do, in the end."""

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..devices import on_this_device
-from .deadline import Overdue, within
+from .deadline import Overdue, await_ends, started, within
 from .store import SECONDS_TO_ANSWER, Store, StoreError
 
 if TYPE_CHECKING:
@@ -286,17 +286,9 @@ def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
 def abort(holder: list[dist.ProcessGroup]) -> None:
     """End all that the groups in `holder` have under way on a device, and empty `holder`."""
     # At once: the queue of one communicator may wait for another's
-    run = on_this_device(_destroy_now)
-    threads = [
-        threading.Thread(target=run, args=([group],), name="abort group", daemon=True)
-        for group in holder
-    ]
+    threads = [started("abort group", partial(_destroy_now, [group])) for group in holder]
     holder.clear()
-    for thread in threads:
-        thread.start()
-    give_up = time.monotonic() + _SECONDS_TO_ABORT
-    for thread in threads:
-        thread.join(max(give_up - time.monotonic(), 0.0))
+    await_ends(threads, _SECONDS_TO_ABORT)
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
