@@ -10,7 +10,7 @@ Agreement on steps, and failures, concern all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -185,7 +185,7 @@ class Axis:
 
     def at(self, label: str) -> Axis:
         """This axis, for collectives that belong to `label`."""
-        return Axis(self.name, labelled(self.group, label), self.holds_different_data)
+        return replace(self, group=labelled(self.group, label))
 
     def sum(self, flat: Tensor) -> Work:
         """`flat` (k,) becomes the sum over the axis's data, in place."""
@@ -223,46 +223,43 @@ class Axes:
         replicate: the ranks that hold the same piece of different copies.
         optimizer: the ranks among which each element has one that updates it, in the order of their
             pieces.
+        same_data: the axis along which all ranks have the same part of the batch, if there is one.
     """
 
     world: Group
     shard: Axis
     replicate: Axis
     optimizer: Group
+    same_data: SameData | None
 
     @cached_property
     def data(self) -> Group:
         """The ranks whose data differ: for means, random numbers and buffers. It is the world where
         all do."""
-        axes = self.shard, self.replicate
-        # An axis of one rank holds nothing the same as another's
-        if all(axis.holds_different_data or axis.size == 1 for axis in axes):
+        if self._same is None or self._same.size == 1:
             return self.world
-        return next((axis.group for axis in axes if axis.holds_different_data), SingleRank())
+        return (self.shard if self._same is self.replicate else self.replicate).group
 
     @property
-    def of_same_data(self) -> list[SameData]:
-        """The names of the axes along which all ranks have the same data."""
-        axes: dict[SameData, Axis] = {"shard": self.shard, "replicate": self.replicate}
-        return [name for name, axis in axes.items() if not axis.holds_different_data]
+    def _same(self) -> Axis | None:
+        """The axis along which all ranks have the same data, if there is one."""
+        axes = {"shard": self.shard, "replicate": self.replicate, None: None}
+        return axes[self.same_data]
 
     @property
     def mesh(self) -> str:
         """The mesh in words; "" where there is one axis, and all its ranks' data differ."""
-        same = self.of_same_data
-        if self.replicate.size == 1 and not same:
+        if self.replicate.size == 1 and self.same_data is None:
             return ""
         sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
-        return f"{sizes}; same data along {', '.join(same)}" if same else sizes
+        return f"{sizes}; same data along {self.same_data}" if self.same_data else sizes
 
     @cached_property
     def copy(self) -> Copy:
         """This rank among those of the same data."""
-        if self.data is self.world:  # each rank has data of its own
+        if self._same is None:  # each rank has data of its own
             return Copy(self.world.rank)
-        # Its copies lie along the axis that the data do not differ along
-        axis = self.replicate if self.shard.holds_different_data else self.shard
-        return Copy(self.data.rank, axis.rank, axis.size)
+        return Copy(self.data.rank, self._same.rank, self._same.size)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -274,7 +271,8 @@ class Axes:
 
     def at(self, label: str) -> Axes:
         """These axes, for collectives that belong to `label`."""
-        return Axes(
+        return replace(
+            self,
             world=labelled(self.world, label),
             shard=self.shard.at(label),
             replicate=self.replicate.at(label),
@@ -326,7 +324,7 @@ def mesh_axes(
     """
     shard_axis = Axis("shard", shard, holds_different_data=same_data != "shard")
     replicate_axis = Axis("replicate", replicate, holds_different_data=same_data != "replicate")
-    return Axes(world, shard_axis, replicate_axis, optimizer)
+    return Axes(world, shard_axis, replicate_axis, optimizer, same_data)
 
 
 def check_shard_size(shard_size: int, num_ranks: int) -> None:

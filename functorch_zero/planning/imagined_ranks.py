@@ -151,7 +151,7 @@ def imagined_like(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
         watch,
         axes.shard.size if axes.mesh else None,
         axes.both,
-        next(iter(axes.of_same_data), None),
+        axes.same_data,
         swaps=swaps,
     )
 

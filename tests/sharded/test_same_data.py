@@ -309,7 +309,7 @@ def test_ranks_must_name_the_same_axis() -> None:
     def run(group: Any) -> None:
         step, params, buffers = build()
         mesh = HybridGroup(group, shard_size=2, same_data=BOTH_AXES[group.rank % 2])
-        with pytest.raises(MismatchError, match="axes of the same data"):
+        with pytest.raises(MismatchError, match="axis of the same data"):
             fz.shard(step, level=3, group=mesh).init(params, buffers)
 
     run_ranks(run, 4)
