@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..errors import GroupError
@@ -45,9 +45,9 @@ class Task:
     size: int
     local_rank: int  # among the ranks of this machine
     local_size: int
-    host: str | None  # rank 0's, where all ranks meet; None: unknown
-    port: int | None  # 0: any free one, for a single rank
-    job: str  # the same on all ranks of this job, and on no others; "" where nothing tells
+    host: str | None = None  # rank 0's, where all ranks meet; None: unknown
+    port: int | None = None  # 0: any free one, for a single rank
+    job: str = ""  # the same on all ranks of this job, and on no others; "" where nothing tells
 
 
 def this_task(environ: Mapping[str, str] = os.environ) -> Task | None:
@@ -65,92 +65,72 @@ def this_task(environ: Mapping[str, str] = os.environ) -> Task | None:
     if task is None or (slurm and (slurm.rank, slurm.size) == (task.rank, task.size)):
         task = slurm
     named = _by_name(environ)
-    if named is None:
-        return task
     # Taken as they are, each of several ranks would train by itself, beside the others
-    if task is not None and named.launcher == BY_NAME and named.size == 1 < task.size:
+    if task and named and named.launcher == BY_NAME and named.size == 1 < task.size:
         raise GroupError(
             f"{named.said} say that there is one rank, and {task.launcher} has started "
             f"{task.size}: {task.said}. Remedy: unset RANK and WORLD_SIZE, which seem to be left "
             "over"
         )
-    return named
+    innermost = named or task
+    return innermost and _with_place(innermost, environ)
 
 
 def _by_name(environ: Mapping[str, str]) -> Task | None:
     """By torchrun, whose variables Kubernetes, Ray and scripts set, too."""
-    place = _place(environ, "RANK", "WORLD_SIZE")
-    if place is None:
-        return None
-    rank, size, said = place
     launcher = TORCHRUN if "TORCHELASTIC_RUN_ID" in environ else BY_NAME
     # Those who set two variables only have one machine, or one rank on each
-    local = _number(environ, "LOCAL_RANK", rank), _number(environ, "LOCAL_WORLD_SIZE", size)
-    return _task(environ, launcher, said, (rank, size), local)
+    return _task(environ, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Task | None:
     """By srun."""
     # The shell of salloc and the script of sbatch have the job's variables, and no step
-    of_steps = "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
-    if not any(environ.get(name) for name in of_steps):
+    nodes, size_name = environ.get("SLURM_STEP_NODELIST"), "SLURM_STEP_NUM_TASKS"
+    if not environ.get(size_name):
+        if not nodes and not environ.get("SLURM_STEP_ID"):
+            return None
+        size_name = "SLURM_NTASKS"  # perhaps the whole job's, of which the step is a part
+    task = _task(environ, SLURM, "SLURM_PROCID", size_name, "SLURM_LOCALID")
+    if task is None:
         return None
-    # SLURM_NTASKS may be the whole job's, of which the step is a part
-    of_step = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    place = _place(environ, "SLURM_PROCID", of_step)
-    if place is None:
-        return None
-    rank, size, said = place
-    per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
+    per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(task.size))
     node = _number(environ, "SLURM_NODEID", 0)
-    local = _number(environ, "SLURM_LOCALID", rank), per_node[min(node, len(per_node) - 1)]
+    local_rank, local_size = task.local_rank, per_node[min(node, len(per_node) - 1)]
     if environ.get("SLURM_GPUS_PER_TASK"):
-        local = 0, 1  # among those that see the same GPUs
+        local_rank, local_size = 0, 1  # among those that see the same GPUs
     num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     # Not SLURM_LAUNCH_NODE_IPADDR: srun may run on a login node
-    host = LOOPBACK if num_nodes == "1" else _first_host(nodes)
+    first = _first_host(nodes or environ.get("SLURM_JOB_NODELIST") or "")
+    host = LOOPBACK if num_nodes == "1" else first
     numbers = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
     # Without both, other steps would meet there, too
     job = f"{SLURM} {numbers[0]}.{numbers[1]}" if all(numbers) else ""
-    return _task(environ, SLURM, said, (rank, size), local, host, job)
+    return replace(task, local_rank=local_rank, local_size=local_size, host=host, job=job)
 
 
 def _by_mpi(environ: Mapping[str, str]) -> Task | None:
     """By mpirun or mpiexec."""
-    for launcher, (*names, local_rank_name, local_size_name) in _MPI.items():
-        place = _place(environ, *names)
-        if place is None:
+    for launcher, names in _MPI.items():
+        task = _task(environ, launcher, *names)
+        if task is None:
             continue
-        rank, size, said = place
-        # 0: unknown
-        local_size = _number(environ, local_size_name, 0)
-        one_machine = local_size == size
-        local = _number(environ, local_rank_name, rank), local_size or size
+        on_one_machine = environ.get(names[-1]) == str(task.size)  # unset: nobody knows
         # Open MPI names its jobs. On one machine all ranks have one parent, mpirun or its helper.
-        job = environ.get("PMIX_NAMESPACE") or (str(os.getppid()) if one_machine else "")
-        host = LOOPBACK if one_machine else None
-        return _task(environ, launcher, said, (rank, size), local, host, job and f"MPI {job}")
+        job = environ.get("PMIX_NAMESPACE") or (str(os.getppid()) if on_one_machine else "")
+        host = LOOPBACK if on_one_machine else None
+        return replace(task, host=host, job=job and f"MPI {job}")
     return None
 
 
-def _task(
-    environ: Mapping[str, str],
-    launcher: str,
-    said: str,
-    place: tuple[int, int],
-    local: tuple[int, int],
-    host: str | None = None,
-    job: str = "",
-) -> Task:
-    """The task at `place` (rank, size). Without MASTER_ADDR and MASTER_PORT ranks meet at `host`,
-    at a port that the job's name gives."""
-    host = environ.get("MASTER_ADDR") or host
-    port = _number(environ, "MASTER_PORT", _port_of(job) if job else None)
+def _with_place(task: Task, environ: Mapping[str, str]) -> Task:
+    """The task, with the place where its ranks meet: that of the variables, or else the launcher's
+    host, at a port that the job's name gives."""
     # A single rank meets nobody. Under torchrun the agent has a store.
-    if place[1] == 1 and launcher != TORCHRUN:
-        host, port = LOOPBACK, 0
-    return Task(launcher, said, *place, *local, host, port, job)
+    if task.size == 1 and task.launcher != TORCHRUN:
+        return replace(task, host=LOOPBACK, port=0)
+    port = _number(environ, "MASTER_PORT", _port_of(task.job) if task.job else None)
+    return replace(task, host=environ.get("MASTER_ADDR") or task.host, port=port)
 
 
 def _port_of(job: str) -> int:
@@ -158,10 +138,16 @@ def _port_of(job: str) -> int:
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _NUM_PORTS
 
 
-def _place(
-    environ: Mapping[str, str], rank_name: str, size_name: str
-) -> tuple[int, int, str] | None:
-    """Rank, number of ranks, and both as they were said; None without the variables."""
+def _task(
+    environ: Mapping[str, str],
+    launcher: str,
+    rank_name: str,
+    size_name: str,
+    local_rank_name: str,
+    local_size_name: str = "",
+) -> Task | None:
+    """By variables of these names; None without the first two. Where the others are not set, all
+    ranks are on this machine."""
     size = _number(environ, size_name, 0)
     if size > 1 and not environ.get(rank_name):
         # Each of several ranks would train by itself
@@ -177,7 +163,8 @@ def _place(
     said = f"{rank_name}={rank} and {size_name}={size}"
     if rank >= size:
         raise GroupError(f"{said} contradict each other: ranks go from 0 to {size - 1}")
-    return rank, size, said
+    local = _number(environ, local_rank_name, rank), _number(environ, local_size_name, size)
+    return Task(launcher, said, rank, size, *local)
 
 
 def _number(environ: Mapping[str, str], name: str, default: Default) -> int | Default:
