@@ -15,16 +15,6 @@ class Member(NamedTuple):
     host: str  # its machine's name; "": not known yet
     beside_store: bool  # whether torch's store is served from that machine
 
-    def packed(self) -> bytes:
-        """For other ranks."""
-        return f"{self.rank} {self.beside_store:d} {self.host}".encode()
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Member:
-        """From another rank."""
-        rank, beside_store, host = data.decode(errors="replace").split(" ", 2)
-        return cls(int(rank), host, beside_store == "1")
-
 
 def named(members: Iterable[Member]) -> str:
     """'ranks 0, 1 on m0 and rank 4 on m2'."""

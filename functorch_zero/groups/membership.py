@@ -11,6 +11,7 @@ store, so that no rank finds the addresses or the failure of an earlier era.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import threading
@@ -103,9 +104,9 @@ class Membership:
             self.store.connect(self.connections.limit)
         own = Member(self.ranks[self.rank], socket.gethostname(), self.store.is_here)
         # Random, by rank 0: a count of groups could meet a key that an earlier run has left
-        met = exchange(os.urandom(16) + own.packed())
+        met = exchange(os.urandom(16) + json.dumps(own).encode())
         self._token = met[0][:16].hex()
-        self._members = [Member.unpacked(data[16:]) for data in met]
+        self._members = [Member(*json.loads(data[16:])) for data in met]
         self._watch_device()
 
     def _watch_device(self) -> None:

@@ -13,6 +13,7 @@ import socket
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +47,13 @@ def join_world(task: Task, backend: str | None) -> None:
     """
     seconds = _SECONDS_BY_NAME if task.launcher == BY_NAME else _SECONDS_TO_MEET
     store = _store_of(task, seconds)
-    meeting = _Meeting(store, task, seconds)
     # Each call may wait for good, if the machine that serves the store is lost
     try:
-        within(seconds + 2 * _SECONDS_TO_HEAR, "meet ranks", meeting.come)
+        come = partial(_come, store, task, seconds)
+        within(seconds + 2 * _SECONDS_TO_HEAR, "meet ranks", come)
         init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
-        within(
-            seconds,
-            "wait for connections",
-            lambda: wait_for_all(store, "connected", task.rank, task.size),
-        )
+        connected = partial(wait_for_all, store, "connected", task.rank, task.size)
+        within(seconds, "wait for connections", connected)
     except Overdue as error:
         raise GroupError(
             f"rank {task.rank} of {task.size} has lost the store at {task.host}:{task.port}, where "
@@ -178,66 +176,52 @@ def _part_of_this_attempt(task: Task, store: Any) -> Any:
     return store
 
 
-class _Meeting:
-    """Messages of a job's ranks to each other, at the store, before torch connects them."""
-
-    def __init__(self, store: Any, task: Task, seconds: float) -> None:
-        self._store, self._task, self._seconds = store, task, seconds
-        # By job: a port that jobs choose by themselves may be another job's
-        self._name = name = f"functorch_zero/meeting/{task.job}"
-        self._count = f"{name}/count"  # of those that have come
-        self._apart = f"{name}/apart"  # there are ranks on another host than rank 0
-        self._local_only = f"{name}/local only"  # why some rank can be reached from its host alone
-        self._outcome = f"{name}/outcome"
-
-    def _say_where_gloo_listens(self) -> None:
-        """Tell the others if this host's ranks can't be reached from other hosts, and whether there
-        are several hosts."""
-        if sys.platform != "linux":
-            return
-        way, trouble = way_to(self._task.host), trouble_of_gloo()
+def _come(store: Any, task: Task, seconds: float) -> None:
+    """Return when all ranks of this job have come to the store. Raise on all of them if torch can't
+    connect them."""
+    # By job: a port that jobs choose by themselves may be another job's
+    name = f"functorch_zero/meeting/{task.job}"
+    apart = f"{name}/apart"  # there are ranks on another host than rank 0
+    local_only = f"{name}/local only"  # why some rank can be reached from its host alone
+    outcome = f"{name}/outcome"
+    if sys.platform == "linux":
+        way, trouble = way_to(task.host), trouble_of_gloo()
         if trouble.everywhere or (way is not None and not way.is_here):
-            self._store.set(self._apart, "")
+            store.set(apart, "")
         if trouble.why:
             own = LOOPBACK if way is None else way.own
-            self._store.compare_set(
-                self._local_only,
-                "",
-                f"rank {self._task.rank} on host {socket.gethostname()} can't be reached by ranks "
-                f"of other hosts: {trouble.why}. Remedy: on that host, set "
-                f"GLOO_SOCKET_IFNAME={interface_of(own)}",
+            text = (
+                f"rank {task.rank} on host {socket.gethostname()} can't be reached by ranks of "
+                f"other hosts: {trouble.why}. Remedy: on that host, set "
+                f"GLOO_SOCKET_IFNAME={interface_of(own)}"
             )
-
-    def come(self) -> None:
-        """Return when all ranks have come here. Raise on all of them if they can't connect."""
-        self._say_where_gloo_listens()
-        store, size = self._store, self._task.size
-        num_came = store.add(self._count, 1)
-        # An agent's store has the ranks of an earlier attempt, too
-        if num_came > size and not _agent_serves():
-            raise GroupError(
-                f"more than {size} ranks meet at {self._task.host}:{self._task.port}: another job "
-                "uses that port. Remedy: set MASTER_PORT to a free one, the same for all ranks"
-            )
-        # Of the ranks that say these, the second sees both
-        if store.check([self._apart, self._local_only]):
-            store.compare_set(self._outcome, "", store.get(self._local_only).decode())
-        elif num_came == size:
-            store.compare_set(self._outcome, "", _ALL_HERE)
-        try:
-            store.wait([self._outcome], timedelta(seconds=self._seconds))
-        except RuntimeError as error:
-            raise GroupError(
-                f"not all {size} ranks have come to {self._task.host}:{self._task.port} within "
-                f"{self._seconds:g} s; this is rank {self._task.rank} ({self._task.said}): {error}"
-            ) from None
-        outcome = store.get(self._outcome).decode()
-        if outcome == _ALL_HERE:
-            return
-        with contextlib.suppress(RuntimeError):  # some may never come
-            limit = timedelta(seconds=_SECONDS_TO_HEAR)
-            keep_rank_0(store, f"{self._name}/heard", self._task.rank, size, limit)
-        raise GroupError(outcome)
+            store.compare_set(local_only, "", text)
+    num_came = store.add(f"{name}/count", 1)
+    # An agent's store has the ranks of an earlier attempt, too
+    if num_came > task.size and not _agent_serves():
+        raise GroupError(
+            f"more than {task.size} ranks meet at {task.host}:{task.port}: another job uses that "
+            "port. Remedy: set MASTER_PORT to a free one, the same for all ranks"
+        )
+    # Of the ranks that say these, the second sees both
+    if store.check([apart, local_only]):
+        store.compare_set(outcome, "", store.get(local_only).decode())
+    elif num_came == task.size:
+        store.compare_set(outcome, "", _ALL_HERE)
+    try:
+        store.wait([outcome], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise GroupError(
+            f"not all {task.size} ranks have come to {task.host}:{task.port} within {seconds:g} s; "
+            f"this is rank {task.rank} ({task.said}): {error}"
+        ) from None
+    text = store.get(outcome).decode()
+    if text == _ALL_HERE:
+        return
+    with contextlib.suppress(RuntimeError):  # some may never come
+        limit = timedelta(seconds=_SECONDS_TO_HEAR)
+        keep_rank_0(store, f"{name}/heard", task.rank, task.size, limit)
+    raise GroupError(text)
 
 
 class Trouble(NamedTuple):
