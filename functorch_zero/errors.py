@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import TypedDict, Unpack
 
@@ -67,6 +67,16 @@ def explain(
     if remedy:
         text += f" Remedy: {remedy}."
     return text
+
+
+def first_few(texts: Sequence[str], most: int) -> str:
+    """The first texts, and the number of the rest.
+
+    >>> first_few(["a", "b", "c", "d"], 2)
+    'a, b, and 2 more'
+    """
+    rest = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *rest])
 
 
 # Where functions are that stand between a user and a step: folders, and files

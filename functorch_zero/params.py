@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import optree
 from torch import Tensor
 
 from ._torch_private import register_in_torch
-from .errors import StructureError
+from .errors import StructureError, first_few
 from .precision import Precision
 
 
@@ -187,11 +186,6 @@ def engine_of(*trees: Any) -> Engine | None:
     return found[0] if found else None
 
 
-def check_one_group(*trees: Any) -> None:
-    """Raise StructureError if sharded trees among these lie on different groups of ranks."""
-    engine_of(*trees)
-
-
 def is_on_engine(node: Any) -> bool:
     """Whether a node of a tree has an engine."""
     return isinstance(node, OnEngine)
@@ -280,13 +274,11 @@ class Params(dict[str, Any]):
         tensors = [leaf for leaf in self.values() if isinstance(leaf, Tensor)]
         nbytes = sum(x.numel() * x.element_size() for x in tensors)
         outlined = []
-        for path, leaf in islice(self.items(), _MOST_PRINTED):
+        for path, leaf in self.items():
             kind = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
             outlined.append(f"{path}: {kind}")
-        rest = len(self) - len(outlined)
-        more = [f"and {rest} more"] if rest else []
         counts = f"{len(self)} leaves, {nbytes:,} bytes, {len(self.units)} units"
-        return f"Params({counts}; {', '.join(outlined + more)})"
+        return f"Params({counts}; {first_few(outlined, _MOST_PRINTED)})"
 
 
 Context = tuple[tuple[str, ...], tuple[UnitSpec, ...], Names]

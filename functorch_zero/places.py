@@ -312,7 +312,7 @@ class Host:
         stream = self._stream
         if like.device.type != "cpu":
             # Threads may come at once: the first one's counts for all
-            self._streams.setdefault(like.device, _stream_on(like.device))
+            self._streams.setdefault(like.device, DeviceStream(like.device))
             stream = self._streams[like.device]
             if len(self._streams) > 1:
                 raise StructureError(
@@ -352,10 +352,6 @@ class Host:
         """The host waits until all that has left lies here."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def _stream_on(device: torch.device) -> DeviceStream:
-    return DeviceStream(device)
 
 
 _PREFIX = "functorch_zero-"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
-from .errors import StructureError, explain
+from .errors import StructureError, explain, first_few
 from .params import Params, is_on_engine
 from .savable import are_savable, fault_of
 
@@ -215,9 +215,7 @@ def outline(tree: PyTree[Any], *, most: int = 12) -> str:
             kind = repr(node)
         name = path if path or is_on_engine(node) else "(root)"
         found.append(f"{name}: {kind}" if name else kind)
-    rest = len(found) - most
-    more = [f"and {rest} more"] if rest > 0 else []
-    return ", ".join(found[:most] + more) or "no leaves"
+    return first_few(found, most) or "no leaves"
 
 
 def is_plain(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import MismatchError, StructureError
+from ..errors import MismatchError, StructureError, first_few
 from ..groups.protocol import Group
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine, map_local
@@ -281,10 +281,7 @@ def left_out_of(manifest: Manifest, allowed: Allowed) -> list[LeftOut]:
 def some_of(names: Iterable[str]) -> str:
     """The first names, those of params before others, and the number of the rest."""
     listed = sorted(names, key=lambda name: (not name.startswith("params."), name))
-    text = ", ".join(listed[:5])
-    if len(listed) > 5:
-        text += f" and {len(listed) - 5} more"
-    return text
+    return first_few(listed, 5)
 
 
 def misfits(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import register_in_torch, transforms_active
-from ..errors import DonatedError, StructureError, explain
+from ..errors import DonatedError, StructureError, explain, first_few
 from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine, Story
@@ -674,11 +674,8 @@ def is_held(node: Any) -> bool:
 
 def shapes_of(layout: Layout, most: int = 4) -> str:
     """The whole leaves by path: "w: (2, 3) torch.float32"; `most` of them."""
-    found = []
-    for leaf in layout.leaves[:most]:
-        found.append(f"{leaf.path or '(root)'}: {leaf.shape} {leaf.dtype}")
-    rest = len(layout.leaves) - most
-    return ", ".join(found + ([f"and {rest} more"] if rest > 0 else []))
+    found = [f"{leaf.path or '(root)'}: {leaf.shape} {leaf.dtype}" for leaf in layout.leaves]
+    return first_few(found, most)
 
 
 def _donated() -> DonatedError:
