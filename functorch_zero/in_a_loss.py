@@ -4,9 +4,9 @@ sharded trees that it was not given would be pieces. Nothing would tell."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import StructureError, explain
 
@@ -32,14 +32,18 @@ _RUNNING: ContextVar[_Running] = ContextVar("_RUNNING", default=_Running())  # n
 
 
 @contextmanager
-def hiding_trees() -> Iterator[None]:
-    """Around a sharded loss or evaluation, which is given lazy parameters: refuse to read sharded
-    trees."""
-    token = _RUNNING.set(_RUNNING.get()._replace(hides_trees=True))
+def _running(**changes: Any) -> Iterator[None]:
+    token = _RUNNING.set(_RUNNING.get()._replace(**changes))
     try:
         yield
     finally:
         _RUNNING.reset(token)
+
+
+def hiding_trees() -> AbstractContextManager[None]:
+    """Around a sharded loss or evaluation, which is given lazy parameters: refuse to read sharded
+    trees."""
+    return _running(hides_trees=True)
 
 
 def are_trees_hidden() -> bool:
@@ -47,8 +51,7 @@ def are_trees_hidden() -> bool:
     return _RUNNING.get().hides_trees
 
 
-@contextmanager
-def running_a_loss(rank: int | None) -> Iterator[None]:
+def running_a_loss(rank: int | None) -> AbstractContextManager[None]:
     """Around a call of a loss whose gradient is taken.
 
     Args:
@@ -59,11 +62,7 @@ def running_a_loss(rank: int | None) -> Iterator[None]:
     """
     # The other functions that take gradients ask before they begin
     refuse_gradient("a training step was called")
-    token = _RUNNING.set(_RUNNING.get()._replace(is_loss=True, rank=rank))
-    try:
-        yield
-    finally:
-        _RUNNING.reset(token)
+    return _running(is_loss=True, rank=rank)
 
 
 def refuse_gradient(what: str) -> None:

@@ -7,7 +7,7 @@ those that the plan doesn't name lie along one axis. They are the same along the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -104,9 +104,7 @@ def placed(leaves: Mapping[str, Tensor]) -> Placed:
     by_path: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(leaves, ())
     for path, own in cuts.items():
         by_path[path] = tuple((numbered[axis], dim) for axis, dim in own)
-    # This rank's place, and the ranks that differ from it along the axes of the cuts alone
-    place = mesh.get_coordinate()
-    own_ranks = mesh.mesh[tuple(slice(None) if a in axes else n for a, n in enumerate(place))]
+    own_ranks = _ranks_along(axes, mesh)
     everyone = _group_of(mesh.mesh)
     group = everyone if own_ranks.numel() == mesh.mesh.numel() else _group_of(own_ranks)
     sizes = tuple(mesh.size(axis) for axis in axes) or (1,)
@@ -170,10 +168,16 @@ def _axes_in(own: Any, mesh: Any) -> list[int] | None:
     if not names or not all_names or not set(names) <= set(all_names):
         return None
     axes = [all_names.index(name) for name in names]
-    place = mesh.get_coordinate()
-    part = mesh.mesh[tuple(slice(None) if a in axes else n for a, n in enumerate(place))]
-    # In the order of the whole mesh, as `part` is
-    return axes if axes == sorted(axes) and part.equal(own.mesh) else None
+    # In the order of the whole mesh, as its part is
+    is_part = axes == sorted(axes) and _ranks_along(axes, mesh).equal(own.mesh)
+    return axes if is_part else None
+
+
+def _ranks_along(axes: Collection[int], mesh: Any) -> Tensor:
+    """The ranks of the mesh that differ from this one along these axes alone."""
+    place = enumerate(mesh.get_coordinate())
+    ranks: Tensor = mesh.mesh[tuple(slice(None) if axis in axes else n for axis, n in place)]
+    return ranks
 
 
 def _group_of(ranks: Tensor) -> Group:

@@ -18,7 +18,7 @@ from ..in_a_loss import hiding_trees
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
-from ..params import check_one_group, is_on_engine
+from ..params import engine_of, is_on_engine
 from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
@@ -127,8 +127,8 @@ class ShardedEvalStep:
                 remedy="evaluate a state whose init has returned a tree; "
                 "fz.shard_tree(tree, layout_like=...) cuts a whole one",
             )
-        # Pickled, a tree has lost its engine
-        check_one_group([tree for tree in given.trees if tree.holding.engine is not None])
+        # It raises where they lie on different groups. Pickled, a tree has lost its engine
+        engine_of([tree for tree in given.trees if tree.holding.engine is not None])
         for tree in given.trees:
             if (tree.sharding.rank, tree.sharding.mesh) != (place.rank, place.mesh):
                 raise StructureError(
