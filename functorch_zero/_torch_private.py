@@ -237,7 +237,7 @@ def recompute(hooks: tuple[Any, Any]) -> bool:
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def kept_by_region(hooks: tuple[Any, Any]) -> dict[str, Any] | None:
+def memory_of_region(hooks: tuple[Any, Any]) -> dict[str, Any] | None:
     """A dict of this package's own for one region of `torch.utils.checkpoint`, by the saved-tensor
     hooks that are the innermost ones inside of it: the same in its first run and in those in
     backward. It lives as long as the region. None: the hooks are of something else.

@@ -15,15 +15,15 @@ def name_in_callers(thing: Any) -> str | None:
     for frame, _ in users_frames():
         used = {n: frame.f_globals[n] for n in frame.f_code.co_names if n in frame.f_globals}
         variables = {**frame.f_locals, **used}
-        inside = {f"{n}.{key}": x for n, value in variables.items() for key, x in _parts(value)}
+        inside = {f"{n}.{key}": x for n, value in variables.items() for key, x in _inside(value)}
         for name, value in (variables | inside).items():
             if value is thing:
                 return name
     return None
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The named parts of an object. Trees that know how they are cut are not read."""
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What an object holds, by name. Trees that know how they are cut are not read."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return zip(value._fields, value, strict=True)
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""`Precision`: the dtypes that a model's leaves take on from where they are kept to where they are
-used, and back.
+"""`Precision`: the dtypes that a model's leaves take on from where they are stored to where they
+are used, and back.
 
 A leaf is *stored* in one dtype, travels in another (*gather*), and is used in a third (*compute*).
 Its gradient comes in the compute dtype, is summed over ranks in a fourth (*reduce*), and reaches
@@ -76,7 +76,7 @@ class Precision:
             )
 
     def dtypes(self, storage: torch.dtype) -> Dtypes | None:
-        """The dtypes that a leaf kept in `storage` takes on; None: it stays in that one
+        """The dtypes that a leaf stored in `storage` takes on; None: it stays in that one
         throughout."""
         if not storage.is_floating_point:
             return None
@@ -100,7 +100,7 @@ class Dtypes:
     reduce: Form  # in which its gradient travels, and, if a dtype, is summed over ranks
 
     def narrows(self, storage: torch.dtype) -> bool:
-        """Whether a leaf kept in `storage` is gathered in fewer bytes than it is kept in; by a
+        """Whether a leaf stored in `storage` is gathered in fewer bytes than it is stored in; by a
         codec, it is taken to be."""
         by_codec = not isinstance(self.gather, torch.dtype)
         return by_codec or dtype_of(self.gather, storage).itemsize < storage.itemsize

@@ -664,14 +664,14 @@ def test_can_compile() -> None:
         assert not can_compile_anew("cuda")
 
 
-def test_kept_by_region() -> None:
+def test_memory_of_region() -> None:
     """One dict per region of a checkpoint, in its first run and in backward."""
     found: list[Any] = []
 
     def region(x: Tensor) -> Tensor:
         hooks = private.innermost_saved_tensors_hooks()
         assert hooks is not None
-        found.append((private.kept_by_region(hooks), hooks[0]))
+        found.append((private.memory_of_region(hooks), hooks[0]))
         return x.sin().cos()
 
     x = torch.ones(2, requires_grad=True)
@@ -681,4 +681,4 @@ def test_kept_by_region() -> None:
     assert first is second is not None and run is not other_run and another is not first
     with save_on_cpu():
         hooks = private.innermost_saved_tensors_hooks()
-    assert hooks is not None and private.kept_by_region(hooks) is None
+    assert hooks is not None and private.memory_of_region(hooks) is None

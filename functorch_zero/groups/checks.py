@@ -99,15 +99,15 @@ def by_rank(texts: Iterable[str]) -> str:
     return "; ".join(f"{ranks_text(same)}: {text}" for text, same in ranks.items() if text)
 
 
-def fold(parts: Sequence[Tensor], op: str) -> Tensor:
-    """The sum or the maximum of `parts`, in their order, as a new tensor; NaN stays NaN in both."""
-    total = parts[0].clone()  # of the parts' shape and dtype
-    for part in parts[1:]:
+def fold(rows: Sequence[Tensor], op: str) -> Tensor:
+    """The sum or the maximum of tensors, in their order, as a new one; NaN stays NaN in both."""
+    total = rows[0].clone()  # of the tensors' shape and dtype
+    for row in rows[1:]:
         # In rank order, so that every rank gets the same bits
         if op == "sum":
-            total += part
+            total += row
         else:
-            total.copy_(total.maximum(part))  # `maximum` keeps NaN, as `max` of backends may not
+            total.copy_(total.maximum(row))  # `maximum` keeps NaN, as `max` of backends may not
     return total
 
 

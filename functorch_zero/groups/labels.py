@@ -43,7 +43,7 @@ class LabelledGroup(Forwarding):
         entry = self._remember(call)
         entry.state = "waiting"
         result = self._forward(kind, *payload)
-        # Not reached when it raises: the entry then stays marked as not ended
+        # Not reached when it raises: the entry then stays one that has not ended
         entry.state = "ended"
         return result
 

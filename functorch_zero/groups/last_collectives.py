@@ -28,7 +28,7 @@ import torch.distributed as dist
 from .checks import ranks_text
 from .signature import Signature
 
-_NUM_KEPT = 64  # collectives of a rank
+_NUM_REMEMBERED = 64  # collectives of a rank
 _NUM_TOLD = 7  # of them in an error, under one line of words
 _NUM_LATER = 3  # of these, started after the one that failed
 _MAX_RANKS = 8  # that a line lists
@@ -61,7 +61,7 @@ class Ring:
     """
 
     def __init__(self, rank: int | None = None) -> None:
-        self.entries: deque[Entry] = deque(maxlen=_NUM_KEPT)
+        self.entries: deque[Entry] = deque(maxlen=_NUM_REMEMBERED)
         self._rank = rank
         self._numbers = count(1)  # they go on when old entries are dropped
         # Weak, and dropped by itself when the rank's groups go
@@ -106,7 +106,7 @@ def dump_on_signal(signum: int) -> None:
     inside one.
 
     The last 64 that sharded steps, saves and evaluations have started, with unit, phase, kind, size
-    and ranks; those that have not ended are marked. Training goes on. It takes a thread, which
+    and ranks; those that have not ended have a `>`. Training goes on. It takes a thread, which
     sleeps. Each rank calls this in its main thread; a forked process calls it again.
 
         fz.groups.dump_on_signal(signal.SIGUSR1)  # then, in a shell: kill -USR1 PID

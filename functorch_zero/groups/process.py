@@ -253,9 +253,9 @@ class ProcessGroup(Collectives):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
         if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
-            parts = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
-            work = self._all_gather(parts.view(-1), tensor, "all_reduce")
-            return Then(work, lambda: tensor.copy_(fold(parts.unbind(), op)))
+            rows = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
+            work = self._all_gather(rows.view(-1), tensor, "all_reduce")
+            return Then(work, lambda: tensor.copy_(fold(rows.unbind(), op)))
         if op == "sum":
             return self._launch("all_reduce", "allreduce", tensor)
         # A maximum: NaN travels as a mask, behind the values

@@ -250,7 +250,7 @@ class World:
 
     def where_ranks_are(self) -> str:
         """Per rank: ended, waiting in which collective or in `rejoin`, running, or ready to."""
-        parts = [f"{ranks_text(self._ended)} returned"] if self._ended else []
+        told = [f"{ranks_text(self._ended)} returned"] if self._ended else []
         for rank in sorted(set(range(self.size)) - self._ended):
             meeting = self._waiting.get(rank)
             if meeting is not None:
@@ -264,8 +264,8 @@ class World:
             else:
                 # It has not begun, or its wait is over and its turn has yet to come
                 does = "is ready to go on"
-            parts.append(f"rank {rank} {does}")
-        return "; ".join(parts)
+            told.append(f"rank {rank} {does}")
+        return "; ".join(told)
 
     def _let_others_run(self, rank: int) -> None:
         """Hand the baton on, and return when it has come back."""

@@ -139,8 +139,8 @@ def _new_group(
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The backend for each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     # torch writes it as "cpu:gloo,cuda:nccl"
-    parts = (part.split(":") for part in str(dist.get_backend_config(group)).split(","))
-    return {device: backend for device, backend in parts}
+    rows = str(dist.get_backend_config(group)).split(",")
+    return {device: backend for device, backend in (row.split(":") for row in rows)}
 
 
 def own_backends(parent: dist.ProcessGroup) -> dict[str, str]:

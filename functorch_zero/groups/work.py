@@ -20,15 +20,17 @@ class TorchWork:
     """torch's Work, whose errors become ours.
 
     Args:
-        kept: the tensors, which must live until the backend is through with them.
+        arguments: torch's, whose tensors must live until the backend is through with them.
     """
 
     # A work is under way (a handle), done (none), or was cut off (none, and an era): see Note
     # [eras] in `membership`
     _era: int | None = None  # of the group, when it left with this under way
 
-    def __init__(self, group: Membership, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
-        self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
+    def __init__(
+        self, group: Membership, kind: str, handle: Any, arguments: tuple[Any, ...]
+    ) -> None:
+        self._group, self._kind, self._handle, self._arguments = group, kind, handle, arguments
 
     def wait(self) -> None:
         # Done, or the group has left: then the error of that era, however late one waits
@@ -42,7 +44,7 @@ class TorchWork:
             # Its frames hold the torch group, whose connections must close
             cause = error.with_traceback(None)
             raise self._group.lost(self._failure_text(cause)) from cause
-        self._handle, self._kept = None, ()  # the backend is through with the tensors
+        self._handle, self._arguments = None, ()  # the backend is through with the tensors
 
     def _failure_text(self, cause: RuntimeError) -> str:
         where = f"{self._kind} on rank {self._group.rank}"

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._torch_private import kept_by_region
+from .._torch_private import memory_of_region
 from ..errors import StructureError, explain
 
 
@@ -107,7 +107,7 @@ class Region:
 
 def region_of(hooks: Any) -> Region | None:
     """The region of a checkpoint whose saved-tensor hooks these are; None: of none."""
-    kept = None if hooks is None else kept_by_region(hooks)
+    kept = None if hooks is None else memory_of_region(hooks)
     if kept is None:
         return None
     region: Region = kept.setdefault("exchanges", Region())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import innermost_saved_tensors_hooks, kept_by_region
+from .._torch_private import innermost_saved_tensors_hooks, memory_of_region
 from ..errors import StructureError
 from ..groups import labelled
 from ..groups.mesh import Axes
@@ -215,7 +215,7 @@ def batch_of_loss(name: str) -> BatchOnRanks | None:
     # does a GPU's, which runs a checkpoint's region again: so the region keeps what its first run
     # has found
     hooks = innermost_saved_tensors_hooks()
-    region = None if hooks is None else kept_by_region(hooks)
+    region = None if hooks is None else memory_of_region(hooks)
     if region is not None and "is alone" in region:
         return None
     is_main = threading.current_thread() is threading.main_thread()
