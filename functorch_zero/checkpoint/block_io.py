@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .checksums import CHECKSUMS
-from .contents import Part
+from .contents import Run
 from .errors import CorruptError
 from .files import created, opened, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
         return self.offset + self.numel * self.width
 
     def within(self, start: int, stop: int) -> Wanted:
-        """The part that lies in the bytes [start, stop) of the file."""
+        """What of it lies in the bytes [start, stop) of the file."""
         low, high = max(self.offset, start), min(self.end, stop)
         numel, first = (high - low) // self.width, (low - self.offset) // self.width
         return self._replace(offset=low, numel=numel, first=self.first + first)
@@ -161,7 +161,7 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
     """The blocks that are needed, by their first byte, and the runs in each."""
     current, runs = -1, list[Wanted]()  # the block under way, and what is wanted of it
     for w in sorted(wanted, key=lambda w: w.offset):
-        # All blocks that the run touches, the last one perhaps in part
+        # All blocks that the run touches, the last one perhaps not whole
         for number in range(w.offset // block, -(-w.end // block)):
             # Sorted by offset, so a block is complete when the first run of another one comes
             if number != current and runs:
@@ -177,34 +177,34 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     """Write one rank's file and its rows, and flush them to disk. Returns its entry in the
     manifest."""
     # Wide dtypes come first, so that every piece is aligned
-    parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
-    held = snapshot.contents.held
+    runs = sorted(snapshot.runs, key=lambda run: -run.tensor.element_size())  # stable
+    leaves = snapshot.contents.leaves
     header, _ = make_header(
         [
-            entry_of(held[part.leaf].path, NAMES[part.tensor.dtype], part.start, part.numel)
-            for part in parts
+            entry_of(leaves[run.leaf].path, NAMES[run.tensor.dtype], run.start, run.numel)
+            for run in runs
         ]
     )
     sums, size = list[int](), 0
     with created(path) as file:
-        for block in _blocks(_data(header, parts, snapshot.progress, path.name)):
+        for block in _blocks(_data(header, runs, snapshot.progress, path.name)):
             write_all(file, block)
             sums.append(CHECKSUMS[CHECKSUM](block))
             size += len(block)
-    pieces = [Piece(part.leaf, part.start, part.numel) for part in parts]
+    pieces = [Piece(run.leaf, run.start, run.numel) for run in runs]
     rows = encode_rows(pieces, sums)
     write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
     return File(path.name, size, len(pieces), zlib.crc32(rows))
 
 
 def _data(
-    header: bytes, parts: Iterable[Part], progress: Progress, name: str
+    header: bytes, runs: Iterable[Run], progress: Progress, name: str
 ) -> Iterator[memoryview]:
     """A file's bytes. Says how far the save is, from time to time."""
     yield memoryview(header)
     reported = time.monotonic()
-    for part in parts:
-        for chunk in chunks_of(part.flat()):
+    for run in runs:
+        for chunk in chunks_of(run.flat()):
             yield bytes_of(chunk)
             # Handed over, and perhaps still in the block under way
             progress.written += chunk.nbytes

@@ -36,7 +36,7 @@ Step = ProgramStep | ShardedStep
 Value = bool | int | float | str
 
 
-class Held(NamedTuple):
+class LocalLeaf(NamedTuple):
     """This rank's elements of one leaf."""
 
     path: str
@@ -61,10 +61,10 @@ class Held(NamedTuple):
         return tuple(self.tensor.shape) == self.shape
 
 
-class Part(NamedTuple):
-    """Elements of a leaf, to be saved by this rank."""
+class Run(NamedTuple):
+    """Elements of a leaf in a row, to be saved by this rank."""
 
-    leaf: int  # its position among the held leaves
+    leaf: int  # its position among the leaves
     start: int  # in the whole leaf
     numel: int
     tensor: Tensor  # holds these elements
@@ -84,7 +84,7 @@ class Part(NamedTuple):
 class Contents(NamedTuple):
     """A state, leaf by leaf."""
 
-    held: list[Held]  # the leaves that are tensors, in flatten order
+    leaves: list[LocalLeaf]  # the leaves that are tensors, in flatten order
     values: dict[str, Value]  # the others, by path; the same on every rank
 
 
@@ -112,7 +112,7 @@ def contents_of(step: Step, state: State) -> Contents:
         DonatedError: its storage was given away.
     """
     check_state(step, state)
-    held: list[Held] = []
+    found: list[LocalLeaf] = []
     values: dict[str, Value] = {}
     # Leaves that are no tensors, such as an optimizer's plain numbers, go to `values`
     local = as_local(state)
@@ -120,10 +120,10 @@ def contents_of(step: Step, state: State) -> Contents:
     leaves = optree.tree_leaves(local)
     for path, leaf, spot in zip(_paths(local), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
-            held.append(_held(path, leaf, spot))
+            found.append(_local_leaf(path, leaf, spot))
         else:
             values[path] = leaf
-    return Contents(held, values)
+    return Contents(found, values)
 
 
 def check_state(step: Step, state: Any) -> None:
@@ -203,7 +203,7 @@ class _Spot(NamedTuple):
     """A rank's part of a leaf."""
 
     extent: Extent | None = None  # None: the whole leaf, in the shape that it has here
-    everywhere: bool = True  # these as of `Held`, and in its order
+    everywhere: bool = True  # these as of `LocalLeaf`, and in its order
     saved: bool = True
     summed: bool = False
 
@@ -211,7 +211,7 @@ class _Spot(NamedTuple):
 _EVERYWHERE = _Spot()
 
 
-def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
+def _local_leaf(path: str, leaf: Tensor, spot: _Spot) -> LocalLeaf:
     if leaf.device.type == "meta":
         raise StructureError(explain("a leaf on the meta device has no values", path=path))
     extent = spot.extent or Extent.of(leaf)
@@ -225,7 +225,7 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
                 got=leaf.numel(),
             )
         )
-    return Held(path, leaf, extent.shape, extent.in_leaf.start, extent.in_leaf.stop, *spot[1:])
+    return LocalLeaf(path, leaf, extent.shape, extent.in_leaf.start, extent.in_leaf.stop, *spot[1:])
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:
@@ -240,7 +240,7 @@ def _spots(step: Step, state: State) -> list[_Spot]:
         parts = _in_tree(state.parts, _parts_spots(step, state))
         spots = spots.replace(value=value, parts=parts)
     # A spot is a tuple, which optree would go into
-    listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
+    listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=_is_spot)
     return listed
 
 
@@ -298,19 +298,21 @@ def _is_spot(node: Any) -> bool:
     return isinstance(node, _Spot)
 
 
-def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
+def runs_to_save(leaves: list[LocalLeaf], rank: int, num_ranks: int) -> list[Run]:
     """This rank's share of the elements, so that all ranks together save each element once.
 
     It is all that only this rank has, and an equal share, in bytes, of all that every rank has.
     """
-    total = sum(h.tensor.nbytes for h in held if h.everywhere)  # bytes, counted alike on all ranks
+    total = sum(
+        h.tensor.nbytes for h in leaves if h.everywhere
+    )  # bytes, counted alike on all ranks
     # The leaves that every rank has, one after the other: this rank saves bytes [low, high) of them
     # Cut by bytes and not by leaves: one large embedding must not be one rank's work
     low = total * rank // num_ranks
     high = total * (rank + 1) // num_ranks
-    parts = []
+    runs = []
     position = 0  # of the leaf, among those bytes
-    for i, h in enumerate(held):
+    for i, h in enumerate(leaves):
         start, stop = h.start, h.stop
         if h.everywhere:
             # Elements that begin in this rank's range of bytes
@@ -318,8 +320,8 @@ def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
             stop = _first_element(h.tensor, high - position)
             position += h.tensor.nbytes  # on all ranks alike, also where nothing is saved
         if start < stop and (h.saved or h.everywhere):
-            parts.append(Part(i, start, stop - start, h.tensor, start - h.start))
-    return parts
+            runs.append(Run(i, start, stop - start, h.tensor, start - h.start))
+    return runs
 
 
 def _first_element(tensor: Tensor, byte: int) -> int:

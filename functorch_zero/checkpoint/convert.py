@@ -21,7 +21,16 @@ from ..step.state import State, marked
 from .agreement import nothing, together
 from .block_io import Target, read_leaves
 from .catalogue import chosen
-from .contents import Contents, Held, Step, contents_of, frozen_in, group_of, names_in, optimizer_of
+from .contents import (
+    Contents,
+    LocalLeaf,
+    Step,
+    contents_of,
+    frozen_in,
+    group_of,
+    names_in,
+    optimizer_of,
+)
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, created, read_file, write_all, write_file
 from .load import Allowed, Chosen, misfits, not_chosen, some_of, state_to_fill
@@ -362,7 +371,7 @@ def import_into(
         optional = set(own.unsaved)
         if not frozen:
             optional |= {str(name_in(path, TREES)) for path in frozen_in(step, like)}
-        return old, _matching(_by_name(old.held), found, own.aliases, optional, allowed)
+        return old, _matching(_by_name(old.leaves), found, own.aliases, optional, allowed)
 
     def read() -> State:
         """From here on, a step that donates has used `like` up."""
@@ -371,12 +380,12 @@ def import_into(
         state.step.copy_(like.step)
         if state.seed is not None and like.seed is not None:
             state.seed.copy_(like.seed)
-        before = _by_name(old.held)
-        for name, held in _by_name(new).items():
+        before = _by_name(old.leaves)
+        for name, local in _by_name(new).items():
             if name in sources:
-                _fill(held, sources[name])
-            elif held.tensor is not before[name].tensor:
-                held.tensor.copy_(before[name].tensor)  # missing, and allowed to be
+                _fill(local, sources[name])
+            elif local.tensor is not before[name].tensor:
+                local.tensor.copy_(before[name].tensor)  # missing, and allowed to be
         return state
 
     # Nothing is written to before every rank has found all in order
@@ -387,7 +396,7 @@ def import_into(
 
 
 def _matching(
-    leaves: Mapping[str, Held],
+    leaves: Mapping[str, LocalLeaf],
     found: Mapping[str, Found],
     aliases: Mapping[str, str],
     optional: Collection[str],
@@ -482,10 +491,10 @@ def first_optimizer_state(optimizer: Transform, state: State) -> State:
     return state.replace(opt_state=optimizer.init(params))
 
 
-def _by_name(held: Sequence[Held]) -> dict[str, Held]:
+def _by_name(leaves: Sequence[LocalLeaf]) -> dict[str, LocalLeaf]:
     """The leaves of params and buffers, by the model's names for them."""
-    named: dict[str, Held] = {}
-    for h in held:
+    named: dict[str, LocalLeaf] = {}
+    for h in leaves:
         name = name_in(h.path, TREES)
         if name is None:
             continue
@@ -562,26 +571,28 @@ def _index_of(path: Path) -> dict[str, str]:
     return where
 
 
-def _fill(held: Held, source: Source) -> None:
+def _fill(local: LocalLeaf, source: Source) -> None:
     """Put this rank's elements of a source into a leaf."""
     # A rank without elements of the leaf reads nothing
-    if held.start < held.stop:
-        held.tensor.detach().view(-1).copy_(_elements(held, source))
+    if local.start < local.stop:
+        local.tensor.detach().view(-1).copy_(_elements(local, source))
 
 
-def _elements(held: Held, source: Source) -> Tensor:
+def _elements(local: LocalLeaf, source: Source) -> Tensor:
     """This rank's elements of a source (numel,); of a mapped file, pages outside of the run stay
     unread."""
-    return source.whole().detach().reshape(-1)[held.start : held.stop]
+    return source.whole().detach().reshape(-1)[local.start : local.stop]
 
 
-def _are_equal(held: Held, *sources: Any) -> bool:
+def _are_equal(local: LocalLeaf, *sources: Any) -> bool:
     """Whether two sources of a leaf have the same values on this rank, to the bit."""
-    if held.start == held.stop:  # other ranks have them, and are asked, too
+    if local.start == local.stop:  # other ranks have them, and are asked, too
         return True
-    runs = [_elements(held, source).split(_FEW) for source in sources]
+    runs = [_elements(local, source).split(_FEW) for source in sources]
     for one, other in zip(*runs, strict=True):
-        a, b = (x.to("cpu", held.tensor.dtype).contiguous().view(torch.uint8) for x in (one, other))
+        a, b = (
+            x.to("cpu", local.tensor.dtype).contiguous().view(torch.uint8) for x in (one, other)
+        )
         if not torch.equal(a, b):
             return False
     return True

@@ -10,24 +10,24 @@ from functools import cache
 import torch
 
 from .block_io import chunks_of
-from .contents import Held, parts_to_save
+from .contents import LocalLeaf, runs_to_save
 from .safetensors_file import bytes_of
 
 Shares = list[tuple[int, int]]  # of one rank: a leaf's number, and this rank's share of its CRC
 
 
 def crc_shares(
-    held: Sequence[Held], dtypes: Sequence[torch.dtype], rank: int, num_ranks: int
+    leaves: Sequence[LocalLeaf], dtypes: Sequence[torch.dtype], rank: int, num_ranks: int
 ) -> Shares:
     """This rank's shares of the CRC-32 of each leaf's bytes, in these dtypes. Each element is read
     by one rank."""
     shares = []
-    for part in parts_to_save(list(held), rank, num_ranks):
-        crc, dtype = 0, dtypes[part.leaf]
-        for chunk in chunks_of(part.flat()):
+    for run in runs_to_save(list(leaves), rank, num_ranks):
+        crc, dtype = 0, dtypes[run.leaf]
+        for chunk in chunks_of(run.flat()):
             crc = zlib.crc32(bytes_of(chunk.to(dtype)), crc)
-        after = held[part.leaf].numel - part.start - part.numel  # elements
-        shares.append((part.leaf, _followed_by(after * dtype.itemsize, crc)))
+        after = leaves[run.leaf].numel - run.start - run.numel  # elements
+        shares.append((run.leaf, _followed_by(after * dtype.itemsize, crc)))
     return shares
 
 

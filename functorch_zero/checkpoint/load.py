@@ -27,7 +27,7 @@ from ..tree import is_flagged, path_matches, paths, storages
 from .agreement import nothing, together
 from .block_io import Target, read_leaves
 from .catalogue import chosen, read_manifest
-from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
+from .contents import Contents, LocalLeaf, Step, contents_of, donates, group_of, optimizer_of
 from .files import step_folder
 from .frozen import crc_shares, crcs_from
 from .manifest import Leaf, LeftOut, Manifest, encode_manifest
@@ -151,12 +151,12 @@ class _Prepared(NamedTuple):
 
     def facts_for(self, group: Group) -> dict[str, Any]:
         """A digest that ranks compare, and the shares of the frozen leaves' CRC-32s."""
-        own = {held.path: held for held in self.old.held}
-        kept = [own[leaf.path] for leaf, _ in self.frozen]
+        own = {local.path: local for local in self.old.leaves}
+        own_frozen = [own[leaf.path] for leaf, _ in self.frozen]
         dtypes = [DTYPES[leaf.dtype] for leaf, _ in self.frozen]
         return {
             "digest": hashlib.sha256(encode_manifest(self.manifest)).hexdigest(),
-            "shares": crc_shares(kept, dtypes, group.rank, group.size),
+            "shares": crc_shares(own_frozen, dtypes, group.rank, group.size),
         }
 
 
@@ -169,14 +169,14 @@ def _prepare(root: Path, count: int, step: Step, like: State, allowed: Allowed) 
     printed = None if optimizer is None else repr(optimizer)
     check_match(old, manifest, allowed, printed)
     wanted = {}
-    for held in old.held:
-        number = manifest.numbers.get(held.path)
+    for local in old.leaves:
+        number = manifest.numbers.get(local.path)
         if number is not None:
             # Of a summed leaf also later rows, see `_rows`
-            stop = manifest.leaves[number].numel if held.summed else held.stop
-            wanted[number] = (held.start, stop)
+            stop = manifest.leaves[number].numel if local.summed else local.stop
+            wanted[number] = (local.start, stop)
     places = find_places(manifest, step_folder(root, count), wanted)
-    own = {held.path for held in old.held}
+    own = {local.path for local in old.leaves}
     frozen = [one for one in left_out_of(manifest, allowed) if one.leaf.path in own]
     return _Prepared(manifest, old, places, frozen)
 
@@ -202,22 +202,22 @@ def _read(
     manifest, old = prepared.manifest, prepared.old
     state, new = state_to_fill(step, like, old)
     targets: dict[int, list[Target]] = {}  # by the leaf's number
-    for before, held in zip(old.held, new, strict=True):
-        number = manifest.numbers.get(held.path)
+    for before, local in zip(old.leaves, new, strict=True):
+        number = manifest.numbers.get(local.path)
         if number is not None:
             # A view, since a blank state's tensors lie row by row
-            target = Target(held.tensor.detach().view(-1), held.start, held.stop)
+            target = Target(local.tensor.detach().view(-1), local.start, local.stop)
             # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
-            is_summed, leaf = held.summed, manifest.leaves[number]
-            targets[number] = _rows(target, leaf, held.shape[0]) if is_summed else [target]
-        elif held.tensor is not before.tensor:
-            held.tensor.copy_(before.tensor)  # missing, and allowed to be
+            is_summed, leaf = local.summed, manifest.leaves[number]
+            targets[number] = _rows(target, leaf, local.shape[0]) if is_summed else [target]
+        elif local.tensor is not before.tensor:
+            local.tensor.copy_(before.tensor)  # missing, and allowed to be
     read_leaves(prepared.places, targets)
     # The first lies in place; the others are added when all is read
     for first, *others in targets.values():
         for other in others:
             first.tensor.add_(other.tensor)
-    return _finished(state, old._replace(held=new), manifest)
+    return _finished(state, old._replace(leaves=new), manifest)
 
 
 def check_match(
@@ -233,7 +233,7 @@ def check_match(
     saved |= {leaf.path: leaf for leaf, _ in left_out_of(manifest, allowed)}
     # Paths of tensors and of plain values: each must be in both
     have = {*saved, *manifest.values}
-    want = {*(h.path for h in contents.held), *contents.values}
+    want = {*(h.path for h in contents.leaves), *contents.values}
     problems = []
     lacking = not_chosen(want - have, allowed.missing)
     if lacking:
@@ -247,12 +247,12 @@ def check_match(
             f"the checkpoint has {some_of(extra)}, which `like` lacks (allow_extra=True, or "
             "patterns, leaves it out)"
         )
-    for held in contents.held:
-        if held.path in saved:
-            leaf = saved[held.path]
-            problems += misfits(held.path, held, leaf.shape, DTYPES[leaf.dtype], allowed)
-        elif held.path in manifest.values:
-            problems.append(f"{held.path} is a tensor here, a number in the checkpoint")
+    for local in contents.leaves:
+        if local.path in saved:
+            leaf = saved[local.path]
+            problems += misfits(local.path, local, leaf.shape, DTYPES[leaf.dtype], allowed)
+        elif local.path in manifest.values:
+            problems.append(f"{local.path} is a tensor here, a number in the checkpoint")
     for path in contents.values:
         if path in saved:
             problems.append(f"{path} is a tensor in the checkpoint, a number here")
@@ -285,14 +285,14 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def misfits(
-    name: str, held: Held, shape: tuple[int, ...], dtype: torch.dtype, allowed: Allowed
+    name: str, local: LocalLeaf, shape: tuple[int, ...], dtype: torch.dtype, allowed: Allowed
 ) -> list[str]:
     """The difference in shape or dtype between a leaf and what is to be read into it, if any."""
-    rows_aside = int(held.summed)  # any number of them will do
-    if held.shape[rows_aside:] != shape[rows_aside:]:
-        return [f"{name} has shape {shape}, expected {held.shape}"]
-    if held.tensor.dtype != dtype and not allowed.cast:
-        return [f"{name} is {dtype}, expected {held.tensor.dtype} (cast=True converts)"]
+    rows_aside = int(local.summed)  # any number of them will do
+    if local.shape[rows_aside:] != shape[rows_aside:]:
+        return [f"{name} has shape {shape}, expected {local.shape}"]
+    if local.tensor.dtype != dtype and not allowed.cast:
+        return [f"{name} is {dtype}, expected {local.tensor.dtype} (cast=True converts)"]
     return []
 
 
@@ -316,13 +316,13 @@ def _rows(target: Target, leaf: Leaf, num_ranks: int) -> list[Target]:
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     """The state with that which is in no file: values that are no tensors, and orders of dims."""
-    held = {h.path: h.tensor for h in contents.held}
+    tensors = {h.path: h.tensor for h in contents.leaves}
     new: dict[str, Any] = {}  # leaves by path, in the places of those in `state`
     for path, value in manifest.values.items():
         if path in contents.values:
             new[path] = value
     for leaf in manifest.leaves:
-        tensor = held.get(leaf.path)
+        tensor = tensors.get(leaf.path)
         # Only where the leaf is whole here; a piece lies flat in any case
         if leaf.order is not None and tensor is not None and tensor.shape == leaf.shape:
             new[leaf.path] = in_order(tensor, leaf.order)
@@ -331,7 +331,7 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     return finished
 
 
-def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[Held]]:
+def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[LocalLeaf]]:
     """A state of the same structure whose values are to be overwritten, all of them; and the leaves
     of `old`, which are `like`'s, in the new tensors.
 
@@ -378,7 +378,7 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[H
             else:
                 node.use_up()
     tensors = [leaf for leaf in optree.tree_leaves(as_local(made)) if isinstance(leaf, Tensor)]
-    new = [h._replace(tensor=tensor) for h, tensor in zip(old.held, tensors, strict=True)]
+    new = [h._replace(tensor=tensor) for h, tensor in zip(old.leaves, tensors, strict=True)]
     return made, new
 
 

@@ -78,9 +78,9 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     for number in range(len(manifest.files)):
         file, table = read_rows(manifest, folder, number)
         leaf, start, stop = table[:, :3].unbind(1)
-        kept = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
+        is_wanted = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
         files.append(file)
-        tables.append(table[kept])
+        tables.append(table[is_wanted])
     table = torch.cat(tables)
     for column in (1, 0):  # by leaf, then by start
         table = table[table[:, column].argsort(stable=True)]

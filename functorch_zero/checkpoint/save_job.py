@@ -18,7 +18,7 @@ from ..groups.protocol import Group
 from ..sharded.agreement import difference_in_words
 from .agreement import together
 from .block_io import BLOCK, CHECKSUM, write_rank_file
-from .contents import Held
+from .contents import LocalLeaf
 from .errors import CheckpointError
 from .files import Temporary, step_folder, write_file
 from .frozen import crc_shares, crcs_from
@@ -110,10 +110,10 @@ class SaveJob:
         """Facts that all ranks have alike, `user` as `told` has it: not the elements, of which each
         has its own."""
         assert self._snapshot is not None
-        held, values = self._snapshot.contents
+        leaves, values = self._snapshot.contents
         return {
             "the level": str(self._snapshot.level),
-            "leaves": list(map(_words, held)),
+            "leaves": list(map(_words, leaves)),
             "frozen leaves that are left out": list(map(_words, self._snapshot.left_out)),
             "numbers": [f"{path}: {value!r}" for path, value in values.items()],
             "user": told(self._snapshot.user),
@@ -125,7 +125,7 @@ class SaveJob:
         name = file_name(self._group.rank, self._group.size)
         file = write_rank_file(folder / name, self._snapshot)
         left_out = self._snapshot.left_out
-        dtypes = [held.tensor.dtype for held in left_out]
+        dtypes = [local.tensor.dtype for local in left_out]
         shares = crc_shares(left_out, dtypes, self._group.rank, self._group.size)
         # Written while it changed: an error now, and the folder is discarded
         self._snapshot.check_unchanged()
@@ -159,7 +159,7 @@ def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
     # As long as it may get: with the largest numbers, and an order of dims for each leaf
     names = [file_name(rank, num_ranks) for rank in range(num_ranks)]
     files = [File(name, HUGE, HUGE, 2**32 - 1) for name in names]
-    orders = {i: tuple(range(len(h.shape))) for i, h in enumerate(snapshot.contents.held)}
+    orders = {i: tuple(range(len(h.shape))) for i, h in enumerate(snapshot.contents.leaves)}
     crcs = [2**32 - 1] * len(snapshot.left_out)
     data = encode_manifest(_manifest(snapshot, files, orders, crcs))
     if len(data) > MAX_BYTES:
@@ -192,8 +192,8 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _words(held: Held) -> str:
-    return f"{held.path}: {held.tensor.dtype} of shape {tuple(held.shape)}"
+def _words(local: LocalLeaf) -> str:
+    return f"{local.path}: {local.tensor.dtype} of shape {tuple(local.shape)}"
 
 
 def _in_texts(data: Any) -> Any:
@@ -216,8 +216,8 @@ def orders_of(snapshot: Snapshot, *, everywhere: bool) -> Orders:
     piece of a leaf don't know its order, and those that hold it whole say the same.
     """
     orders = {}
-    for number, held in enumerate(snapshot.contents.held):
-        order = order_of(held.tensor) if held.whole and held.everywhere is everywhere else None
+    for number, local in enumerate(snapshot.contents.leaves):
+        order = order_of(local.tensor) if local.whole and local.everywhere is everywhere else None
         if order is not None:
             orders[number] = order
     return orders
@@ -227,14 +227,14 @@ def _manifest(
     snapshot: Snapshot, files: Sequence[File], orders: Orders, crcs: Sequence[int]
 ) -> Manifest:
     """The manifest of all ranks' files, in rank order; `crcs` of the leaves that are left out."""
-    held, left_out = snapshot.contents.held, zip(snapshot.left_out, crcs, strict=True)
+    leaves, left_out = snapshot.contents.leaves, zip(snapshot.left_out, crcs, strict=True)
     return Manifest(
         step=snapshot.step,
         ranks=len(files),
         level=snapshot.level,
         block=BLOCK,
         checksum=CHECKSUM,
-        leaves=tuple(_leaf(h)._replace(order=orders.get(i)) for i, h in enumerate(held)),
+        leaves=tuple(_leaf(h)._replace(order=orders.get(i)) for i, h in enumerate(leaves)),
         values=snapshot.contents.values,
         files=tuple(files),
         user=snapshot.user,
@@ -243,8 +243,8 @@ def _manifest(
     )
 
 
-def _leaf(held: Held) -> Leaf:
-    return Leaf(held.path, NAMES[held.tensor.dtype], held.shape)
+def _leaf(local: LocalLeaf) -> Leaf:
+    return Leaf(local.path, NAMES[local.tensor.dtype], local.shape)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:

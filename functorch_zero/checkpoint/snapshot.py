@@ -18,15 +18,15 @@ from ..sharded.program.step import ShardedStep
 from ..step.state import State
 from .contents import (
     Contents,
-    Held,
-    Part,
+    LocalLeaf,
+    Run,
     Step,
     contents_of,
     frozen_in,
     group_of,
     names_in,
     optimizer_of,
-    parts_to_save,
+    runs_to_save,
 )
 from .device_copies import DeviceCopies
 from .errors import CheckpointError
@@ -51,20 +51,20 @@ class Snapshot:
     """This rank's share of a state. Its tensors must not be written to until it is on disk."""
 
     contents: Contents  # the leaves to save, with this rank's tensors
-    left_out: list[Held]  # the frozen params, if they are left out
-    parts: list[Part]  # the elements that this rank saves
+    left_out: list[LocalLeaf]  # the frozen params, if they are left out
+    runs: list[Run]  # the elements that this rank saves
     step: int
     level: int | None  # None: the state is unsharded, or its levels are by leaf
     user: Any  # plain JSON data
     about: dict[str, Any]  # for people, see `Manifest.about`
     versions: list[int]  # of `_tensors`, when the snapshot was made
     progress: Progress = field(default_factory=Progress)
-    copies: DeviceCopies = field(default_factory=DeviceCopies)  # under way to the parts' tensors
+    copies: DeviceCopies = field(default_factory=DeviceCopies)  # under way to the runs' tensors
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if a tensor was written to since the snapshot was made."""
-        now = versions_of(_tensors(self.parts, self.left_out))
-        leaves = [self.contents.held[part.leaf] for part in self.parts] + self.left_out
+        now = versions_of(_tensors(self.runs, self.left_out))
+        leaves = [self.contents.leaves[run.leaf] for run in self.runs] + self.left_out
         for leaf, before, after in zip(leaves, self.versions, now, strict=True):
             if before != after:
                 raise CheckpointError(
@@ -77,47 +77,47 @@ class Snapshot:
         Those of a GPU are still under way. Frozen params that are left out are not copied: no step
         writes to them."""
         copies = DeviceCopies()
-        own = copies.start(part.flat() for part in self.parts)  # (numel,), in the leaf's dtype
-        pairs = zip(self.parts, own, strict=True)
-        parts = [part._replace(tensor=copy, first=0) for part, copy in pairs]
+        own = copies.start(run.flat() for run in self.runs)  # (numel,), in the leaf's dtype
+        pairs = zip(self.runs, own, strict=True)
+        runs = [run._replace(tensor=copy, first=0) for run, copy in pairs]
         # The copies' own versions: the old ones belong to the tensors left behind
-        versions = versions_of(_tensors(parts, [])) + self.versions[len(parts) :]
-        return replace(self, parts=parts, versions=versions, copies=copies)
+        versions = versions_of(_tensors(runs, [])) + self.versions[len(runs) :]
+        return replace(self, runs=runs, versions=versions, copies=copies)
 
 
-def _tensors(parts: Sequence[Part], left_out: Sequence[Held]) -> list[Tensor]:
+def _tensors(runs: Sequence[Run], left_out: Sequence[LocalLeaf]) -> list[Tensor]:
     """The tensors that a save reads."""
-    return [part.tensor for part in parts] + [held.tensor for held in left_out]
+    return [run.tensor for run in runs] + [local.tensor for local in left_out]
 
 
 def snapshot_of(step: Step, state: State, user: Any, *, frozen: bool = True) -> Snapshot:
     """This rank's share of a state, as references to its tensors. `frozen`: as of `save`."""
     # References only: nothing is copied, and no collective runs
     contents = contents_of(step, state)
-    left_out: list[Held] = []
+    left_out: list[LocalLeaf] = []
     if not frozen:
         names = frozen_in(step, state)
-        left_out = [held for held in contents.held if held.path in names]
-        contents = contents._replace(held=[h for h in contents.held if h.path not in names])
+        left_out = [local for local in contents.leaves if local.path in names]
+        contents = contents._replace(leaves=[h for h in contents.leaves if h.path not in names])
     group = group_of(step)
-    parts = parts_to_save(contents.held, group.rank, group.size)
-    num_bytes = sum(part.nbytes for part in parts)
+    runs = runs_to_save(contents.leaves, group.rank, group.size)
+    num_bytes = sum(run.nbytes for run in runs)
     return Snapshot(
         contents,
         left_out,
-        parts,
+        runs,
         step=int(state.step),
         level=step.level if isinstance(step, ShardedStep) else None,
         user=checked_user(user),
         about=_about(step, state),
-        versions=versions_of(_tensors(parts, left_out)),
+        versions=versions_of(_tensors(runs, left_out)),
         progress=Progress(total=num_bytes),
     )
 
 
 def devices_of(snapshot: Snapshot) -> set[torch.device]:
     """The GPUs on which its tensors lie."""
-    tensors = _tensors(snapshot.parts, snapshot.left_out)
+    tensors = _tensors(snapshot.runs, snapshot.left_out)
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 

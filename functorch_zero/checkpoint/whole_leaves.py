@@ -18,7 +18,7 @@ from ..sharded.failures import sharing_failures
 from ..sharded.words import exchange_data
 from ..step.state import State
 from .agreement import together
-from .contents import Contents, Held, Step, contents_of, frozen_in, group_of
+from .contents import Contents, LocalLeaf, Step, contents_of, frozen_in, group_of
 
 
 def leaves(
@@ -65,14 +65,14 @@ def leaves(
     group = group_of(step)
     check_source(group.size, to)
 
-    def choose() -> list[Held]:
+    def choose() -> list[LocalLeaf]:
         names = frozenset() if frozen else frozen_in(step, state)
         chosen = _at(contents_of(step, state), of, group.rank)
-        return [held for held in chosen if held.path not in names]
+        return [local for local in chosen if local.path not in names]
 
-    def digest(chosen: list[Held]) -> str:
+    def digest(chosen: list[LocalLeaf]) -> str:
         """Of what ranks must have alike."""
-        rows = [(held.path, held.shape, str(held.tensor.dtype)) for held in chosen]
+        rows = [(local.path, local.shape, str(local.tensor.dtype)) for local in chosen]
         return hashlib.sha256(repr((to, of, str(dtype), max_bytes, rows)).encode()).hexdigest()
 
     chosen, digests = together(group, "send leaves", choose, digest)
@@ -84,14 +84,14 @@ def leaves(
     yield from _send(chosen, of, to, dtype, max_bytes, labelled(group, "leaves"))
 
 
-def _at(contents: Contents, of: str, rank: int) -> list[Held]:
+def _at(contents: Contents, of: str, rank: int) -> list[LocalLeaf]:
     """The leaves at a path or below."""
-    found = [held for held in contents.held if not held.path.startswith("parts.")]
+    found = [local for local in contents.leaves if not local.path.startswith("parts.")]
     if not of:
         return found
-    below = [held for held in found if held.path == of or held.path.startswith(f"{of}.")]
+    below = [local for local in found if local.path == of or local.path.startswith(f"{of}.")]
     if not below:
-        names = sorted({held.path.split(".")[0] for held in found})
+        names = sorted({local.path.split(".")[0] for local in found})
         raise StructureError(
             explain("no tensors lie there in the state", path=of, expected=names, rank=rank)
         )
@@ -108,7 +108,7 @@ class _Sent(NamedTuple):
 
 
 def _send(
-    chosen: Sequence[Held],
+    chosen: Sequence[LocalLeaf],
     of: str,
     to: int,
     dtype: torch.dtype | None,
@@ -118,7 +118,9 @@ def _send(
     with sharing_failures(group, call="leaves", settles=True):
         for pack in _packs(chosen, dtype, max_bytes):
             # Cast now, so that no rank has all of its leaves twice
-            whole = _gather([_to_send(held, of, dtype, to, group.rank) for held in pack], to, group)
+            whole = _gather(
+                [_to_send(local, of, dtype, to, group.rank) for local in pack], to, group
+            )
             while whole:
                 try:
                     yield whole.pop(0)
@@ -129,17 +131,17 @@ def _send(
 
 
 def _packs(
-    chosen: Sequence[Held], dtype: torch.dtype | None, max_bytes: int
-) -> Iterator[list[Held]]:
+    chosen: Sequence[LocalLeaf], dtype: torch.dtype | None, max_bytes: int
+) -> Iterator[list[LocalLeaf]]:
     """The leaves in runs of at most so many bytes, each on one device."""
-    pack: list[Held] = []
+    pack: list[LocalLeaf] = []
     size = 0
-    for held in chosen:
-        number = prod(held.shape) * _travels_as(held.tensor, dtype).itemsize
-        if pack and (size + number > max_bytes or held.tensor.device != pack[0].tensor.device):
+    for local in chosen:
+        number = prod(local.shape) * _travels_as(local.tensor, dtype).itemsize
+        if pack and (size + number > max_bytes or local.tensor.device != pack[0].tensor.device):
             yield pack
             pack, size = [], 0
-        pack.append(held)
+        pack.append(local)
         size += number
     if pack:
         yield pack
@@ -149,12 +151,12 @@ def _travels_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
-def _to_send(held: Held, of: str, dtype: torch.dtype | None, to: int, rank: int) -> _Sent:
+def _to_send(local: LocalLeaf, of: str, dtype: torch.dtype | None, to: int, rank: int) -> _Sent:
     # One of the ranks that have the same elements sends them
-    sends = rank == to if held.everywhere else held.saved
-    here = held.tensor.detach().reshape(-1)[: None if sends else 0]
+    sends = rank == to if local.everywhere else local.saved
+    here = local.tensor.detach().reshape(-1)[: None if sends else 0]
     here = here.to(_travels_as(here, dtype)).resolve_conj().resolve_neg().contiguous()
-    return _Sent(held.path.removeprefix(of).strip("."), here, held.shape, held.start)
+    return _Sent(local.path.removeprefix(of).strip("."), here, local.shape, local.start)
 
 
 def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Tensor]]:

@@ -188,10 +188,10 @@ def test_pieces_that_do_not_cover_are_never_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int, mistake: str
 ) -> None:
     """What a mistake of ours would write: the leaf is named, and nothing is left."""
-    parts_to_save = snapshot.parts_to_save
+    runs_to_save = snapshot.runs_to_save
 
     def wrong(held: Any, rank: int, num_ranks: int) -> Any:
-        parts = parts_to_save(held, rank, num_ranks)
+        parts = runs_to_save(held, rank, num_ranks)
         if rank == 1 and mistake == "lacking":
             return parts[:-1]
         if rank == 1 and mistake == "twice":
@@ -202,7 +202,7 @@ def test_pieces_that_do_not_cover_are_never_saved(
                     parts[i] = part._replace(start=part.start - 1)
         return parts
 
-    monkeypatch.setattr(snapshot, "parts_to_save", wrong)
+    monkeypatch.setattr(snapshot, "runs_to_save", wrong)
     story = {"lacking": "not at all", "twice": "twice", "moved": "twice"}[mistake]
     with pytest.raises(CorruptError, match=rf"rank 0: .*element \d+ of .* is there {story}"):
         save_on(tmp_path, 3, level)

@@ -19,7 +19,7 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.__main__ import main
 from functorch_zero.checkpoint import CheckpointError, CorruptError, save_job
-from functorch_zero.checkpoint.contents import Held
+from functorch_zero.checkpoint.contents import LocalLeaf
 from functorch_zero.checkpoint.frozen import crc_shares, crcs_from
 from functorch_zero.checkpoint.manifest import NAME, parse_manifest
 from functorch_zero.checkpoint.snapshot import snapshot_of
@@ -228,9 +228,9 @@ def test_a_checksum_is_that_of_the_whole_leaf() -> None:
                 piece = leaf.reshape(-1)[start:stop]
                 everywhere = i == 2
                 held.append(
-                    Held(str(i), leaf, tuple(leaf.shape), 0, n, True)
+                    LocalLeaf(str(i), leaf, tuple(leaf.shape), 0, n, True)
                     if everywhere
-                    else Held(str(i), piece, tuple(leaf.shape), start, stop, False)
+                    else LocalLeaf(str(i), piece, tuple(leaf.shape), start, stop, False)
                 )
             shares.append(crc_shares(held, dtypes, rank, 3))
         assert crcs_from(shares, len(leaves)) == want
