@@ -177,7 +177,7 @@ class Plan:
         buffers: bytes of the model's buffers, on every rank.
         samples: memory from unit to unit, in the order of a step in its steady state.
         collectives: all of a step, in order.
-        balance: of the owners, where the optimizer has whole-leaf parts.
+        balance: of the owners, where the optimizer has whole-leaf links.
         traced: whether a sample batch was run; if not, there are no activations in it and the order
             of units is the layout's.
         assumed: how many yes-no questions about values the step asked on the host; answered with
@@ -304,8 +304,8 @@ class Plan:
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
         for kind, *numbers in self.stored:
-            held, read, written = map(bytes_text, numbers)
-            text = f"{held} of {kind}; a step reads {read} and writes {written}"
+            most, read, written = map(bytes_text, numbers)
+            text = f"{most} of {kind}; a step reads {read} and writes {written}"
             rows.append(["elsewhere", text])
         rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
         if self.bandwidth is not None:

@@ -71,7 +71,7 @@ class MemoryWatch:
                     asked = rows_asked_of(unit.name, self._rows)
                     unit.flats.reading = ImaginedIds(unit.flats.shape[0], asked)
                 else:
-                    unit.flats = Noted(unit.flats, unit.name, self)
+                    unit.flats = AnnouncedFlats(unit.flats, unit.name, self)
             self.enter("forward")
             result = loss_fn(*args, **named)
             # The loss has returned: all that follows, up to the metrics, is backward
@@ -101,7 +101,7 @@ class MemoryWatch:
             self.samples[-1] = last._replace(moment=f"backward of {collective.unit}")
 
     def _sample(self) -> None:
-        """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
+        """Note the memory of this moment: of each unit in each phase the highest sample stays."""
         phase, unit = self.phase, self.unit
         # Units are named in passes alone; other phases are of all units
         in_a_unit = unit and phase in ("forward", "backward")
@@ -192,7 +192,7 @@ class ImaginedIds(Reading):
         return [asked.counts[group.rank]] * group.size
 
 
-class Noted:
+class AnnouncedFlats:
     """A unit's flats that say when the unit is in use. All else is asked of the flats."""
 
     def __init__(self, flats: UnitFlats, name: str, watch: MemoryWatch) -> None:

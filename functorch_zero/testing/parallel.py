@@ -445,9 +445,9 @@ class _Proof:
 
 def _check_names(kind: str, expected: Leaves, got: list[Leaves]) -> None:
     """Raise unless each leaf of the reference is on some rank, in its shape, and no other."""
-    held = {name: leaf for values in got for name, leaf in values.items()}
-    for name in [*expected, *held]:
-        kinds = [_kind(x[name]) if name in x else "no such leaf" for x in (expected, held)]
+    found = {name: leaf for values in got for name, leaf in values.items()}
+    for name in [*expected, *found]:
+        kinds = [_kind(x[name]) if name in x else "no such leaf" for x in (expected, found)]
         if kinds[0] != kinds[1]:
             raise AssertionError(
                 explain(

@@ -323,9 +323,9 @@ def _state_and_settings(
             if id(param) not in names:
                 continue
             name = names[id(param)]
-            kept = _numbers(saved["state"].get(key, {}))
-            state |= {f"{name}.{what}": x for what, x in kept.items()}
-            told = _numbers(given) | {what: x for what, x in kept.items() if what == "step"}
+            found = _numbers(saved["state"].get(key, {}))
+            state |= {f"{name}.{what}": x for what, x in found.items()}
+            told = _numbers(given) | {what: x for what, x in found.items() if what == "step"}
             # Flags choose kernels, and are left out
             settings[name] = {n: float(x) for n, x in told.items() if not isinstance(x, bool)}
     return state, settings

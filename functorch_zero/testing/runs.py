@@ -128,11 +128,11 @@ def run_whole(step: ProgramStep, start: Start, batches: Sequence[Any]) -> Run:
     """The unsharded step as it is, on whole batches."""
     weights: list[Any] = []  # of each gradient
 
-    def noted(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
+    def weighed(grads: PyTree[Tensor], outcome: Outcome) -> tuple[PyTree[Tensor], Outcome]:
         weights.append(outcome.weight)
         return grads, outcome
 
-    run = _run(step, start, batches, Part(0, noted))
+    run = _run(step, start, batches, Part(0, weighed))
     return run._replace(weighted=all(weight is not None for weight in weights))
 
 
@@ -250,7 +250,7 @@ def _shares(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def _combine_buffers(
-    rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
+    rule: str, trees: list[PyTree[Tensor]], shares: Sequence[float]
 ) -> list[PyTree[Tensor]]:
     """The buffers that each rank holds after a step, from those that each rank's loss made. A batch
     of weight 0 isn't averaged.
@@ -259,11 +259,11 @@ def _combine_buffers(
     rule would be one here, too.
     """
     if rule == "local":
-        return held
+        return trees
     if rule == "rank0":
-        return [held[0]] * len(held)
-    counted = [tree for tree, share in zip(held, shares, strict=True) if share]
-    return [tree_map(_mean_buffer, *(counted or held[:1]))] * len(held)
+        return [trees[0]] * len(trees)
+    counted = [tree for tree, share in zip(trees, shares, strict=True) if share]
+    return [tree_map(_mean_buffer, *(counted or trees[:1]))] * len(trees)
 
 
 def _mean_buffer(*buffers: Tensor) -> Tensor:

@@ -35,5 +35,5 @@ def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTre
     # All are started first, so that they overlap on the wire
     for work, _ in started:
         work.wait()
-    parts = [unpack(whole, bucket) for whole, bucket in zip(wholes, layout.buckets, strict=True)]
-    return to_tree(parts, layout)
+    found = [unpack(whole, bucket) for whole, bucket in zip(wholes, layout.buckets, strict=True)]
+    return to_tree(found, layout)

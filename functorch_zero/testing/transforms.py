@@ -62,7 +62,7 @@ def check_transform(
     First its operators are watched (`optim.claims.check.check_claims`). Then its numbers are
     compared:
 
-    - a pointwise part's on whole leaves, on pieces of them and on all leaves joined, bit by bit;
+    - a pointwise link's on whole leaves, on pieces of them and on all leaves joined, bit by bit;
     - a whole-leaf function's by themselves and in batches, with inputs unchanged;
     - the whole transform's updates unsharded with those on ranks, which are threads of this
       process;
@@ -75,7 +75,7 @@ def check_transform(
         seeds: of the random updates, one run each.
         steps: updates in a run.
         ranks: numbers of ranks.
-        grade: of equality, instead of bitwise for pointwise parts and transforms and reordered for
+        grade: of equality, instead of bitwise for pointwise links and transforms and reordered for
             the others.
 
     >>> from functorch_zero import optim
@@ -87,16 +87,16 @@ def check_transform(
         # Not for whole-leaf functions, which work long on a large matrix
         params = hostile_params(large=transform.needs <= Needs.STATISTICS)
     # Without requires_grad: updates are no part of a graph
-    held: Any = tree_map(torch.detach, params)
+    detached: Any = tree_map(torch.detach, params)
     equality = None if grade is None else as_equality(grade)
     try:
         # First the operators, whose errors name a line; numbers only name a leaf
-        check_claims(transform, held)
+        check_claims(transform, detached)
         for seed in seeds:
-            _check_parts(transform, held, seed, steps, equality or BITWISE)
-            drawn = Steps(held, _draw(held, seed, steps))
+            _check_links(transform, detached, seed, steps, equality or BITWISE)
+            drawn = Steps(detached, _draw(detached, seed, steps))
             _check_ranks(transform, drawn, ranks, equality)
-            _check_fused(transform, held, seed, steps, equality or REORDERED)
+            _check_fused(transform, detached, seed, steps, equality or REORDERED)
     except (StructureError, ValueError) as error:
         if of_ours and not isinstance(error, TransformError):
             error.add_note(_BOUND_TO_A_TREE)
@@ -159,13 +159,13 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
     return [tree_map(partial(one, scale=10.0**-k), tree) for k in range(steps)]
 
 
-# Pointwise parts, on whole leaves and on the same elements cut otherwise
+# Pointwise links, on whole leaves and on the same elements cut otherwise
 
 
-def _check_parts(
+def _check_links(
     transform: Transform, params: Any, seed: int, steps: int, equality: Equality
 ) -> None:
-    """Each pointwise part's updates of whole leaves, of pieces of them, and of all joined to one,
+    """Each pointwise link's updates of whole leaves, of pieces of them, and of all joined to one,
     in both dtypes that training uses. By numbers only: `check_claims` has watched the operators."""
 
     def difference_of(expected: Tensor, got: Tensor) -> str | None:
@@ -175,15 +175,15 @@ def _check_parts(
             return str(error)
         return None
 
-    for part in simple_parts(transform):
-        if part.plain is None:
+    for link in simple_parts(transform):
+        if link.plain is None:
             continue
         # A rule by dtype would show in one of them only
         for dtype in (torch.float64, torch.float32):
             cast: Any = tree_map(partial(Tensor.to, dtype=dtype), params)
             updates = _draw(cast, seed, steps)
             # Joined to one, too, as leaves are in a flat
-            CutTest(part, cast, updates, difference_of, others=(JOINED,)).check()
+            CutTest(link, cast, updates, difference_of, others=(JOINED,)).check()
 
 
 @contextmanager
