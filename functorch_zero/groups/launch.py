@@ -34,7 +34,7 @@ from ..errors import GroupError, PeerError
 from .checks import failure_text, ranks_text
 from .launchers import LOOPBACK, TORCHRUN, Task, this_task
 from .rendezvous import init, join_world, wait_for_all
-from .thread_settings import ThreadSettings
+from .thread_settings import Settings, settings_here
 from .torch_distributed import WORLD_FAILURE_KEY, publish_failure, torchs_store
 
 T = TypeVar("T")
@@ -235,7 +235,7 @@ def _started(
     started: Future[None] = Future()
     over = threading.Event()
     if start_method == "fork":
-        task = partial(_with_settings, ThreadSettings.now(), task)
+        task = partial(_with_settings, settings_here(), task)
 
     def run() -> None:
         try:
@@ -262,8 +262,8 @@ def _started(
         _kill(members)
 
 
-def _with_settings(settings: ThreadSettings, task: Callable[[], T]) -> T:
-    with settings.applied():
+def _with_settings(settings: Settings, task: Callable[[], T]) -> T:
+    with settings():
         return task()
 
 

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,12 +24,21 @@ from .signature import Signature
 Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each rank's result
 
 
+class Circle(NamedTuple):
+    """Some ranks, in increasing order, that meet among themselves: all ranks, or those of one axis
+    of a mesh."""
+
+    ranks: tuple[int, ...]
+    number: int = 0  # of those of these ranks; everyone's is the first
+    asks: bool = False  # its meetings are questions (`all_say`), apart from its collectives
+
+
 class Meeting:
     """One collective, on its way to being called by every rank of a circle."""
 
-    def __init__(self, position: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, circle: Circle, position: int) -> None:
+        self.circle = circle
         self.position = position  # 1 for the first collective of its circle
-        self.ranks = ranks  # all that have to call it
         self.calls: dict[int, Signature] = {}  # rank -> the call it made
         self.deposits: dict[int, Any] = {}  # rank -> the tensors or bytes it brought
         self.results: Sequence[Any] | None = None  # None until every rank has called
@@ -39,40 +48,17 @@ class Meeting:
 
     def answer(self, answer: bool) -> None:
         """To a question (`all_say`), the same for all ranks; the first answer stays."""
-        self.results = self.results or [answer] * len(self.ranks)
+        self.results = self.results or [answer] * len(self.circle.ranks)
 
     def combine(self, combine: Combine) -> None:
         # Deposits may require grad, and a collective is no part of any graph
         with torch.no_grad():
-            self.results = combine([self.deposits[rank] for rank in self.ranks])
+            self.results = combine([self.deposits[rank] for rank in self.circle.ranks])
         self.deposits.clear()  # the ranks' tensors are theirs again
 
     def __str__(self) -> str:
         calls = [f"rank {rank}: {call}" for rank, call in sorted(self.calls.items())]
         return f"{'; '.join(calls)} (collective number {self.position} of each)"
-
-
-class Circle:
-    """Some ranks, in increasing order, that meet among themselves: all ranks, or those of one axis
-    of a mesh."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        # By position: collectives that some rank has yet to call
-        self.open: dict[int, Meeting] = {}
-        self._num_calls = dict.fromkeys(ranks, 0)  # rank -> collectives that it has called here
-
-    def next_meeting(self, rank: int) -> Meeting:
-        """The one that this rank has not called yet."""
-        self._num_calls[rank] += 1
-        position = self._num_calls[rank]
-        # The first rank to come makes it; the others find it under the same position
-        return self.open.setdefault(position, Meeting(position, self.ranks))
-
-    def begin_anew(self) -> None:
-        """Forget the meetings under way."""
-        self.open.clear()
-        self._num_calls = dict.fromkeys(self.ranks, 0)
 
 
 class World:
@@ -91,10 +77,11 @@ class World:
         self._stopped = False  # by `run_ranks`: the batons are void
         # Meetings
         self._waiting: dict[int, Meeting] = {}  # by rank
-        # By ranks, and by the number of circles of these ranks that were made before
-        self._circles = {(self.everyone.ranks, -1): self.everyone}
-        self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()  # asked for by a rank
-        self._questions: dict[Circle, Circle] = {}  # of each, its questions (`all_say`)
+        # By circle and position: those that some rank has yet to come to
+        self._open: dict[tuple[Circle, int], Meeting] = {}
+        # By rank, and by circle or ranks: meetings that it has come to, circles that it asked for
+        self._num_meetings: Counter[tuple[int, Circle]] = Counter()
+        self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()
         # Failures, and beginning anew after them
         # Why collectives fail: those that some rank won't call, or all of them
         self.broken: GroupError | None = None
@@ -106,16 +93,22 @@ class World:
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
         """The next circle of these ranks that this rank hasn't asked for: each of them gets the
         same ones in turn."""
-        number = self._num_circles[rank, ranks]
         self._num_circles[rank, ranks] += 1
-        return self._circles.setdefault((ranks, number), Circle(ranks))
+        return Circle(ranks, self._num_circles[rank, ranks])
+
+    def _next_meeting(self, rank: int, circle: Circle) -> Meeting:
+        """The circle's next one that this rank hasn't come to."""
+        self._num_meetings[rank, circle] += 1
+        position = self._num_meetings[rank, circle]
+        # The first rank to come makes it; the others find it under the same position
+        return self._open.setdefault((circle, position), Meeting(circle, position))
 
     def join(
         self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle
     ) -> Meeting:
         """Bring `deposit` to this rank's next collective; the last rank to come combines them
         all."""
-        meeting = circle.next_meeting(rank)
+        meeting = self._next_meeting(rank, circle)
         self._raise_if_lost(rank, meeting)
         meeting.calls[rank] = call
         meeting.deposits[rank] = deposit
@@ -125,7 +118,7 @@ class World:
             self._raise_if_broken(rank)
         # The last to come combines, in its own thread
         if len(meeting.calls) == len(circle.ranks):
-            del circle.open[meeting.position]  # all have called: nobody will look for it
+            del self._open[circle, meeting.position]  # all have called: nobody will look for it
             self._combine(meeting, combine)
         return meeting
 
@@ -139,20 +132,20 @@ class World:
                 self._let_others_run(rank)
             finally:
                 del self._waiting[rank]
-        return meeting.results[meeting.ranks.index(rank)]
+        return meeting.results[meeting.circle.ranks.index(rank)]
 
     def all_say(self, rank: int, words: str, circle: Circle) -> bool:
         """Whether all ranks of the circle say the same words. The others run until they have said
         theirs, or until none can go on."""
-        questions = self._questions.setdefault(circle, Circle(circle.ranks))
-        question = questions.next_meeting(rank)
+        asking = circle._replace(asks=True)
+        question = self._next_meeting(rank, asking)
         self._raise_if_lost(rank, question)
         question.calls[rank] = Signature("all_say", option=words)
         have_all_asked = len(question.calls) == len(circle.ranks)
         if have_all_asked or not question.agreed():
             question.answer(question.agreed())
         if have_all_asked:
-            del questions.open[question.position]
+            del self._open[asking, question.position]
         return bool(self.result_of(question, rank))
 
     def fail(self, rank: int, text: str) -> None:
@@ -186,8 +179,8 @@ class World:
         # The last rank to come begins anew for all
         if len(self._back) == self.size:
             self.broken, self._is_given_up = None, False
-            for circle in (*self._circles.values(), *self._questions.values()):
-                circle.begin_anew()
+            self._open.clear()
+            self._num_meetings.clear()
             self._told.clear()
             self._back.clear()
             self.times_rejoined += 1
@@ -238,15 +231,14 @@ class World:
         waited for."""
         if self.broken is not None:
             return  # its own error is raised
-        for circle in self._circles.values():
-            if not circle.open:
-                continue
-            meeting = circle.open[min(circle.open)]  # the earliest that somebody missed
-            missing = [rank for rank in circle.ranks if rank not in meeting.calls]
-            raise GroupError(
-                f"all ranks returned, but {ranks_text(missing)} never called what others called: "
-                f"{meeting}"
-            )
+        # The earliest first; a question that some rank never asks has its answer
+        for meeting in self._open.values():
+            if not meeting.circle.asks:
+                missing = set(meeting.circle.ranks) - meeting.calls.keys()
+                raise GroupError(
+                    f"all ranks returned, but {ranks_text(missing)} never called what others "
+                    f"called: {meeting}"
+                )
 
     def where_ranks_are(self) -> str:
         """Per rank: ended, waiting in which collective or in `rejoin`, running, or ready to."""
@@ -317,7 +309,7 @@ class World:
 
     def _break_deadlock(self) -> None:
         # Ranks that ask, while others wait for them elsewhere, have their answer
-        asking = [q for questions in self._questions.values() for q in questions.open.values()]
+        asking = [meeting for meeting in self._open.values() if meeting.circle.asks]
         for question in asking:
             question.answer(False)
         if any(question in self._waiting.values() for question in asking):
@@ -329,8 +321,8 @@ class World:
         """Whether some rank won't come to a collective, after a failure that it knows of."""
         if self.broken is None:
             return False
-        gone = self._told | self._ended
-        return self._is_given_up or any(r in gone and r not in meeting.calls for r in meeting.ranks)
+        gone = (self._told | self._ended) - meeting.calls.keys()
+        return self._is_given_up or not gone.isdisjoint(meeting.circle.ranks)
 
     def _raise_if_lost(self, rank: int, meeting: Meeting) -> None:
         if self._is_lost(meeting):

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+Settings = Callable[[], AbstractContextManager[None]]
 
-class ThreadSettings(NamedTuple):
-    """The caller's, taken by `now` and put into effect in another thread by `applied`."""
 
-    grad: bool
-    inference: bool
-    device: torch.device
+def settings_here() -> Settings:
+    """This thread's, to be put into effect around work in another one."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.get_default_device()
 
-    @classmethod
-    def now(cls) -> ThreadSettings:
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            device=torch.get_default_device(),
-        )
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if self.device.type != "cpu":
-                stack.enter_context(self.device)
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+    @contextmanager
+    def applied() -> Iterator[None]:
+        on_device = nullcontext() if device.type == "cpu" else device
+        with torch.inference_mode(inference), on_device, torch.set_grad_enabled(grad):
             yield
+
+    return applied

@@ -22,10 +22,11 @@ from torch import Tensor
 from ..errors import GroupError, PeerError
 from .checks import check_call, check_subgroup, failure_text, fold, ranks_text
 from .last_collectives import Ring
-from .protocol import Collectives, Work
+from .protocol import Collectives, Done, Work
 from .signature import Signature, brought
 from .thread_scheduler import Circle, Combine, Meeting, World
-from .thread_settings import ThreadSettings
+from .thread_settings import settings_here
+from .work import Then
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
     world = World(ranks)
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
-    settings = ThreadSettings.now()
+    settings = settings_here()
 
     def call(rank: int) -> None:
         try:
@@ -67,7 +68,7 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
             world.take_baton(rank)
             torch.set_rng_state(stream)  # the caller's: each rank starts there
             # Backward in the rank's own thread, which is the one that holds the baton
-            with settings.applied(), torch.autograd.set_multithreading_enabled(False):
+            with settings(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(ThreadGroup(world, rank))
         except BaseException as error:
             # `_Interrupted` and SystemExit too: the other ranks must hear of any end
@@ -203,9 +204,16 @@ class ThreadGroup(Collectives):
         check_call(self.size, kind, *arguments)
         # An operation and a source are part of it: ranks that disagree on them raise
         call = Signature.of(kind, *arguments)
-        meeting = self._call(call, arguments, partial(_outputs, kind))
-        # The meeting may be complete by now, and the output is still written in `wait`
-        return _ThreadWork(self._world, self._rank, meeting, arguments[0])
+        meeting, out = self._call(call, arguments, partial(_outputs, kind)), arguments[0]
+
+        def write() -> None:
+            result = self._world.result_of(meeting, self._rank)
+            with torch.no_grad():
+                out.copy_(result)
+
+        # The meeting may be complete by now, and the output is still written in `wait`. Then the
+        # results go when the last rank lets go of them.
+        return Then(Done(), write)
 
     def _meet(self, kind: str, *payload: bytes) -> Any:
         own = b"".join(payload)  # a copy of a bytearray, which the caller may change later
@@ -255,24 +263,6 @@ def _trade_runs(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
     runs = [torch.split(source, list(in_sizes)) for _, _, source, in_sizes in calls]  # by sender
     # By receiver, runs in rank order
     return [torch.cat(received) for received in zip(*runs, strict=True)]
-
-
-class _ThreadWork:
-    """A collective under way; `out` is written when it is waited for."""
-
-    def __init__(self, world: World, rank: int, meeting: Meeting, out: Tensor) -> None:
-        self._world = world
-        self._rank = rank
-        self._meeting: Meeting | None = meeting
-        self._out: Tensor | None = out
-
-    def wait(self) -> None:
-        if self._meeting is None or self._out is None:  # waited for before
-            return
-        result = self._world.result_of(self._meeting, self._rank)
-        with torch.no_grad():
-            self._out.copy_(result)
-        self._meeting = self._out = None  # the results go when the last rank lets go of them
 
 
 class _Interrupted(BaseException):
