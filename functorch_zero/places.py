@@ -312,8 +312,7 @@ class Host:
         stream = self._stream
         if like.device.type != "cpu":
             # Threads may come at once: the first one's counts for all
-            self._streams.setdefault(like.device, DeviceStream(like.device))
-            stream = self._streams[like.device]
+            stream = self._streams.setdefault(like.device, DeviceStream(like.device))
             if len(self._streams) > 1:
                 raise StructureError(
                     explain(

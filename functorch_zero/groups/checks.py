@@ -7,12 +7,14 @@ and the others hear of it as of any other failure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from ..errors import check_choice
 from ..tree import is_flagged
+from .protocol import ReduceOp
 
 
 def check_flat(name: str, tensor: Tensor) -> None:
@@ -113,8 +115,7 @@ def fold(rows: Sequence[Tensor], op: str) -> Tensor:
 
 def _check_reducible(op: str, tensor: Tensor) -> None:
     """Refuse operations and dtypes that backends do not all reduce in the same way."""
-    if op not in ("sum", "max"):
-        raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
+    check_choice("op", op, get_args(ReduceOp))
     if tensor.dtype == torch.bool:
         raise TypeError("a bool tensor can't be reduced: convert it to an integer dtype first")
 

@@ -91,8 +91,8 @@ class DeviceWatch:
         self._era, self._limit = era, limit
         self._stream: Any = None  # of the last collective
         self._stopped = threading.Event()
-        _RUNNING.add(self)
-        self.thread = started("watch device", self._run)
+        _STARTED.add(self)
+        self.thread = started("watch device", self._watch)
 
     def launched(self, device: torch.device) -> None:
         """This thread has started a collective on its current stream of this device."""
@@ -101,12 +101,6 @@ class DeviceWatch:
     def stop(self) -> None:
         """Let the thread end at its next look."""
         self._stopped.set()
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        finally:
-            _RUNNING.discard(self)
 
     def _watch(self) -> None:
         # One at a time, behind all that was queued when it was put there
@@ -143,17 +137,17 @@ class DeviceWatch:
             del group  # so that it can go between two looks
 
 
-_RUNNING: set[DeviceWatch] = set()  # those whose threads run
+_STARTED: weakref.WeakSet[DeviceWatch] = weakref.WeakSet()  # a thread that runs keeps its own
 
 
 @atexit.register
 def _stop_all() -> None:
     """Python ends daemon threads by force. One inside of torch's store would take the process with
     it, by `std::terminate`."""
-    running = list(_RUNNING)
-    for watch in running:
+    watches = list(_STARTED)
+    for watch in watches:
         watch.stop()
-    await_ends([watch.thread for watch in running], _SECONDS_AT_EXIT)
+    await_ends([watch.thread for watch in watches], _SECONDS_AT_EXIT)
 
 
 class DeviceSide:

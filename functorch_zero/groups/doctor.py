@@ -132,7 +132,7 @@ def backends() -> Finding:
 def threads(ranks: int) -> Finding:
     cores = len(os.sched_getaffinity(0))
     setting = os.environ.get("OMP_NUM_THREADS")
-    each = int(setting) if setting and setting.isdigit() else torch.get_num_threads()
+    each = torch.get_num_threads()  # which the variable decides, as the process starts
     found = f"{each} a process, OMP_NUM_THREADS {setting or 'not set'}, {cores} cores"
     if each * ranks > cores and ranks > 1:
         remedy = (

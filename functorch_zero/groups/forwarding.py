@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .last_collectives import RING_OF_PROCESS, Ring
 from .protocol import Collectives, Group, Work
 
+T = TypeVar("T")
 AllSay = Callable[[str, float], bool]
 
 
@@ -42,12 +43,13 @@ class Forwarding(Collectives):
         rejoin(self.inner)
 
 
-def _ability(group: Group, name: str, without: Any) -> Any:
+def _ability(group: Group, name: str, without: T) -> T:
     """The attribute of this name of a group, or of the one that it is around; else `without`."""
     # Not in the protocol: single ranks and users' own groups need none of them
     while not hasattr(group, name) and isinstance(group, Forwarding):
         group = group.inner
-    return getattr(group, name, without)
+    found: T = getattr(group, name, without)
+    return found
 
 
 def rejoin(group: Group) -> None:
@@ -57,8 +59,7 @@ def rejoin(group: Group) -> None:
 
 def era_of(group: Group) -> int:
     """How often all ranks of a group have come back after a failure; the same on each of them."""
-    era: int = _ability(group, "era", 0)
-    return era
+    return _ability(group, "era", 0)
 
 
 def sibling(group: Group) -> Group | None:
@@ -102,18 +103,15 @@ def settle(group: Group) -> None:
 def all_say(group: Group) -> AllSay | None:
     """The group's `all_say(words, seconds)`: whether all ranks say the same words within that time.
     It is no collective: other ranks may be in one. None where the group can't ask."""
-    own: AllSay | None = _ability(group, "all_say", None)
-    return own
+    return _ability(group, "all_say", None)
 
 
 def ranks_of(group: Group) -> Sequence[int]:
     """A group's ranks, numbered among all ranks if the group knows that."""
-    ranks: Sequence[int] = _ability(group, "ranks", range(group.size))
-    return ranks
+    return _ability(group, "ranks", range(group.size))
 
 
 def ring_of(group: Group) -> Ring:
     """The ring of a group's rank: its own where ranks are threads, else the process's."""
     # A process has one ring for all its groups, so that their collectives stay in one order
-    ring: Ring = _ability(group, "ring", RING_OF_PROCESS)
-    return ring
+    return _ability(group, "ring", RING_OF_PROCESS)

@@ -468,9 +468,10 @@ def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -
         # Without it gloo takes an address of the host by its name, which may be out of reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
     store = dist.TCPStore(LOOPBACK, port, is_master=False)  # type: ignore[attr-defined]
-    init(backend, rank, ranks, store, rank, ranks)
+    task = Task("launch", "", rank, ranks, rank, ranks)
+    init(backend, store, task)
     # gloo connects rank by rank: no rank may end while another still connects.
-    wait_for_all(store, "connected", rank, ranks)
+    wait_for_all(store, task)
 
 
 def _pickled(report: _Report) -> bytes:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import check_choice
 from .forwarding import Forwarding, reduce_apart, subgroup
 from .labels import labelled
 from .process import ProcessGroup
@@ -69,7 +70,8 @@ class HybridGroup(Forwarding):
 
     def __init__(self, group: Group, *, shard_size: int, same_data: SameData | None = None):
         # The arguments are checked before any communication, so that all ranks raise
-        self.same_data = check_same_data(same_data)
+        check_same_data(same_data)
+        self.same_data = same_data
         check_shard_size(shard_size, group.size)
         super().__init__(group)
         # Neighbours: launchers number the ranks of one machine in a row
@@ -336,13 +338,9 @@ def check_shard_size(shard_size: int, num_ranks: int) -> None:
         )
 
 
-def check_same_data(value: SameData | None) -> SameData | None:
-    """The axis named, or None. Raises ValueError for any other value."""
-    if value not in (None, *get_args(SameData)):
-        raise ValueError(
-            f"same_data must be None or one of the mesh's axes, {get_args(SameData)}, got {value!r}"
-        )
-    return value
+def check_same_data(value: SameData | None) -> None:
+    """Raise ValueError unless this is an axis of the mesh, or None."""
+    check_choice("same_data", value, (None, *get_args(SameData)))
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:

@@ -51,9 +51,8 @@ def join_world(task: Task, backend: str | None) -> None:
     try:
         come = partial(_come, store, task, seconds)
         within(seconds + 2 * _SECONDS_TO_HEAR, "meet ranks", come)
-        init(backend, task.local_rank, task.local_size, store, task.rank, task.size)
-        connected = partial(wait_for_all, store, "connected", task.rank, task.size)
-        within(seconds, "wait for connections", connected)
+        init(backend, store, task)
+        within(seconds, "wait for connections", partial(wait_for_all, store, task))
     except Overdue as error:
         raise GroupError(
             f"rank {task.rank} of {task.size} has lost the store at {task.host}:{task.port}, where "
@@ -70,35 +69,34 @@ def _leave_world(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def init(
-    backend: str | None, local_rank: int, local_size: int, store: Any, rank: int, size: int
-) -> None:
-    """Initialise torch.distributed; with NCCL, `local_rank` is the current device."""
+def init(backend: str | None, store: Any, task: Task) -> None:
+    """Initialise torch.distributed; with NCCL, the task's number on this machine is the current
+    device's."""
     if backend is None:
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
         # A GPU for each rank of this machine, or gloo alone
-        enough = nccl and torch.cuda.device_count() >= local_size
+        enough = nccl and torch.cuda.device_count() >= task.local_size
         backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
     # Before the group is made, since NCCL takes the current device
     if "nccl" in backend:
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        torch.cuda.set_device(task.local_rank)
+    dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.size)
 
 
-def wait_for_all(store: Any, name: str, rank: int, size: int) -> None:
-    """Return when all ranks have come to the line of this name; on rank 0, when they know it."""
-    if store.add(f"{name}/count", 1) == size:
-        store.set(f"{name}/all", "")
-    store.wait([f"{name}/all"])
-    keep_rank_0(store, f"{name}/know", rank, size)
+def wait_for_all(store: Any, task: Task) -> None:
+    """Return when all ranks have connected; on rank 0, when they know it."""
+    if store.add("connected/count", 1) == task.size:
+        store.set("connected/all", "")
+    store.wait(["connected/all"])
+    _keep_rank_0(store, "connected/know", task)
 
 
-def keep_rank_0(store: Any, name: str, rank: int, size: int, *limit: timedelta) -> None:
+def _keep_rank_0(store: Any, name: str, task: Task, *limit: timedelta) -> None:
     """On rank 0, which may serve the store and end at once, return when all ranks have come
     here."""
-    if store.add(f"{name}/count", 1) == size:
+    if store.add(f"{name}/count", 1) == task.size:
         store.set(f"{name}/all", "")
-    if rank == 0:
+    if task.rank == 0:
         store.wait([f"{name}/all"], *limit)
 
 
@@ -220,7 +218,7 @@ def _come(store: Any, task: Task, seconds: float) -> None:
         return
     with contextlib.suppress(RuntimeError):  # some may never come
         limit = timedelta(seconds=_SECONDS_TO_HEAR)
-        keep_rank_0(store, f"{name}/heard", task.rank, task.size, limit)
+        _keep_rank_0(store, f"{name}/heard", task, limit)
     raise GroupError(text)
 
 

@@ -25,6 +25,7 @@ from functorch_zero.checkpoint.block_io import BLOCK, chunks_of
 from functorch_zero.checkpoint.snapshot import devices_of
 from functorch_zero.devices import number_on
 from functorch_zero.groups import CountingGroup, launch
+from functorch_zero.groups.launchers import Task
 from functorch_zero.groups.rendezvous import init
 from functorch_zero.layout.build import make_layout
 from functorch_zero.optim.across import Pointwise
@@ -76,7 +77,7 @@ def test_a_ranks_backend_and_device(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, num_gpus: int, expected: list[Any]
 ) -> None:
     cuda = FakeCuda(monkeypatch, num_gpus)
-    init(asked, 1, 2, None, 1, 2)
+    init(asked, None, Task("", "", 1, 2, 1, 2))
     assert cuda.events == expected
 
 

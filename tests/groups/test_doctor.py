@@ -88,9 +88,9 @@ def test_settings_of_the_environment_are_looked_at(monkeypatch: pytest.MonkeyPat
     assert doctor.interfaces().verdict == "error"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert doctor.interfaces().verdict == "ok"
-    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     assert doctor.threads(2).verdict == "warning"
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert doctor.threads(1).verdict == "ok"
 
 
