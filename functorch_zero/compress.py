@@ -147,12 +147,10 @@ def _decoded(messages: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     if is_fine and numbers.shape[1] % codec.block == 0:
         return numbers
     raise StructureError(
-        explain(
-            f"decode of {codec} has returned other numbers than were encoded",
-            expected=f"({len(messages)}, n), n a multiple of {codec.block}, {dtype}",
-            got=f"{tuple(numbers.shape)}, {numbers.dtype}",
-            remedy="decode(messages (num, m), dtype) returns (num, n) in that dtype",
-        )
+        f"decode of {codec} has returned other numbers than were encoded",
+        expected=f"({len(messages)}, n), n a multiple of {codec.block}, {dtype}",
+        got=f"{tuple(numbers.shape)}, {numbers.dtype}",
+        remedy="decode(messages (num, m), dtype) returns (num, n) in that dtype",
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from .errors import StructureError, explain
+from .errors import StructureError
 
 # The end of a remedy: such a gradient isn't that of the whole batch
 OF_THIS_RANK = (
@@ -93,12 +93,10 @@ def refuse(what: str, remedy: str) -> None:
     running = _RUNNING.get()
     if running.is_loss:
         raise StructureError(
-            explain(
-                f"{what} inside of a loss whose own gradient is taken, and would be no part of it, "
-                "since the results have no graph",
-                rank=running.rank,
-                remedy=remedy,
-            )
+            f"{what} inside of a loss whose own gradient is taken, and would be no part of it, "
+            "since the results have no graph",
+            rank=running.rank,
+            remedy=remedy,
         )
 
 

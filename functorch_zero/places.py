@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .devices import DeviceStream
-from .errors import StructureError, explain
+from .errors import StructureError
 from .tree import pattern_of
 
 __all__ = ["Arriving", "File", "Host", "Leaving", "Place"]
@@ -188,12 +188,10 @@ class File:
             flat = self._mapped(like)
         except (OSError, RuntimeError) as error:
             raise StructureError(
-                explain(
-                    f"places.File could not make a file: {error}",
-                    expected=f"a folder with room for {like.nbytes:,} bytes more",
-                    got=os.fspath(self.folder),
-                    remedy="a folder that exists, on a disk with room for all that is placed",
-                )
+                f"places.File could not make a file: {error}",
+                expected=f"a folder with room for {like.nbytes:,} bytes more",
+                got=os.fspath(self.folder),
+                remedy="a folder that exists, on a disk with room for all that is placed",
             ) from error
         # No view of the flat: a tensor's base is looked for where leaves lie in flats
         made = torch.empty(0, dtype=like.dtype, device="cpu")
@@ -221,12 +219,10 @@ class File:
             return False
         if not file.startswith(_prefix()):
             raise StructureError(
-                explain(
-                    "a process was forked from one that trains in mapped files, and shares them "
-                    "with it: what one writes would change the other's",
-                    got=f"a file of the process {file.split('-')[1]} in the process {os.getpid()}",
-                    remedy="load a checkpoint in the new process, or give it step.unshard(state)",
-                )
+                "a process was forked from one that trains in mapped files, and shares them "
+                "with it: what one writes would change the other's",
+                got=f"a file of the process {file.split('-')[1]} in the process {os.getpid()}",
+                remedy="load a checkpoint in the new process, or give it step.unshard(state)",
             )
         return True
 
@@ -315,12 +311,10 @@ class Host:
             stream = self._streams.setdefault(like.device, DeviceStream(like.device))
             if len(self._streams) > 1:
                 raise StructureError(
-                    explain(
-                        "one places.Host was given tensors of several GPUs",
-                        expected=next(iter(self._streams)),
-                        got=like.device,
-                        remedy="a Host per rank: shard(..., place={'state': fz.places.Host()})",
-                    )
+                    "one places.Host was given tensors of several GPUs",
+                    expected=next(iter(self._streams)),
+                    got=like.device,
+                    remedy="a Host per rank: shard(..., place={'state': fz.places.Host()})",
                 )
         if stream is not None:
             return stream.pinned(like)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._torch_private import storage_id
-from .errors import StructureError, explain
+from .errors import StructureError
 from .tree import PyTree, paths
 
 
@@ -28,14 +28,12 @@ def check_apart(tree: PyTree[Any]) -> list[tuple[str, str]]:
     for i, k in pairs:
         if leaves[i].requires_grad or leaves[k].requires_grad:
             raise StructureError(
-                explain(
-                    "a trained leaf shares elements with another leaf, and copies would part them",
-                    path=names[k],
-                    expected="elements of its own",
-                    got=f"elements of {names[i]}",
-                    remedy="pass one leaf, and use it twice in the loss, or one nn.Parameter in "
-                    "both places of a model; or pass a clone, which is trained apart",
-                )
+                "a trained leaf shares elements with another leaf, and copies would part them",
+                path=names[k],
+                expected="elements of its own",
+                got=f"elements of {names[i]}",
+                remedy="pass one leaf, and use it twice in the loss, or one nn.Parameter in "
+                "both places of a model; or pass a clone, which is trained apart",
             )
     return [(names[i], names[k]) for i, k in pairs]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
-from .errors import StructureError, explain, first_few
+from .errors import StructureError, first_few
 from .params import Params, is_on_engine
 from .savable import are_savable, fault_of
 
@@ -67,13 +67,11 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     if len(named) < len(leaves):
         (path, count), *_ = Counter(paths(tree)).most_common(1)
         raise StructureError(
-            explain(
-                "leaves of a tree have the same path",
-                path=path,
-                expected="a path of its own for each leaf",
-                got=f"{count} leaves",
-                remedy="leave dots out of names, and let no two names print the same",
-            )
+            "leaves of a tree have the same path",
+            path=path,
+            expected="a path of its own for each leaf",
+            got=f"{count} leaves",
+            remedy="leave dots out of names, and let no two names print the same",
         )
     return named
 
@@ -93,14 +91,12 @@ def check_savable(tree: PyTree[Any], what: str, rank: int | None = None) -> None
         fault = fault_of(leaf)
         if fault is not None:
             raise StructureError(
-                explain(
-                    f"{what} holds what no checkpoint can hold",
-                    path=paths(tree)[n],
-                    expected=fault.expected,
-                    got=fault.got,
-                    rank=rank,
-                    remedy=fault.remedy,
-                )
+                f"{what} holds what no checkpoint can hold",
+                path=paths(tree)[n],
+                expected=fault.expected,
+                got=fault.got,
+                rank=rank,
+                remedy=fault.remedy,
             )
 
 
@@ -112,12 +108,10 @@ def check_keys(tree: PyTree[Any], what: str) -> None:
         for entry, name in zip(accessor, names, strict=True):
             if f"{id(entry.entry):x}" in name:
                 raise StructureError(
-                    explain(
-                        f"{what} has a key whose name changes from run to run",
-                        path=".".join(names),
-                        got=f"a {type(entry.entry).__name__}",
-                        remedy="take strings or numbers as keys",
-                    )
+                    f"{what} has a key whose name changes from run to run",
+                    path=".".join(names),
+                    got=f"a {type(entry.entry).__name__}",
+                    remedy="take strings or numbers as keys",
                 )
 
 
@@ -125,11 +119,9 @@ def check_no_sharded_tree(tree: Any, what: str) -> None:
     """Raise if a tree that must be whole, of this name, holds a sharded one."""
     if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
         raise StructureError(
-            explain(
-                f"a sharded tree lies in {what}, whose leaves must be whole",
-                got="a ShardedTree, whose leaves may be one rank's pieces",
-                remedy="pass fz.unshard(tree), or the tree that it was cut from",
-            )
+            f"a sharded tree lies in {what}, whose leaves must be whole",
+            got="a ShardedTree, whose leaves may be one rank's pieces",
+            remedy="pass fz.unshard(tree), or the tree that it was cut from",
         )
 
 
@@ -154,48 +146,38 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
                 remedy = (
                     "apply, params, buffers = fz.functionalize(model); pass its params and buffers"
                 )
-            raise StructureError(
-                explain(f"{what} must be tensors", path=path, got=got, remedy=remedy)
-            )
+            raise StructureError(f"{what} must be tensors", path=path, got=got, remedy=remedy)
         if not isinstance(path, str):
             raise StructureError(
-                explain(
-                    f"{what} have a name that is no text",
-                    path=repr(path),
-                    got=type(path).__name__,
-                    remedy="name leaves of fz.Params by dotted paths",
-                )
+                f"{what} have a name that is no text",
+                path=repr(path),
+                got=type(path).__name__,
+                remedy="name leaves of fz.Params by dotted paths",
             )
         if type(leaf) not in (Tensor, nn.Parameter) and not is_fake(leaf):
             raise StructureError(
-                explain(
-                    f"{what} must be plain tensors: values are kept in flats, without their class",
-                    path=path,
-                    expected="torch.Tensor or torch.nn.Parameter",
-                    got=got,
-                    remedy="pass a plain tensor, from `full_tensor()` of a DTensor for example, "
-                    "and make the subclass of it inside the loss",
-                )
+                f"{what} must be plain tensors: values are kept in flats, without their class",
+                path=path,
+                expected="torch.Tensor or torch.nn.Parameter",
+                got=got,
+                remedy="pass a plain tensor, from `full_tensor()` of a DTensor for example, "
+                "and make the subclass of it inside the loss",
             )
         if dense and (fault := fault_of(leaf)) is not None:
             raise StructureError(
-                explain(
-                    f"{what} must be tensors that checkpoints can hold",
-                    path=path,
-                    expected=fault.expected,
-                    got=fault.got,
-                    remedy=fault.remedy,
-                )
+                f"{what} must be tensors that checkpoints can hold",
+                path=path,
+                expected=fault.expected,
+                got=fault.got,
+                remedy=fault.remedy,
             )
         if has_grad_hooks(leaf):
             raise StructureError(
-                explain(
-                    f"{what} have hooks, which no step would call",
-                    path=path,
-                    got="a hook of register_hook or register_post_accumulate_grad_hook",
-                    remedy="remove it; change gradients by a transform in the optimizer's chain, "
-                    "or by a torch.autograd.Function inside the loss",
-                )
+                f"{what} have hooks, which no step would call",
+                path=path,
+                got="a hook of register_hook or register_post_accumulate_grad_hook",
+                remedy="remove it; change gradients by a transform in the optimizer's chain, "
+                "or by a torch.autograd.Function inside the loss",
             )
 
 
@@ -421,14 +403,12 @@ def same_structure(
                 "fz.apply_updates(params, updates) adds updates to params"
             )
     raise StructureError(
-        explain(
-            f"{what} does not have the tree structure it must have",
-            path=path,
-            expected=f"{len(expected_paths)} leaves in a {type(expected).__name__}",
-            got=f"{len(got_paths)} leaves in a {type(got).__name__}; this leaf is {story}",
-            rank=rank,
-            remedy=remedy,
-        )
+        f"{what} does not have the tree structure it must have",
+        path=path,
+        expected=f"{len(expected_paths)} leaves in a {type(expected).__name__}",
+        got=f"{len(got_paths)} leaves in a {type(got).__name__}; this leaf is {story}",
+        rank=rank,
+        remedy=remedy,
     )
 
 
@@ -569,12 +549,10 @@ def check_patterns(
             some = f"one of init's arguments ({', '.join(arguments)}), or {some}"
             remedy = "begin with the name of init's argument"
         raise StructureError(
-            explain(
-                f"a pattern of `{option}` names no {names}",
-                path=pattern,
-                expected=some,
-                remedy=f"{remedy}; {PATTERNS}",
-            )
+            f"a pattern of `{option}` names no {names}",
+            path=pattern,
+            expected=some,
+            remedy=f"{remedy}; {PATTERNS}",
         )
 
 

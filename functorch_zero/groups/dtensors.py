@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import dtensor_class, is_dtensor
 from .mesh import as_group
 from .process import ProcessGroup
@@ -121,14 +121,12 @@ def _cuts_of(path: str, leaf: Any, first: str, mesh: Any) -> list[tuple[int, int
     axes = _axes_in(own, mesh)
     if axes is None:
         raise StructureError(
-            explain(
-                f"params lie on different meshes: that of {first} is {mesh}",
-                path=path,
-                expected="the same mesh, or some of its axes by name",
-                got=own,
-                remedy="one optimizer for each mesh, optim.to_torch(transform, "
-                "dict(part.named_parameters()))",
-            )
+            f"params lie on different meshes: that of {first} is {mesh}",
+            path=path,
+            expected="the same mesh, or some of its axes by name",
+            got=own,
+            remedy="one optimizer for each mesh, optim.to_torch(transform, "
+            "dict(part.named_parameters()))",
         )
     cuts: list[tuple[int, int]] = []
     later: list[tuple[int, int]] = []
@@ -150,13 +148,11 @@ def _cuts_of(path: str, leaf: Any, first: str, mesh: Any) -> list[tuple[int, int
 
 def _refuse(path: str, leaf: Any) -> None:
     raise StructureError(
-        explain(
-            "a param has a placement that optim.to_torch doesn't know",
-            path=path,
-            expected=_SUPPORTED,
-            got=leaf.placements,
-            remedy="redistribute it, or leave it to another optimizer",
-        )
+        "a param has a placement that optim.to_torch doesn't know",
+        path=path,
+        expected=_SUPPORTED,
+        got=leaf.placements,
+        remedy="redistribute it, or leave it to another optimizer",
     )
 
 
@@ -187,12 +183,10 @@ def _group_of(ranks: Tensor) -> Group:
         return SingleRank()
     if numbers != sorted(numbers):
         raise StructureError(
-            explain(
-                "a mesh numbers its ranks in another order than the world does",
-                expected=sorted(numbers),
-                got=numbers,
-                remedy="init_device_mesh makes one in order",
-            )
+            "a mesh numbers its ranks in another order than the world does",
+            expected=sorted(numbers),
+            got=numbers,
+            remedy="init_device_mesh makes one in order",
         )
     return ProcessGroup(part_of(parent_group(None), numbers))
 
