@@ -14,9 +14,9 @@ from torch import Tensor
 from ..errors import explain
 
 # Kinds of arguments that are numbers, by their annotation
-_NUMBERS = {"Number", "float", "int"}
+_NUMBERS = {"Number", "NumberOrSchedule", "float", "int"}
 # Kinds beside which a number's place takes a function of the step, too
-_FUNCTIONS = {"Schedule", "Callable"}
+_FUNCTIONS = {"NumberOrSchedule", "Schedule", "Callable"}
 
 
 class _Range(NamedTuple):

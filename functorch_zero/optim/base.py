@@ -35,6 +35,7 @@ from ..tree import (
 from .across import Across, Fused, Pointwise, Refusing, Tree, WholeLeaf
 from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
+from .arithmetic import Number
 from .complex_leaves import in_real_parts, refuse_complex
 from .local import Local
 from .naming import Named
@@ -48,6 +49,7 @@ Update = Callable[..., tuple[Any, Any]]
 # From the number of steps before this one, 0-d int64, to a number or a 0-d tensor; its `double()`
 # keeps torch from computing in float32
 Schedule = Callable[[Tensor], Any]
+NumberOrSchedule = Number | Schedule  # of a hyperparameter, as optax's ScalarOrSchedule
 
 
 class Needs(enum.IntEnum):
@@ -672,7 +674,7 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
     return Pointwise(init, updating(in_place=False), in_place, keeps_zeros)
 
 
-def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
+def value_of(number: NumberOrSchedule, count: Tensor) -> Any:
     """A hyperparameter at step `count` (0-d int64): schedules are called with it, numbers are
     themselves.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Number, bias_correction, ema, ema_of_squares, full_like
-from .base import Schedule, Transform, chain, real_only, step_count, with_whole_rows
+from .base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_rows
 from .naming import named
 from .transforms.scaling import scale_by_learning_rate
 
@@ -38,7 +38,7 @@ class LazyAdamState(NamedTuple):
 
 
 @named
-def sgd(learning_rate: Number | Schedule) -> Transform:
+def sgd(learning_rate: NumberOrSchedule) -> Transform:
     """SGD without momentum: a row of zeros doesn't move (g gradient).
 
         update = -learning_rate * g
@@ -56,7 +56,7 @@ def sgd(learning_rate: Number | Schedule) -> Transform:
 
 @named
 def adagrad(
-    learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
+    learning_rate: NumberOrSchedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
 ) -> Transform:
     """Adagrad of touched rows (g gradient).
 
@@ -86,7 +86,7 @@ def adagrad(
 
 @named
 def adagrad_by_row(
-    learning_rate: Number | Schedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
+    learning_rate: NumberOrSchedule, initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
 ) -> Transform:
     """Adagrad of touched rows, with one sum for each row (g gradient).
 
@@ -115,7 +115,7 @@ def adagrad_by_row(
 
 @named
 def lazy_adam(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,

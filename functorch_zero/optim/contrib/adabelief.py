@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema, ema_of_squares
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..optimizers.adam import adam_directions
 from ..transforms.moments import ScaleByAdamState, init_moments
@@ -53,7 +53,7 @@ def scale_by_belief(
 
 @named
 def adabelief(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-16,

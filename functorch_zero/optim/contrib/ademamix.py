@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares
-from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like, value_of
+from ..base import (
+    NumberOrSchedule,
+    Transform,
+    chain,
+    pointwise,
+    step_count,
+    tree_zeros_like,
+    value_of,
+)
 from ..naming import named
 from ..transforms.moments import adam_denominator
 from ..transforms.scaling import scale_by_learning_rate
@@ -28,8 +36,8 @@ class ScaleByAdemamixState(NamedTuple):
 def scale_by_ademamix(
     b1: Number = 0.9,
     b2: Number = 0.999,
-    b3: Number | Schedule = 0.9999,
-    alpha: Number | Schedule = 6.0,
+    b3: NumberOrSchedule = 0.9999,
+    alpha: NumberOrSchedule = 6.0,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
 ) -> Transform:
@@ -81,15 +89,15 @@ def scale_by_ademamix(
 
 @named
 def ademamix(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
-    b3: Number | Schedule = 0.9999,
-    alpha: Number | Schedule = 5.0,
+    b3: NumberOrSchedule = 0.9999,
+    alpha: NumberOrSchedule = 5.0,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     """AdEMAMix, with decoupled weight decay (g gradient, p param).

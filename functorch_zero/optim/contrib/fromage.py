@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..arithmetic import Number
-from ..base import Schedule, Transform, chain, value_of
+from ..base import NumberOrSchedule, Transform, chain, value_of
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.trust_ratio import scale_by_trust_ratio
@@ -15,7 +14,7 @@ from ..transforms.weight_decay import add_decayed_weights
 
 
 @named
-def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transform:
+def fromage(learning_rate: NumberOrSchedule, min_norm: float = 1e-6) -> Transform:
     """Fromage, per leaf (g gradient, p param).
 
         shrink = 1 / sqrt(1 + learning_rate**2)

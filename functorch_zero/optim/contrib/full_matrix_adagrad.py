@@ -12,9 +12,9 @@ from ...errors import TransformError, explain
 from ...layout.extent import Extent
 from ...tree import paths
 from ..across import Across, sum_dtype, widest_dtype
-from ..arithmetic import Number, Tree
+from ..arithmetic import Tree
 from ..base import (
-    Schedule,
+    NumberOrSchedule,
     Transform,
     chain,
     checked,
@@ -169,11 +169,11 @@ def refuse_above(
 
 @named
 def full_matrix_adagrad(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     eps: float = 1e-8,
     *,
     whole_tree: bool = False,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     limit: int = 256 * 2**20,
 ) -> Transform:
     """Adagrad with full matrices, of each leaf or of all leaves together (g gradient, p param).

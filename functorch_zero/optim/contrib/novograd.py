@@ -8,8 +8,9 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Across, sum_dtype
-from ..arithmetic import Number, Tree, elementwise
+from ..arithmetic import Tree, elementwise
 from ..base import (
+    NumberOrSchedule,
     Schedule,
     Transform,
     chain,
@@ -89,7 +90,7 @@ def scale_by_novograd(
 
 @named
 def novograd(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: float = 0.9,
     b2: float = 0.25,
     eps: float = 1e-6,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ..arithmetic import Number
-from ..base import Schedule, Transform, chain
+from ..base import NumberOrSchedule, Transform, chain
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate, scale_by_sign
 
 
 @named
-def sign_sgd(learning_rate: Number | Schedule) -> Transform:
+def sign_sgd(learning_rate: NumberOrSchedule) -> Transform:
     """SignSGD (g gradient).
 
         update = -learning_rate * sign(g)

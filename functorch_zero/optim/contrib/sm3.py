@@ -12,15 +12,8 @@ from torch import Tensor
 
 from ...layout.extent import Extent
 from ..across import Across
-from ..arithmetic import Number, Tree, elementwise
-from ..base import (
-    Schedule,
-    Transform,
-    chain,
-    real_only,
-    tree_zeros_like,
-    with_statistics,
-)
+from ..arithmetic import Tree, elementwise
+from ..base import NumberOrSchedule, Transform, chain, real_only, tree_zeros_like, with_statistics
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 
@@ -137,7 +130,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
 
 
 @named
-def sm3(learning_rate: Number | Schedule, momentum: float = 0.9) -> Transform:
+def sm3(learning_rate: NumberOrSchedule, momentum: float = 0.9) -> Transform:
     """SM3 (g gradient).
 
         update = -learning_rate * scale_by_sm3(g)

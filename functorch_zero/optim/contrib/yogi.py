@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema, full_like
-from ..base import Schedule, Transform, chain, pointwise, step_count
+from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count
 from ..naming import named
 from ..optimizers.adam import adam_directions
 from ..transforms.moments import ScaleByAdamState
@@ -60,7 +60,7 @@ def scale_by_yogi(
 
 @named
 def yogi(
-    learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-3
+    learning_rate: NumberOrSchedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-3
 ) -> Transform:
     """Yogi (g gradient).
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema_of_squares
-from ..base import Schedule, Transform, chain, pointwise, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise, tree_zeros_like
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import coupled_decay
@@ -62,10 +62,10 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
 
 @named
 def adadelta(
-    learning_rate: Number | Schedule = 1.0,
+    learning_rate: NumberOrSchedule = 1.0,
     rho: Number = 0.9,
     eps: Number = 1e-6,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     weight_decay_mask: Mask | None = None,
 ) -> Transform:
     """Adadelta, with coupled weight decay (g gradient, p param).

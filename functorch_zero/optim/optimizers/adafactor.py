@@ -17,7 +17,7 @@ from ...layout.extent import Extent
 from ..across import Across, sum_dtype, without
 from ..arithmetic import Number, Tree, in_batches, is_zero, on_numbers
 from ..base import (
-    Schedule,
+    NumberOrSchedule,
     Transform,
     chain,
     real_only,
@@ -267,7 +267,7 @@ def scale_by_factored_rms(
 
 @named
 def scale_by_adafactor(
-    learning_rate: Number | Schedule = 1e-2,
+    learning_rate: NumberOrSchedule = 1e-2,
     decay_rate: float = 0.8,
     *,
     step_offset: int = 0,
@@ -370,7 +370,7 @@ def scale_by_adafactor(
     return real_only(with_statistics(init, update))
 
 
-def _product(a: Number | Schedule, b: Number | Schedule) -> Callable[[Tensor], Any]:
+def _product(a: NumberOrSchedule, b: NumberOrSchedule) -> Callable[[Tensor], Any]:
     """The schedule that is the product of two."""
 
     def both(count: Tensor) -> Any:
@@ -381,7 +381,7 @@ def _product(a: Number | Schedule, b: Number | Schedule) -> Callable[[Tensor], A
 
 @named
 def adafactor(
-    learning_rate: Number | Schedule = 1e-2,
+    learning_rate: NumberOrSchedule = 1e-2,
     min_dim_size_to_factor: int = 0,
     decay_rate: float = 0.8,
     decay_offset: int = 0,
@@ -389,7 +389,7 @@ def adafactor(
     multiply_by_parameter_scale: bool = True,
     clipping_threshold: float | None = 1.0,
     momentum: Number | None = None,
-    weight_decay_rate: Number | Schedule = 0.0,
+    weight_decay_rate: NumberOrSchedule = 0.0,
     weight_decay_mask: Mask | None = None,
     eps: float | None = None,
     min_scale: float = 1e-3,

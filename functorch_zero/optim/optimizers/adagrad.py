@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arithmetic import Number, Tree, elementwise, full_like, is_zero, number
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate, scale_by_schedule
 from ..transforms.weight_decay import coupled_decay
@@ -49,12 +49,12 @@ def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -
 
 @named
 def adagrad(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     initial_accumulator_value: Number = 0.0,
     eps: Number = 1e-10,
     *,
     lr_decay: Number = 0.0,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """Adagrad, with coupled weight decay (g gradient, p param, t the step from 1).
 

@@ -9,7 +9,7 @@ from optree import tree_map_
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, is_zero
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..kernels.fused_adamw import fused_adamw
 from ..naming import named
 from ..transforms.moments import (
@@ -90,13 +90,13 @@ def scale_by_adam(
 
 @named
 def adam(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """Adam, with coupled weight decay (g gradient, p param).
 
@@ -120,13 +120,13 @@ def adam(
 
 @named
 def adamw(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
     *,
-    weight_decay: Number | Schedule = 1e-2,
+    weight_decay: NumberOrSchedule = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
     """AdamW, Adam with decoupled weight decay (g gradient, p param).

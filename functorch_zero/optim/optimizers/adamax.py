@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, ema
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..transforms.moments import init_moments
 from ..transforms.scaling import scale_by_learning_rate
@@ -63,12 +63,12 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
 
 @named
 def adamax(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """AdaMax, with coupled weight decay (g gradient, p param).
 
@@ -92,12 +92,12 @@ def adamax(
 
 @named
 def adamaxw(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     *,
-    weight_decay: Number | Schedule = 1e-4,
+    weight_decay: NumberOrSchedule = 1e-4,
     mask: Mask | None = None,
 ) -> Transform:
     """AdaMaxW, AdaMax with decoupled weight decay (g gradient, p param).

@@ -9,7 +9,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree
-from ..base import Schedule, Transform, chain, pointwise, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise, tree_zeros_like
 from ..naming import named
 from ..transforms.moments import init_moments, update_moments
 from ..transforms.scaling import scale_by_learning_rate
@@ -65,13 +65,13 @@ def scale_by_amsgrad(
 
 @named
 def amsgrad(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """AMSGrad, with coupled weight decay (g gradient, p param).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arithmetic import Number
-from ..base import Schedule, Transform, chain
+from ..base import NumberOrSchedule, Transform, chain
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.trust_ratio import scale_by_trust_ratio
@@ -14,13 +14,13 @@ from .adam import scale_by_adam
 
 @named
 def lamb(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-6,
     eps_root: Number = 0.0,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
     """LAMB, per leaf (g gradient, p param).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arithmetic import Number
-from ..base import Schedule, Transform, chain
+from ..base import NumberOrSchedule, Transform, chain
 from ..naming import named
 from ..transforms.momentum import trace
 from ..transforms.scaling import scale_by_learning_rate
@@ -14,8 +14,8 @@ from ..wrappers.masking import Mask, masked
 
 @named
 def lars(
-    learning_rate: Number | Schedule,
-    weight_decay: Number | Schedule = 0.0,
+    learning_rate: NumberOrSchedule,
+    weight_decay: NumberOrSchedule = 0.0,
     weight_decay_mask: Mask | None = None,
     trust_coefficient: float = 0.001,
     eps: float = 0.0,

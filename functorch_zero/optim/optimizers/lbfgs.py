@@ -15,9 +15,9 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across
-from ..arithmetic import Number, Tree, elementwise, identity, pick
+from ..arithmetic import Tree, elementwise, identity, pick
 from ..base import (
-    Schedule,
+    NumberOrSchedule,
     Transform,
     chain,
     real_only,
@@ -229,7 +229,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
 
 @named
 def lbfgs(
-    learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
+    learning_rate: NumberOrSchedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
 ) -> Transform:
     """L-BFGS with a step size of your own (g gradient).
 

@@ -9,7 +9,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, ema
-from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count, tree_zeros_like
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
@@ -56,11 +56,11 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
 
 @named
 def lion(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.99,
     *,
-    weight_decay: Number | Schedule = 1e-3,
+    weight_decay: NumberOrSchedule = 1e-3,
     mask: Mask | None = None,
 ) -> Transform:
     """Lion, with decoupled weight decay (g gradient, p param).

@@ -12,7 +12,7 @@ from ..across import sum_dtype
 from ..arithmetic import Number, Tree, ema
 from ..base import (
     EmptyState,
-    Schedule,
+    NumberOrSchedule,
     Transform,
     chain,
     pointwise,
@@ -191,23 +191,23 @@ def by_num_dims(path: str, leaf: Tensor) -> str:
 
 @named
 def muon(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
     ns_steps: int = 5,
     beta: Number = 0.95,
     eps: float = 1e-7,
     *,
-    weight_decay: Number | Schedule = 0.1,
+    weight_decay: NumberOrSchedule = 0.1,
     nesterov: bool = True,
     scaling: Scaling | None = "original",
     ns_dtype: torch.dtype | None = None,
     as_matrices: Matrices | None = None,
     param_labels: Labels = by_num_dims,
-    adam_learning_rate: Number | Schedule | None = None,
+    adam_learning_rate: NumberOrSchedule | None = None,
     adam_b1: Number = 0.9,
     adam_b2: Number = 0.999,
     adam_eps: Number = 1e-8,
-    adam_weight_decay: Number | Schedule = 0.0,
+    adam_weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """Muon for matrices, AdamW for the other leaves (g gradient, p param).
 

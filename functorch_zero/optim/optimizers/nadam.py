@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, number
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..transforms.moments import init_moments, update_moments
 from ..transforms.scaling import scale_by_learning_rate
@@ -84,13 +84,13 @@ def scale_by_nadam(
 
 @named
 def nadam(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     momentum_decay: Number = 4e-3,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """NAdam, with coupled weight decay (g gradient, p param).
 
@@ -114,13 +114,13 @@ def nadam(
 
 @named
 def nadamw(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     momentum_decay: Number = 4e-3,
     *,
-    weight_decay: Number | Schedule = 1e-2,
+    weight_decay: NumberOrSchedule = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
     """NAdamW, NAdam with decoupled weight decay (g gradient, p param).

@@ -9,9 +9,9 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across, sum_dtype, widest_dtype
-from ..arithmetic import Number, Tree, elementwise
+from ..arithmetic import Tree, elementwise
 from ..base import (
-    Schedule,
+    NumberOrSchedule,
     Transform,
     real_only,
     step_count,
@@ -46,7 +46,7 @@ def scalar_for(params: Tree, value: float) -> Tensor:
 
 @named
 def prodigy(
-    learning_rate: Number | Schedule = 1.0,
+    learning_rate: NumberOrSchedule = 1.0,
     betas: tuple[float, float] = (0.9, 0.999),
     beta3: float | None = None,
     eps: float = 1e-8,

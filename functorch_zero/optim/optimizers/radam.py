@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, number
-from ..base import Schedule, Transform, chain, pointwise
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..transforms.moments import ScaleByAdamState, init_moments, shifted_root, update_moments
 from ..transforms.scaling import scale_by_learning_rate
@@ -72,14 +72,14 @@ def scale_by_radam(
 
 @named
 def radam(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
     threshold: Number = 5.0,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """Rectified Adam, with coupled weight decay (g gradient, p param).
 

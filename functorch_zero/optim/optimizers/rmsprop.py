@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like
-from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count, tree_zeros_like
 from ..naming import named
 from ..transforms.momentum import trace
 from ..transforms.scaling import scale_by_learning_rate
@@ -132,7 +132,7 @@ def _corrected(mean: Tree, decay: Number, count: Tensor) -> Tree:
 
 @named
 def rmsprop(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     decay: Number = 0.99,
     eps: Number = 1e-8,
     initial_scale: Number = 0.0,
@@ -142,7 +142,7 @@ def rmsprop(
     nesterov: bool = False,
     bias_correction: bool = False,
     *,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """RMSprop, with coupled weight decay (g gradient, p param).
 

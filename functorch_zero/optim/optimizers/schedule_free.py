@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, number
-from ..base import Schedule, Transform, chain, step_count, value_of
+from ..base import NumberOrSchedule, Transform, chain, step_count, value_of
 from ..naming import named
 from ..schedules import warmup_constant_schedule
 from ..states import only_state
@@ -38,7 +38,7 @@ class ScheduleFreeState(NamedTuple):
 @named
 def schedule_free(
     base_optimizer: Transform,
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     b1: Number = 0.9,
     weight_lr_power: Number = 2.0,
 ) -> Transform:
@@ -129,7 +129,7 @@ def schedule_free_sgd(
     learning_rate: Number = 1.0,
     warmup_steps: int | None = None,
     b1: Number = 0.9,
-    weight_decay: Number | Schedule | None = None,
+    weight_decay: NumberOrSchedule | None = None,
     weight_lr_power: Number = 2.0,
 ) -> Transform:
     """Schedule-free gradient descent (g gradient, y param).
@@ -164,7 +164,7 @@ def schedule_free_adamw(
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     weight_lr_power: Number = 2.0,
 ) -> Transform:
     """Schedule-free AdamW (g gradient, y param).
@@ -191,7 +191,7 @@ def schedule_free_adamw(
     return schedule_free(descent, rate, b1, weight_lr_power)
 
 
-def _warmed(learning_rate: Number, warmup_steps: int | None) -> Number | Schedule:
+def _warmed(learning_rate: Number, warmup_steps: int | None) -> NumberOrSchedule:
     """The learning rate, after a linear warm-up if there is one."""
     # As the caller gave it: constant
     if warmup_steps is None:

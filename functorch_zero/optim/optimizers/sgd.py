@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arithmetic import Number
-from ..base import Schedule, Transform, chain
+from ..base import NumberOrSchedule, Transform, chain
 from ..naming import named
 from ..transforms.momentum import trace
 from ..transforms.scaling import identity, scale_by_learning_rate
@@ -12,12 +12,12 @@ from ..transforms.weight_decay import coupled_decay
 
 @named
 def sgd(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     momentum: Number | None = None,
     nesterov: bool = False,
     *,
     dampening: Number = 0.0,
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
 ) -> Transform:
     """Gradient descent (g gradient, p param).
 

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from ..across import sum_dtype
 from ..arithmetic import Number, identity
-from ..base import (
-    Schedule,
-    Transform,
-    chain,
-    real_only,
-    step_count,
-    with_whole_leaves,
-)
+from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite, inverse_root, is_due
@@ -238,7 +231,7 @@ def scale_by_shampoo(
 
 @named
 def shampoo(
-    learning_rate: Number | Schedule,
+    learning_rate: NumberOrSchedule,
     momentum: Number = 0.9,
     b2: float = 1.0,
     eps: float = 1e-6,
@@ -246,7 +239,7 @@ def shampoo(
     block_size: int = 1024,
     precondition_frequency: int = 1,
     graft: Graft | None = "adagrad",
-    weight_decay: Number | Schedule = 0.0,
+    weight_decay: NumberOrSchedule = 0.0,
     mask: Mask | None = None,
     nesterov: bool = False,
     as_matrices: Matrices | None = None,

@@ -22,15 +22,8 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..arithmetic import Number, identity
-from ..base import (
-    Schedule,
-    Transform,
-    chain,
-    real_only,
-    step_count,
-    with_whole_leaves,
-)
+from ..arithmetic import identity
+from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite, is_due
@@ -233,12 +226,12 @@ def scale_by_soap(
 
 @named
 def soap(
-    learning_rate: Number | Schedule = 3e-3,
+    learning_rate: NumberOrSchedule = 3e-3,
     b1: float = 0.95,
     b2: float = 0.95,
     eps: float = 1e-8,
     *,
-    weight_decay: Number | Schedule = 0.01,
+    weight_decay: NumberOrSchedule = 0.01,
     mask: Mask | None = None,
     shampoo_beta: float | None = None,
     precondition_frequency: int = 10,

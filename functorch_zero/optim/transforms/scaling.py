@@ -15,6 +15,7 @@ from torch import Tensor
 from ..arithmetic import Number, Tree, elementwise, number
 from ..base import (
     EmptyState,
+    NumberOrSchedule,
     Schedule,
     Transform,
     Update,
@@ -76,9 +77,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
 
 
 @named
-def scale_by_learning_rate(
-    learning_rate: Number | Schedule, *, flip_sign: bool = True
-) -> Transform:
+def scale_by_learning_rate(learning_rate: NumberOrSchedule, *, flip_sign: bool = True) -> Transform:
     """Multiply every update by minus the learning rate. As optax.scale_by_learning_rate.
 
     State: a step count and the last learning rate, which `state_metrics` reports.

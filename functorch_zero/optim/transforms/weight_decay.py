@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, add_scaled, add_scaled_, elementwise, is_zero
-from ..base import Schedule, Transform, Update, pointwise, value_of
+from ..base import NumberOrSchedule, Transform, Update, pointwise, value_of
 from ..naming import named
 from ..states import CountState, init_count
 from ..wrappers.masking import Mask, masked
@@ -27,7 +27,7 @@ from ..wrappers.masking import Mask, masked
 
 @named
 def add_decayed_weights(
-    weight_decay: Number | Schedule = 0.0, mask: Mask | None = None
+    weight_decay: NumberOrSchedule = 0.0, mask: Mask | None = None
 ) -> Transform:
     """Add `weight_decay * p` to each update, for the params p. As optax.add_decayed_weights.
 
@@ -53,7 +53,7 @@ def add_decayed_weights(
 
 
 def coupled_decay(
-    weight_decay: Number | Schedule, mask: Mask | None = None
+    weight_decay: NumberOrSchedule, mask: Mask | None = None
 ) -> tuple[Transform, ...]:
     """Decay for the front of a chain: see Note [Coupled and decoupled weight decay].
 

@@ -20,7 +20,7 @@ from ..across import Across, Pointwise
 from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
 from ..base import (
     Needs,
-    Schedule,
+    NumberOrSchedule,
     Transform,
     chain,
     of_pointwise,
@@ -284,7 +284,7 @@ class ParamsEmaState(NamedTuple):
 
 
 @named
-def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
+def params_ema(inner: Transform, decay: NumberOrSchedule) -> Transform:
     """Keep a running mean of the params that `inner`'s updates lead to (Polyak averaging). Updates
     are `inner`'s.
 
