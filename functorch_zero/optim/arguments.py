@@ -213,27 +213,30 @@ def _factory_like(torchs: type[torch.optim.Optimizer]) -> str:
 
 def check_takes(
     fn: Callable[..., Any], arguments: tuple[str, ...], num_needed: int, *, by: str
-) -> None:
-    """Raise TypeError unless an author's function takes the arguments that it will be given.
+) -> int:
+    """How many arguments an author's function takes, of those that it can be given by position.
 
     Args:
         fn: the author's function.
         arguments: the most that it can be given, by position.
         num_needed: the fewest.
         by: the constructor that will call it: "pointwise's update".
+
+    Raises:
+        TypeError: fewer than it has to take, or others.
     """
     if not callable(fn):
         raise TypeError(f"{by} must be a function, got {type(fn).__name__}")
     try:
         signature = inspect.signature(fn)
     except ValueError:  # a builtin such as torch.zeros_like tells none
-        return
-    for num in range(num_needed, len(arguments) + 1):
+        return num_needed
+    for num in range(len(arguments), num_needed - 1, -1):
         try:
             signature.bind(*arguments[:num])
         except TypeError:
             continue
-        return
+        return num
     expected = [f"({', '.join(arguments[:n])})" for n in range(num_needed, len(arguments) + 1)]
     name = getattr(fn, "__qualname__", type(fn).__name__)
     raise TypeError(

@@ -9,7 +9,6 @@ every tree, which optree skips.
 from __future__ import annotations
 
 import enum
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -329,21 +328,18 @@ def pointwise(
     >>> negate.needs
     <Needs.POINTWISE: 0>
     """
-    _check_functions("pointwise", init, update)
-    if in_place is not None:
-        check_takes(in_place, _OF_TREES, 3, by="pointwise's in_place")
     # There is one `across` for all calls: it has no state, and answers nothing
     refusing: Any = Refusing()  # typed as any `across`
-    lifted = _lifted(init)
+    begin = _lifted_init(init, by="pointwise's init")
 
-    def asks_nothing(update: Update) -> Update:
-        lifted = _lifted_update(update)
-        return lambda updates, state, params: lifted(updates, state, params, refusing)
+    def asks_nothing(update: Update, name: str) -> Update:
+        run = _lifted_update(update, by=f"pointwise's {name}")
+        return lambda updates, state, params: run(updates, state, params, refusing)
 
     part = Pointwise(
-        lambda params: lifted(params, refusing),
-        asks_nothing(update),
-        asks_nothing(in_place) if in_place else None,
+        lambda params: begin(params, refusing),
+        asks_nothing(update, "update"),
+        asks_nothing(in_place, "in_place") if in_place else None,
     )
     # Some leaves are seen in another form
     part = as_vectors(in_real_parts(part) if in_parts else part)
@@ -399,11 +395,11 @@ def with_statistics(init: Init, update: Update) -> Transform:
     Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves
     together, and one more where integers are asked about beside floating-point numbers.
     """
-    _check_functions("with_statistics", init, update)
-    run = _lifted_update(update)
+    begin = _lifted_init(init, by="with_statistics's init")
+    run = _lifted_update(update, by="with_statistics's update")
 
     return Transform(
-        _lifted(init),
+        begin,
         _kept(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
         Needs.STATISTICS,
         name="with_statistics",
@@ -436,10 +432,10 @@ def with_whole_leaves(
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
     check_takes(init, ("param",), 1, by="with_whole_leaves' init")
-    check_takes(update, ("update", "state", "param"), 2, by="with_whole_leaves' update")
     # Read off the signature: a param that the author doesn't take is not sent to the owner
-    wants_param = _num_positional(update) > 2
-    spec = WholeLeaf(_made_of_tensors(init), _lifted_update(update), wants_param, cost, batched)
+    num_taken = check_takes(update, _OF_A_LEAF, 2, by="with_whole_leaves' update")
+    run = _with_first(num_taken, update)
+    spec = WholeLeaf(_made_of_tensors(init), run, num_taken > 2, cost, batched)
     made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
     return _of_whole(spec, Needs.WHOLE_LEAF, "with_whole_leaves", made_with)
 
@@ -470,12 +466,12 @@ def with_whole_rows(
     <Needs.WHOLE_ROWS: 2>
     """
     check_takes(init, ("param",), 1, by="with_whole_rows' init")
-    check_takes(update, ("update", "state", "param"), 2, by="with_whole_rows' update")
-    run, name = _lifted_update(update), name_of(update)
+    num_taken = check_takes(update, _OF_A_LEAF, 2, by="with_whole_rows' update")
+    run, name = _with_first(num_taken, update), name_of(update)
     spec = WholeLeaf(
         _made_of_tensors(init_by_rows(init)),
         update_by_rows(run, name),
-        _num_positional(update) > 2,
+        num_taken > 2,
         _numel,
         batched=False,
         by_rows=True,
@@ -513,13 +509,12 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     (twice that with params).
     """
     check_takes(init, ("params",), 1, by="with_whole_tree's init")
-    check_takes(update, _OF_TREES[:3], 2, by="with_whole_tree's update")
     # Read off the signature: params that the author doesn't take are not gathered
-    wants_params = _num_positional(update) > 2
-    run = _lifted_update(update)
+    num_taken = check_takes(update, _OF_TREES[:3], 2, by="with_whole_tree's update")
+    run = _with_first(num_taken, update)
 
     def update_tree(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        given = params if wants_params else None
+        given = params if num_taken > 2 else None
         return across.run_whole_tree(run, updates, state, given, limit)
 
     made_with = {"init": init, "update": update, "limit": limit}
@@ -697,38 +692,29 @@ def step_count() -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-# The arguments of an author's update; `init` has the last two
+# The arguments of an author's update; `init` of trees has the last two
 _OF_TREES = "updates", "state", "params", "across"
+_OF_A_LEAF = "update", "state", "param"
 
 
-def _check_functions(name: str, init: Init, update: Update) -> None:
-    """Raise TypeError unless an author's functions take trees as the constructor gives them."""
-    check_takes(init, _OF_TREES[2:], 1, by=f"{name}'s init")
-    check_takes(update, _OF_TREES, 3, by=f"{name}'s update")
+def _lifted_init(author: Init, *, by: str) -> Init:
+    """An author's `init` of trees, as one that is given params and `across`; `by`: as in
+    `check_takes`."""
+    num_taken = check_takes(author, _OF_TREES[2:], 1, by=by)
+    return lambda *given: author(*given[:num_taken])
 
 
-def _num_positional(fn: Callable[..., Any]) -> int:
-    """The number of positional arguments that a function takes; a large one when it takes any."""
-    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return 99  # takes any number, so also all that we pass
-    return sum(kind in positional for kind in kinds)
+def _lifted_update(author: Update, *, by: str) -> Update:
+    """An author's `update` of trees likewise."""
+    return _with_first(check_takes(author, _OF_TREES, 3, by=by), author)
 
 
-def _lifted(author: Callable[..., Any]) -> Callable[..., Any]:
-    """An author's function, that may take the first few arguments only, as one that is given
-    all."""
-    num = _num_positional(author)
-    return lambda *given: author(*given[:num])
-
-
-def _lifted_update(author: Update) -> Update:
-    """An author's `update` likewise, with an error that names it where it forgets the state."""
-    lifted = _lifted(author)
+def _with_first(num_taken: int, author: Update) -> Update:
+    """An author's `update`, that takes so many of the arguments that it is given; with an error
+    that names it where it forgets the state."""
 
     def run(*given: Any) -> tuple[Any, Any]:
-        made = lifted(*given)
+        made = author(*given[:num_taken])
         if isinstance(made, tuple) and len(made) == 2:
             return made
         kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
