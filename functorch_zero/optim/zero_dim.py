@@ -15,6 +15,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
+from ..tree import PyTree
 from .across import Pointwise, Tree
 
 
@@ -50,28 +51,24 @@ def _widened(tree: Tree) -> Tree:
     return tree_map(lambda x: x.reshape(1) if x.ndim == 0 else x, tree)
 
 
-def _followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
+def _followers(init: Callable[[Tree], Any], params: Tree) -> PyTree[bool]:
     """Per leaf of the state, whether it follows a 0-d param: whether it is larger when the param
     is. Found on the meta device."""
 
-    def made_of(size: int) -> list[Any]:
+    def made_of(size: int) -> Any:
         # On the meta device: `init` makes shapes and no values, whatever the leaf's size
         def resized(p: Tensor) -> Tensor:
             return p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta")
 
-        leaves: list[Any] = optree.tree_leaves(init(tree_map(resized, params)))
-        return leaves
+        return init(tree_map(resized, params))
 
     # A leaf that is no larger for two elements than for one is a count or its like
-    follow = []
-    for one, two in zip(made_of(1), made_of(2), strict=True):
-        follow.append(isinstance(one, Tensor) and one.shape != two.shape)
-    return follow
+    def follows(one: Any, two: Any) -> bool:
+        return isinstance(one, Tensor) and one.shape != two.shape
+
+    return tree_map(follows, made_of(1), made_of(2))
 
 
-def _reshaped(tree: Any, flags: list[bool], shape: tuple[int, ...]) -> Any:
+def _reshaped(tree: Any, flags: PyTree[bool], shape: tuple[int, ...]) -> Any:
     """The tree with this shape for the leaves that have a flag."""
-    leaves, treedef = optree.tree_flatten(tree)
-    # Flags are in flatten order, one per leaf
-    rows = zip(leaves, flags, strict=True)
-    return treedef.unflatten([x.reshape(shape) if flag else x for x, flag in rows])
+    return tree_map(lambda x, flag: x.reshape(shape) if flag else x, tree, flags)
