@@ -34,18 +34,31 @@ class FullMatrixState(NamedTuple):
     outer: Tensor  # (n, n), at least fp32: the sum of the outer products of gradients of n elements
 
 
-def first_state(num_elements: int, dtype: torch.dtype, device: torch.device) -> FullMatrixState:
-    """No outer products yet."""
-    shape = (num_elements, num_elements)
-    return FullMatrixState(torch.zeros(shape, dtype=sum_dtype(dtype), device=device))
+def first_state(params: Tree) -> FullMatrixState:
+    """No outer products yet, of whole leaves; every rank that has them makes the same."""
+    leaves = optree.tree_leaves(params)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    size = sum(leaf.numel() for leaf in leaves)
+    dtype = widest_dtype(leaves, torch.float32)
+    return FullMatrixState(torch.zeros(size, size, dtype=dtype, device=device))
 
 
-def take_step(g: Tensor, state: FullMatrixState, eps: float) -> tuple[Tensor, FullMatrixState]:
-    """The direction of a flat gradient (n,), and the state after it."""
+def take_step(updates: Tree, state: FullMatrixState, eps: float) -> tuple[Tree, FullMatrixState]:
+    """The direction of whole leaves, seen as one vector (n,), and the state after it."""
+    leaves, treedef = optree.tree_flatten(updates)
+    flats = [state.outer.new_empty(0)]  # so that an empty tree can be joined, too
+    # In the tree's order, which is the same on every rank
+    for leaf in leaves:
+        flats.append(leaf.reshape(-1).to(state.outer.dtype))
+    g = torch.cat(flats)
     # A gradient that is not finite leaves the sum as it was: see Note [No answer]
     outer = if_finite(torch.addr(state.outer, g, g), state.outer)
     # By the new sum, which has seen this gradient
-    return solve_root(outer, g, eps), FullMatrixState(outer)
+    direction = solve_root(outer, g, eps)
+    directions = []
+    for flat, leaf in zip(direction.split([*map(torch.numel, leaves)]), leaves, strict=True):
+        directions.append(flat.to(leaf.dtype).reshape(leaf.shape))
+    return treedef.unflatten(directions), FullMatrixState(outer)
 
 
 @named
@@ -68,14 +81,9 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         limit: bytes of one leaf's matrix above which `init` refuses, naming the size.
     """
 
-    # The whole leaf, at its owner
-    def init(param: Tensor) -> FullMatrixState:
-        return first_state(param.numel(), param.dtype, param.device)
-
+    # A leaf is a tree, too
     def update(update: Tensor, state: FullMatrixState) -> tuple[Tensor, FullMatrixState]:
-        flat = update.reshape(-1).to(state.outer.dtype)  # (n,), at least float32
-        direction, new = take_step(flat, state, eps)
-        return direction.to(update.dtype).reshape(update.shape), new
+        return take_step(update, state, eps)
 
     def cost(shape: tuple[int, ...]) -> float:
         """Operations of the eigendecomposition, up to a factor."""
@@ -89,7 +97,7 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         for path, leaf, extent in zip(paths(params), leaves, extents, strict=True):
             refuse_above(limit, extent.numel, leaf.dtype, path, remedy)
 
-    return checked(real_only(with_whole_leaves(init, update, cost=cost)), check)
+    return checked(real_only(with_whole_leaves(first_state, update, cost=cost)), check)
 
 
 @named
@@ -111,25 +119,8 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         limit: bytes of the matrix above which `init` refuses, naming the size it would need.
     """
 
-    def init(params: Tree) -> FullMatrixState:
-        leaves = optree.tree_leaves(params)
-        # Whole leaves, gathered: every rank makes the same state
-        device = leaves[0].device if leaves else torch.device("cpu")
-        num_elements = sum(leaf.numel() for leaf in leaves)
-        return first_state(num_elements, widest_dtype(leaves, torch.float32), device)
-
     def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
-        leaves, treedef = optree.tree_flatten(updates)
-        flats = [state.outer.new_empty(0)]  # so that an empty tree can be joined, too
-        # In the tree's order, which is the same on every rank
-        for leaf in leaves:
-            flats.append(leaf.reshape(-1).to(state.outer.dtype))
-        direction, new = take_step(torch.cat(flats), state, eps)
-        parts = direction.split([leaf.numel() for leaf in leaves])
-        directions = []
-        for part, leaf in zip(parts, leaves, strict=True):
-            directions.append(part.to(leaf.dtype).reshape(leaf.shape))
-        return treedef.unflatten(directions), new
+        return take_step(updates, state, eps)
 
     def check(params: Tree, across: Across) -> None:
         # Of whole leaves; the params here may be pieces
@@ -138,7 +129,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         remedy = "use scale_by_full_matrix_adagrad, leaf by leaf"
         refuse_above(limit, num_elements, dtype, None, remedy)
 
-    return checked(real_only(with_whole_tree(init, update, limit=limit)), check)
+    return checked(real_only(with_whole_tree(first_state, update, limit=limit)), check)
 
 
 def refuse_above(
