@@ -15,6 +15,7 @@ from ..across import Across
 from ..arithmetic import Tree, elementwise
 from ..base import NumberOrSchedule, Transform, chain, real_only, tree_zeros_like, with_statistics
 from ..naming import named
+from ..transforms.norms import zero_answers
 from ..transforms.scaling import scale_by_learning_rate
 
 Shape = tuple[int, ...]  # of a whole leaf, or some of its dims
@@ -67,26 +68,17 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     """
     share = 1.0 if b2 == 1.0 else 1.0 - b2  # of a squared gradient in the accumulator
 
-    # The k-th entry of `mu`: per leaf (shape[k],), in the param's dtype, or None
-    def vectors(k: int, params: Tree, across: Across) -> Tree:
-        def zeros(p: Tensor, extent: Extent) -> Tensor | None:
-            if all_but(k)(extent.shape) is None:
-                return None
-            return p.new_zeros(extent.shape[k])  # whole, on every rank
-
-        return tree_map(zeros, params, across.extents)
-
     def init(params: Tree, across: Across) -> ScaleBySm3State:
         def accumulator(p: Tensor, extent: Extent) -> Tensor | None:
             return torch.zeros_like(p) if len(extent.shape) < 2 else None
 
         # As many entries as the leaf of most dims has; one dim has no vectors
-        most_dims = 0
-        for extent in tree_leaves(across.extents):
-            most_dims = max(most_dims, len(extent.shape))
+        num_dims = [len(extent.shape) for extent in tree_leaves(across.extents)]
+        most_dims = max(num_dims, default=0)
         num_vectors = most_dims if most_dims > 1 else 0
         return ScaleBySm3State(
-            mu=tuple(vectors(k, params, across) for k in range(num_vectors)),
+            # Per leaf (shape[k],), whole, on every rank
+            mu=tuple(zero_answers(params, across, all_but(k), "max") for k in range(num_vectors)),
             accumulator=tree_map(accumulator, params, across.extents),
             nu=tree_zeros_like(params),
         )

@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...layout.extent import Extent
-from ..across import Across, sum_dtype, without
+from ..across import Across, sum_dtype
 from ..arithmetic import Number, Tree, in_batches, is_zero, on_numbers
 from ..base import (
     NumberOrSchedule,
@@ -27,7 +27,7 @@ from ..base import (
 )
 from ..naming import named
 from ..transforms.momentum import ema
-from ..transforms.norms import block_rms, safe_square, safe_squares, times
+from ..transforms.norms import block_rms, safe_square, safe_squares, times, zero_answers
 from ..transforms.scaling import scale
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
@@ -99,26 +99,14 @@ class Factors(NamedTuple):
 def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
     """The means before the first step: zeros."""
 
-    # v_row lacks the COLS dim, over which it is a mean, and v_col the ROWS dim
-    def vector_without(which: int) -> Callable[[Tensor, Extent], Tensor | None]:
-        def zeros(p: Tensor, extent: Extent) -> Tensor | None:
-            # By the full shape: `p` may be a 1-D piece
-            chosen = dims(extent.shape)
-            if chosen is None:
-                return None
-            shape = without(extent.shape, (chosen[which],))
-            return p.new_zeros(shape, dtype=sum_dtype(p.dtype))
-
-        return zeros
-
     def whole(p: Tensor, extent: Extent) -> Tensor | None:
         if dims(extent.shape) is not None:
             return None
         return torch.zeros_like(p, dtype=sum_dtype(p.dtype))
 
     return Factors(
-        v_row=tree_map(vector_without(COLS), params, across.extents),
-        v_col=tree_map(vector_without(ROWS), params, across.extents),
+        v_row=zero_answers(params, across, one_of(dims, COLS), "sum"),
+        v_col=zero_answers(params, across, one_of(dims, ROWS), "sum"),
         v=tree_map(whole, params, across.extents),
     )
 

@@ -16,7 +16,18 @@ import torch
 from optree import tree_flatten, tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, Pointwise, sum_dtype, total_of
+from ...layout.extent import Extent
+from ..across import (
+    Across,
+    Dim,
+    DimOp,
+    Pointwise,
+    dims_of,
+    reduced_dtype,
+    sum_dtype,
+    total_of,
+    without,
+)
 from ..arithmetic import Tree, in_batches, on_numbers
 
 
@@ -83,6 +94,20 @@ _TIMES_STATE = Pointwise(
     partial(_foreach_times, torch._foreach_mul_),
     keeps_zeros=True,
 )
+
+
+def zero_answers(params: Tree, across: Across, dim: Dim, op: DimOp) -> Tree:
+    """Zeros in the shapes and dtypes of `across.sum_dim(params, dim)`, or of `max_dim`, for the
+    state that begins a statistic."""
+
+    def zeros(p: Tensor, extent: Extent) -> Tensor | None:
+        # By the full shape: `p` may be a 1-D piece
+        dims = dims_of(dim, extent.shape)
+        if dims is None:
+            return None
+        return p.new_zeros(without(extent.shape, dims), dtype=reduced_dtype(p.dtype, op))
+
+    return tree_map(zeros, params, across.extents)
 
 
 def block_rms(norms: Tree, across: Across) -> Tree:
