@@ -50,8 +50,12 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         yield (last, last + 1), *rest
 
 
-def _shape_of(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
+def _in_boxes(piece: Tensor, extent: Extent) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes that a piece (n,) consists of, each with its elements: a view of its shape."""
+    boxes = [*boxes_of_range(extent.shape, extent.start, extent.stop)]
+    shapes = [tuple(stop - start for start, stop in box) for box in boxes]
+    for box, shape, own in zip(boxes, shapes, piece.split([*map(prod, shapes)]), strict=True):
+        yield box, own.view(shape)
 
 
 def _place_in_answer(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
@@ -89,12 +93,8 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     if len(dims) == len(extent.shape) > 0:
         return piece.sum(dtype=dtype) if op == "sum" else piece.max()
     out = piece.new_full(shape, identity, dtype=dtype)  # the whole answer
-    start = 0  # of the box, in the piece
-    for box in boxes_of_range(extent.shape, extent.start, extent.stop):
-        sizes = _shape_of(box)
-        part = piece[start : start + prod(sizes)].view(sizes)
-        start += part.numel()
-        place, here = out[_place_in_answer(box, dims)], reduce_over(part, dims, op)
+    for box, own in _in_boxes(piece, extent):
+        place, here = out[_place_in_answer(box, dims)], reduce_over(own, dims, op)
         if op == "max":
             torch.maximum(place, here, out=place)
         else:
@@ -119,12 +119,8 @@ def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> 
         return answer.expand(extent.num_here)
     answer = answer.reshape(with_ones(extent.shape, dims))
     out = answer.new_empty(extent.num_here)
-    start = 0  # of the box, in the piece
-    for box in boxes_of_range(extent.shape, extent.start, extent.stop):
-        sizes = _shape_of(box)
+    for box, beside in _in_boxes(out, extent):
         # Along dims that were reduced, one value goes beside all elements
         place = tuple(slice(None) if dim in dims else slice(*ends) for dim, ends in enumerate(box))
-        beside = out[start : start + prod(sizes)]
-        beside.view(sizes).copy_(answer[place])
-        start += beside.numel()
+        beside.copy_(answer[place])
     return out
