@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..params import is_on_engine
 from ..tree import PyTree
-from .base import step_count
+from .base import step_count, tree_zeros_like
 
 State = TypeVar("State")  # a transform's NamedTuple
 
@@ -23,9 +23,19 @@ class CountState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
 
 
-def init_count(params: PyTree[Tensor]) -> CountState:
-    """A step counter at 0."""
-    return CountState(step_count())
+def zeros(kind: Callable[..., State]) -> Callable[[PyTree[Tensor]], State]:
+    """The `init` of a state that begins at zero: a NamedTuple of trees like params, whose `count`,
+    if it has one, is of steps."""
+    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+
+    def init(params: PyTree[Tensor]) -> State:
+        # No two parts of a state may share storage
+        return kind(*(step_count() if f == "count" else tree_zeros_like(params) for f in fields))
+
+    return init
+
+
+init_count = zeros(CountState)
 
 
 class ScaleByLearningRateState(NamedTuple):

@@ -12,11 +12,10 @@ from ..base import (
     Transform,
     chain,
     pointwise,
-    step_count,
-    tree_zeros_like,
     value_of,
 )
 from ..naming import named
+from ..states import zeros
 from ..transforms.moments import adam_denominator
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
@@ -60,10 +59,6 @@ def scale_by_ademamix(
         alpha: weight of the slow mean; a number or a schedule. Others: see `scale_by_adam`.
     """
 
-    def init(params: Tree) -> ScaleByAdemamixState:
-        m1, m2 = tree_zeros_like(params), tree_zeros_like(params)
-        return ScaleByAdemamixState(step_count(), m1, m2, tree_zeros_like(params))
-
     def update(
         updates: Tree, state: ScaleByAdemamixState, params: Tree
     ) -> tuple[Tree, ScaleByAdemamixState]:
@@ -84,7 +79,7 @@ def scale_by_ademamix(
 
         return elementwise(direction, m1, m2, nu), ScaleByAdemamixState(count, m1, m2, nu)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByAdemamixState), update, in_parts=True)
 
 
 @named

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema_of_squares
-from ..base import NumberOrSchedule, Transform, chain, pointwise, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
+from ..states import zeros
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import coupled_decay
 from ..wrappers.masking import Mask
@@ -40,9 +41,6 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
             at zero.
     """
 
-    def init(params: Tree) -> ScaleByAdaDeltaState:
-        return ScaleByAdaDeltaState(e_g=tree_zeros_like(params), e_x=tree_zeros_like(params))
-
     def step(g: Tensor, of_steps: Tensor, of_grads: Tensor) -> Tensor:
         # The mean of steps is one step behind: this step isn't known yet
         ratio = (of_steps + eps).sqrt() / (of_grads + eps).sqrt()
@@ -57,7 +55,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
         e_x = ema_of_squares(state.e_x, steps, rho)
         return steps, ScaleByAdaDeltaState(e_g, e_x)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByAdaDeltaState), update, in_parts=True)
 
 
 @named

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arithmetic import Number, Tree, bias_correction, elementwise, ema
 from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
-from ..transforms.moments import init_moments
+from ..states import zeros
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights, coupled_decay
 from ..wrappers.masking import Mask
@@ -42,10 +42,6 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         eps: added to each gradient's size, so that the maximum is never zero.
     """
 
-    def init(params: Tree) -> ScaleByAdamaxState:
-        # Zeros for the maximum, too: the first gradient's size takes their place
-        return ScaleByAdamaxState(*init_moments(params))
-
     def update(
         updates: Tree, state: ScaleByAdamaxState, params: Tree
     ) -> tuple[Tree, ScaleByAdamaxState]:
@@ -58,7 +54,8 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         directions = elementwise(lambda m, v: m / c1 / v, mu, nu)
         return directions, ScaleByAdamaxState(count, mu, nu)
 
-    return pointwise(init, update, in_parts=True)
+    # Zeros for the maximum, too: the first gradient's size takes their place
+    return pointwise(zeros(ScaleByAdamaxState), update, in_parts=True)
 
 
 @named

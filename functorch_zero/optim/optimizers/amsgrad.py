@@ -9,9 +9,10 @@ from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree
-from ..base import NumberOrSchedule, Transform, chain, pointwise, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
-from ..transforms.moments import init_moments, update_moments
+from ..states import zeros
+from ..transforms.moments import update_moments
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import coupled_decay
 from .adam import adam_directions
@@ -46,11 +47,6 @@ def scale_by_amsgrad(
     Arguments: see `scale_by_adam`.
     """
 
-    def init(params: Tree) -> ScaleByAmsgradState:
-        # A tree of its own for the maximum: no two parts of a state may share storage
-        count, mu, nu = init_moments(params)
-        return ScaleByAmsgradState(count, mu, nu, tree_zeros_like(params))
-
     def update(
         updates: Tree, state: ScaleByAmsgradState, params: Tree
     ) -> tuple[Tree, ScaleByAmsgradState]:
@@ -60,7 +56,7 @@ def scale_by_amsgrad(
         directions = adam_directions(moments._replace(nu=nu_max), b1, b2, eps, eps_root)
         return directions, ScaleByAmsgradState(moments.count, moments.mu, moments.nu, nu_max)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByAmsgradState), update, in_parts=True)
 
 
 @named

@@ -9,8 +9,9 @@ from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, ema
-from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
+from ..states import zeros
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
@@ -40,9 +41,6 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
         b2: decay of the mean, per step.
     """
 
-    def init(params: Tree) -> ScaleByLionState:
-        return ScaleByLionState(step_count(), tree_zeros_like(params))
-
     def update(
         updates: Tree, state: ScaleByLionState, params: Tree
     ) -> tuple[Tree, ScaleByLionState]:
@@ -51,7 +49,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
         mu = ema(state.mu, updates, b2)
         return signs, ScaleByLionState(state.count + 1, mu)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByLionState), update, in_parts=True)
 
 
 @named

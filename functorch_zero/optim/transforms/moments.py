@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, bias_correction, ema, ema_of_squares, is_zero
-from ..base import step_count, tree_zeros_like
+from ..states import zeros
 
 
 class ScaleByAdamState(NamedTuple):
@@ -23,9 +23,7 @@ class ScaleByAdamState(NamedTuple):
     nu: Any  # like params: running mean of the squared gradients
 
 
-def init_moments(params: Tree) -> ScaleByAdamState:
-    """The moments before the first step: zeros."""
-    return ScaleByAdamState(step_count(), tree_zeros_like(params), tree_zeros_like(params))
+init_moments = zeros(ScaleByAdamState)
 
 
 def update_moments(updates: Tree, state: Any, b1: Number, b2: Number) -> ScaleByAdamState:

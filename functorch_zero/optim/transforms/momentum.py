@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..arithmetic import Number, Tree, add_scaled, bias_correction, elementwise, is_zero, number
 from ..arithmetic import ema as mean_of
-from ..base import Transform, pointwise, step_count, tree_zeros_like
+from ..base import Transform, pointwise
 from ..naming import named
+from ..states import zeros
 
 
 class TraceState(NamedTuple):
@@ -43,9 +44,6 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
             in torch.
     """
 
-    def init(params: Tree) -> TraceState:
-        return TraceState(step_count(), tree_zeros_like(params))
-
     def share_of_update(count: Tensor) -> Number:
         # A number: then a step reads no count at all
         if is_zero(dampening):
@@ -64,7 +62,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
             directions = tree_map(torch.clone, new)
         return directions, TraceState(state.count + 1, new)
 
-    return pointwise(init, update)
+    return pointwise(zeros(TraceState), update)
 
 
 class EmaState(NamedTuple):
@@ -88,9 +86,6 @@ def ema(decay: Number, debias: bool = True) -> Transform:
         debias: divide by `1 - decay**t`, which the mean lacks for having begun at zero.
     """
 
-    def init(params: Tree) -> EmaState:
-        return EmaState(step_count(), tree_zeros_like(params))
-
     def update(updates: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
         mean = mean_of(state.ema, updates, decay)
@@ -103,4 +98,4 @@ def ema(decay: Number, debias: bool = True) -> Transform:
             directions = tree_map(torch.clone, mean)
         return directions, EmaState(count, mean)
 
-    return pointwise(init, update)
+    return pointwise(zeros(EmaState), update)
