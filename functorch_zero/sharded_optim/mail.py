@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
@@ -44,36 +45,28 @@ class Mail:
     def exchange(self, like: Tensor) -> Mapping[Any, list[Tensor]]:
         """Run the all-to-all, in the dtype of `like`. Returns the runs (numel,) for each key,
         ordered by sender."""
+        here, ranks = self._group.rank, range(self._group.size)
         # This rank's runs for itself skip the collective, and are not copied
-        own = iter(self._outgoing[self._group.rank])
-        # Runs in the order of their receivers; `torch.cat` takes no empty list
-        outgoing = [like.new_empty(0)]
-        num_sent, num_received = [], []  # elements per rank
-        for rank in range(self._group.size):
-            is_other = rank != self._group.rank
-            runs = self._outgoing[rank] if is_other else []
-            outgoing += runs
-            num_sent.append(sum(map(Tensor.numel, runs)))
-            expected = self._expected[rank] if is_other else []
-            num_received.append(sum(run.numel for run in expected))
-
-        # (sum of num_sent,): the one copy that sending takes
-        source = torch.cat(outgoing)
+        own = iter(self._outgoing.pop(here, []))
+        num_sent = [sum(map(Tensor.numel, self._outgoing[rank])) for rank in ranks]
+        sizes = [[run.numel for run in self._expected[rank]] for rank in ranks]
+        num_received = [0 if rank == here else sum(sizes[rank]) for rank in ranks]
+        # (sum of num_sent,), the runs in the order of their receivers: the one copy that sending
+        # takes. `torch.cat` takes no empty list
+        outgoing = itertools.chain(*(self._outgoing[rank] for rank in ranks))
+        source = torch.cat([like.new_empty(0), *outgoing])
         # (sum of num_received,): runs are views of it
         target = like.new_empty(sum(num_received))
         self._group.all_to_all(target, num_received, source, num_sent).wait()
 
         # By key, runs in the order of senders
         arrived: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
-        start = 0
-        for sender in range(self._group.size):
-            for key, numel in self._expected[sender]:
-                if sender == self._group.rank and numel:
-                    arrived[key].append(next(own))
-                # An empty run, which `send` has left out
-                elif sender == self._group.rank:
-                    arrived[key].append(like.new_empty(0))
-                else:
-                    arrived[key].append(target[start : start + numel])
-                    start += numel
+        for sender, received in enumerate(target.split(num_received)):
+            if sender == here:
+                # `send` has left the empty ones out
+                runs = [next(own) if numel else like.new_empty(0) for numel in sizes[here]]
+            else:
+                runs = list(received.split(sizes[sender]))
+            for (key, _), run in zip(self._expected[sender], runs, strict=True):
+                arrived[key].append(run)
         return arrived
