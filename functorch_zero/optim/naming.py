@@ -169,11 +169,10 @@ class _Description:
             return str(thing)
         if isinstance(thing, torch.device):
             return thing.type  # ranks have devices of their own
-        if isinstance(thing, Tensor):
-            values = thing.tolist() if _is_small(thing) else content_digests({"": thing})
+        if _is_array(thing):
+            is_large = isinstance(thing, Tensor) and not _is_small(thing)
+            values = content_digests({"": thing}) if is_large else thing.tolist()
             return [str(thing.dtype), list(thing.shape), self.of(values)]
-        if hasattr(thing, "__array_interface__"):  # numpy's arrays and numbers
-            return [str(thing.dtype), list(thing.shape), self.of(thing.tolist())]
         if isinstance(thing, type):
             return _qualified(thing)
         if depth == 0 or isinstance(thing, ModuleType):
@@ -275,19 +274,20 @@ def _dotted_names(code: CodeType) -> list[list[str]]:
     return names
 
 
+def _is_array(thing: Any) -> bool:
+    """Whether it is a tensor, or numpy's: an array or a number."""
+    return isinstance(thing, Tensor) or hasattr(thing, "__array_interface__")
+
+
 def _is_data(thing: Any) -> bool:
     """Whether it is a table of values, of Python or of a library: described whole."""
-    return isinstance(thing, Tensor | Mapping | list | tuple | set | frozenset) or hasattr(
-        thing, "__array_interface__"
-    )
+    return _is_array(thing) or isinstance(thing, Mapping | list | tuple | set | frozenset)
 
 
 def _is_followed(thing: Any) -> bool:
     """Whether a thing that a function names is data, or a user's: no module or class, nothing of
     Python or a library."""
-    if isinstance(thing, Named | Tensor | Mapping | partial) or hasattr(
-        thing, "__array_interface__"
-    ):
+    if _is_array(thing) or isinstance(thing, Named | Mapping | partial):
         return True
     if isinstance(thing, ModuleType | type) or inspect.isbuiltin(thing):
         return False
