@@ -26,7 +26,7 @@ from .random_numbers import Kind, Number, draw_leaf, key_of
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats
 Shape = tuple[int, ...]  # of a whole leaf; also some of its dims, in order
-Dims = int | tuple[int, ...]  # of the full shape; negative ones count from its end
+Dims = int | Shape  # of the full shape; negative ones count from its end
 Dim = Dims | Callable[[Shape], Dims | None]  # or by a leaf's full shape; None: not asked
 Question = tuple[Tree, Dim]  # a tree, and the dims that its leaves are reduced over
 Factors = tuple[Tree] | tuple[Tree, Tree]  # a tree, or two to be multiplied element by element

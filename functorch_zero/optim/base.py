@@ -31,7 +31,7 @@ from ..tree import (
     storages,
     trained_leaves,
 )
-from .across import Across, Fused, Pointwise, Refusing, Tree, WholeLeaf
+from .across import Across, Fused, Pointwise, Refusing, Shape, Tree, WholeLeaf
 from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
 from .arithmetic import Number
@@ -408,7 +408,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
     )
 
 
-def _numel(shape: tuple[int, ...]) -> float:
+def _numel(shape: Shape) -> float:
     return float(torch.Size(shape).numel())
 
 
@@ -416,7 +416,7 @@ def with_whole_leaves(
     init: Callable[[Tensor], Any],
     update: Callable[..., tuple[Tensor, Any]],
     *,
-    cost: Callable[[tuple[int, ...]], float] = _numel,
+    cost: Callable[[Shape], float] = _numel,
     batched: bool = False,
 ) -> Transform:
     """A transform that needs one whole tensor at a time.

@@ -16,7 +16,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..tree import PyTree
-from .across import Pointwise, Tree
+from .across import Pointwise, Shape, Tree
 
 
 def as_vectors(part: Pointwise) -> Pointwise:
@@ -69,6 +69,6 @@ def _followers(init: Callable[[Tree], Any], params: Tree) -> PyTree[bool]:
     return tree_map(follows, made_of(1), made_of(2))
 
 
-def _reshaped(tree: Any, flags: PyTree[bool], shape: tuple[int, ...]) -> Any:
+def _reshaped(tree: Any, flags: PyTree[bool], shape: Shape) -> Any:
     """The tree with this shape for the leaves that have a flag."""
     return tree_map(lambda x, flag: x.reshape(shape) if flag else x, tree, flags)

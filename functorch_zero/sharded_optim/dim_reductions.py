@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..groups.protocol import ReduceOp
 from ..layout.extent import Box, Extent
-from ..optim.across import reduce_over, reduced_dtype, smallest, with_ones, without
+from ..optim.across import Shape, reduce_over, reduced_dtype, smallest, with_ones, without
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """The boxes that the elements [start, stop) of a flattened tensor consist of, in their order:
     at most 2 * dims - 1, and one of a 0-d tensor."""
     if start == stop:
@@ -58,12 +58,12 @@ def _in_boxes(piece: Tensor, extent: Extent) -> Iterator[tuple[Box, Tensor]]:
         yield box, own.view(shape)
 
 
-def _place_in_answer(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
+def _place_in_answer(box: Box, dims: Shape) -> tuple[slice, ...]:
     """Where the answer over `dims` about this box lies in the answer about the whole."""
     return tuple(slice(*ends) for dim, ends in enumerate(box) if dim not in dims)
 
 
-def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
+def reduce_piece(piece: Tensor, extent: Extent, dims: Shape, op: ReduceOp) -> Tensor:
     """This piece's share of a sum or maximum over `dims`.
 
     Args:
@@ -102,7 +102,7 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     return out
 
 
-def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+def spread_over_piece(answer: Tensor, extent: Extent, dims: Shape) -> Tensor:
     """An answer's values beside the elements of a piece, (extent.num_here,); the inverse direction
     of `reduce_piece`.
 

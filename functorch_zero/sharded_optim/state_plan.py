@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..layout.extent import Extent
 from ..layout.layout import Layout
-from ..optim.across import Dim, DimOp, Question, Tree, WholeLeaf, reduced_dtype, without
+from ..optim.across import Dim, DimOp, Question, Shape, Tree, WholeLeaf, reduced_dtype, without
 from ..optim.local import Local
 from ..tree import PyTree, paths, select
 
@@ -52,7 +52,7 @@ class StateLeaf:
     leaf: int = -1
     slot: int = -1
     owner: int = -1
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     dtype: torch.dtype | None = None
 
     @property
@@ -68,7 +68,7 @@ class StateLeaf:
         row = prod(self.shape[1:])  # elements
         return Extent(self.shape, first * row, last * row)
 
-    def shape_here(self, layout: Layout, piece_number: int) -> tuple[int, ...]:
+    def shape_here(self, layout: Layout, piece_number: int) -> Shape:
         """The shape of that part: (n,), or some rows."""
         if self.kind == "follows":
             return (self._extent_of_param(layout, piece_number).num_here,)
@@ -159,7 +159,7 @@ class Planner(Local):
         return tree_map(lambda n: placeholder(n, leaves[n].dtype), self._numbers)
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+        def reduced(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
             # The answer's own shape, no placeholder: every rank will have it whole
             return x.new_empty(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 

@@ -19,7 +19,7 @@ from ..groups.protocol import Group
 from ..layout.extent import Extent, Rows
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
-from ..optim.across import WholeLeaf
+from ..optim.across import Shape, WholeLeaf
 from .mail import Mail
 from .state_plan import EVERYONE, HOLDERS
 
@@ -30,7 +30,7 @@ class _Leaf:
 
     bucket: Bucket  # in which all its elements lie
     index: int
-    shape: tuple[int, ...]  # of the whole leaf
+    shape: Shape  # of the whole leaf
 
     @property
     def is_cut(self) -> bool:

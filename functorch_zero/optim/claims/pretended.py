@@ -23,6 +23,7 @@ from ..across import (
     Pointwise,
     Question,
     Refusing,
+    Shape,
     Tree,
     WholeLeaf,
     reduced_dtype,
@@ -41,10 +42,10 @@ MOST = 4096  # elements that are tried of a leaf
 CORNER = 4  # elements per dim of a leaf on which a whole-leaf function is repeated
 
 
-def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def block_of(shape: Shape) -> Shape:
     """The shape of a block of a tensor's first elements: all of them, or at most `MOST`. They are
     elements [0, numel) of the flattened tensor, as an `Extent` needs them."""
-    block: tuple[int, ...] = ()
+    block: Shape = ()
     size = 1  # elements of a row of the block, so far
     for length in reversed(shape):
         # From the last dim on: whole rows, as many as there is room for
@@ -131,7 +132,7 @@ class PretendedRank(Local):
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         # Any values would do that are the same for every cut; only a block of the leaf is here
-        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+        def ones(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
             return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
         # Nothing to answer with: only the question is compared
@@ -140,7 +141,7 @@ class PretendedRank(Local):
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def beside(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+        def beside(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
             # Numbers of elements in the flattened leaf
             here = torch.arange(extent.start, extent.stop, device="cpu")
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)

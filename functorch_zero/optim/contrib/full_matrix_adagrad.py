@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import TransformError, explain
 from ...layout.extent import Extent
 from ...tree import paths
-from ..across import Across, sum_dtype, widest_dtype
+from ..across import Across, Shape, sum_dtype, widest_dtype
 from ..arithmetic import Tree
 from ..base import (
     NumberOrSchedule,
@@ -85,7 +85,7 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
     def update(update: Tensor, state: FullMatrixState) -> tuple[Tensor, FullMatrixState]:
         return take_step(update, state, eps)
 
-    def cost(shape: tuple[int, ...]) -> float:
+    def cost(shape: Shape) -> float:
         """Operations of the eigendecomposition, up to a factor."""
         return float(torch.Size(shape).numel()) ** 3
 

@@ -11,14 +11,12 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ...layout.extent import Extent
-from ..across import Across
+from ..across import Across, Shape
 from ..arithmetic import Tree, elementwise
 from ..base import NumberOrSchedule, Transform, chain, real_only, tree_zeros_like, with_statistics
 from ..naming import named
 from ..transforms.norms import zero_answers
 from ..transforms.scaling import scale_by_learning_rate
-
-Shape = tuple[int, ...]  # of a whole leaf, or some of its dims
 
 
 def all_but(k: int) -> Callable[[Shape], Shape | None]:

@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...layout.extent import Extent
-from ..across import Across, sum_dtype
+from ..across import Across, Shape, sum_dtype
 from ..arithmetic import Number, Tree, in_batches, is_zero, on_numbers
 from ..base import (
     NumberOrSchedule,
@@ -32,7 +32,6 @@ from ..transforms.scaling import scale
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
 
-Shape = tuple[int, ...]  # of a whole leaf
 # From a full shape to the numbers of the dims that count as rows and as columns; None: not factored
 FactoredDims = Callable[[Shape], tuple[int, int] | None]
 ROWS, COLS = 0, 1  # positions in the answer of a FactoredDims

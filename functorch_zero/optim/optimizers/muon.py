@@ -8,19 +8,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..across import sum_dtype
+from ..across import Shape, sum_dtype
 from ..arithmetic import Number, Tree, ema
 from ..base import (
     EmptyState,
     NumberOrSchedule,
     Transform,
     chain,
+    init_empty,
     pointwise,
     real_only,
-    tree_zeros_like,
     with_whole_leaves,
 )
 from ..naming import named
+from ..states import zeros
 from ..transforms.matrices import Matrices, matrices
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
@@ -56,9 +57,6 @@ def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
         nesterov: look one step ahead.
     """
 
-    def init(params: Tree) -> MomentumState:
-        return MomentumState(tree_zeros_like(params))
-
     def update(updates: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
         # A mean where others keep a sum: the orthogonalisation takes away the difference in size
         mu = ema(state.mu, updates, decay)
@@ -69,7 +67,7 @@ def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
         ahead = ema(updates, mu, 1 - decay)
         return ahead, MomentumState(mu)
 
-    return pointwise(init, update)
+    return pointwise(zeros(MomentumState), update)
 
 
 def newton_schulz(
@@ -160,9 +158,6 @@ def orthogonalize(
     # From the full shape, so all ranks see the same stack
     view = matrices if as_matrices is None else as_matrices
 
-    def init(param: Tensor) -> EmptyState:
-        return EmptyState()
-
     def update(updates: Tensor, state: EmptyState) -> tuple[Tensor, EmptyState]:
         # The first dim counts leaves of one shape, each of which is a stack of `count` matrices
         num_leaves, *shape = updates.shape
@@ -175,13 +170,13 @@ def orthogonalize(
         # Rounded to the update's dtype first, then scaled by a number
         return orthogonal.reshape(updates.shape) * shape_scale(rows, cols, scaling), state
 
-    def cost(shape: tuple[int, ...]) -> float:
+    def cost(shape: Shape) -> float:
         """Multiplications of one matrix product, up to a factor."""
         count, rows, cols = view(shape)
         # gram is (k, k) for k the shorter side: rows * cols * k multiplications
         return float(count * rows * cols * min(rows, cols))
 
-    return real_only(with_whole_leaves(init, update, cost=cost, batched=True))
+    return real_only(with_whole_leaves(init_empty, update, cost=cost, batched=True))
 
 
 def by_num_dims(path: str, leaf: Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..across import sum_dtype
+from ..across import Shape, sum_dtype
 from ..arithmetic import Number, identity
 from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
@@ -149,7 +149,7 @@ def scale_by_shampoo(
     view = matrices if as_matrices is None else as_matrices
     share = 1.0 if b2 == 1.0 else 1 - b2  # of a step's outer products in the statistic
 
-    def shapes(shape: tuple[int, ...]) -> list[torch.Size]:
+    def shapes(shape: Shape) -> list[torch.Size]:
         """Of the blocks of a leaf of this shape: (rows, cols)."""
         stack = torch.empty(view(shape), device="meta")
         return [block.shape[1:] for block in blocks_of(stack, block_size)]
@@ -215,7 +215,7 @@ def scale_by_shampoo(
         new = ShampooState(state.count + 1, tuple(blocks), squares)
         return direction.reshape(shape).to(update.dtype), new
 
-    def cost(shape: tuple[int, ...]) -> float:
+    def cost(shape: Shape) -> float:
         """Operations of the eigendecompositions, up to a factor."""
         count, _, _ = view(shape)
         total = 0

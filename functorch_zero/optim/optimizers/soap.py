@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..across import sum_dtype
+from ..across import Shape, sum_dtype
 from ..arithmetic import identity
 from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
@@ -213,7 +213,7 @@ def scale_by_soap(
         new = SoapState(state.count + 1, mu, nu, left, right)
         return direction.reshape(update.shape).to(update.dtype), new
 
-    def cost(shape: tuple[int, ...]) -> float:
+    def cost(shape: Shape) -> float:
         """Multiplications of the rotations and of the turns, up to a factor."""
         count, rows, cols = view(shape)
         # Products with both bases, and a QR per side

@@ -9,7 +9,7 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, Dims
+from ..across import Across, Dims, Shape
 from ..arithmetic import Number, Tree, clamp
 from ..base import (
     Schedule,
@@ -86,7 +86,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     return replace(with_statistics(init, update), takes_rows=True)
 
 
-def unit_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+def unit_dims(shape: Shape) -> Shape:
     """The dims that a unit's norm sums over: all but the first.
 
     All dims where at most one of them is longer than 1: such a tensor is one unit.

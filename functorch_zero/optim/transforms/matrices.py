@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-Shape = tuple[int, ...]
+from ..across import Shape
+
 Matrices = Callable[[Shape], tuple[int, int, int]]  # full shape -> (count, rows, cols)
 
 
