@@ -47,7 +47,7 @@ from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, Ferry, in_turn
 from .pointwise import Donate, PointwiseOnFlats, UpdateFlats, device_of
-from .state_plan import EVERYONE, HOLDERS, owner_without_choice, owners_of
+from .state_plan import EVERYONE, HOLDERS, owners_of
 from .whole_leaf import Exchange, batches
 
 
@@ -94,9 +94,7 @@ class Sharded(Across):
         )
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
-        # Of these, whether pieces are of whole rows
         places = [layout.places[number] for number in self._numbers]
-        self._in_rows = [layout.buckets[b].has_whole_rows(k) for b, k in places]
         self._has_tables = any(layout.buckets[b].cut.by_rows for b, _ in places)
         self._exchange = Exchange(layout, self._numbers, group)
         # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
@@ -336,11 +334,7 @@ class Sharded(Across):
 
     def _owners(self, part: WholeLeaf) -> list[int]:
         """The owner of each leaf of the tree: a rank, EVERYONE or HOLDERS."""
-        # By the layout alone, so that all ranks find the same owners without a word
-        costs = [part.cost(extent.shape) for extent in optree.tree_leaves(self.extents)]
-        rows = zip(optree.tree_leaves(self._is_cut), self._in_rows, strict=True)
-        known = [owner_without_choice(part, is_cut=cut, in_rows=rows) for cut, rows in rows]
-        return owners_of(costs, known, self._group.size)
+        return owners_of(part, self._layout, self._numbers, self._group.size)
 
     def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
         extents = optree.tree_leaves(self.extents)

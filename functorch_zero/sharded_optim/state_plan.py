@@ -175,15 +175,8 @@ class Planner(Local):
     def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
         extents = optree.tree_leaves(self.extents)
         numbers = optree.tree_leaves(self._numbers)
-        # The same choice as `Sharded` makes, so the plan's owners are the step's
+        owners = owners_of(part, self._layout, numbers, self._num_ranks)
         costs = [part.cost(extent.shape) for extent in extents]
-        known = []
-        for n in numbers:
-            b, k = self._layout.places[n]
-            is_cut = self._layout.leaves[n].cut.num_pieces > 1
-            in_rows = self._layout.buckets[b].has_whole_rows(k)
-            known.append(owner_without_choice(part, is_cut=is_cut, in_rows=in_rows))
-        owners = owners_of(costs, known, self._num_ranks)
         self.owned += map(OwnedParam, numbers, owners, costs)
         states = []
         for leaf, extent, number, owner in zip(leaves, extents, numbers, owners, strict=True):
@@ -284,19 +277,20 @@ def placeholder(number: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(_LONG + number, dtype=dtype, device="meta")
 
 
-def owner_without_choice(part: WholeLeaf, *, is_cut: bool, in_rows: bool) -> int | None:
-    """EVERYONE or HOLDERS; None for a leaf of which one rank has to be the owner."""
-    if part.by_rows and in_rows:
-        return HOLDERS
-    return None if is_cut else EVERYONE
-
-
-def owners_of(costs: Sequence[float], known: Sequence[int | None], num_ranks: int) -> list[int]:
-    """The owner of each leaf: the one that is known, else a rank."""
-    to_assign = [i for i, owner in enumerate(known) if owner is None]
-    assigned = assign_owners([costs[i] for i in to_assign], num_ranks)
-    chosen = dict(zip(to_assign, assigned, strict=True))
-    return [chosen[i] if owner is None else owner for i, owner in enumerate(known)]
+def owners_of(part: WholeLeaf, layout: Layout, numbers: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each leaf with these numbers: a rank, EVERYONE or HOLDERS. By the layout alone,
+    so that all ranks, and a plan, find the same owners without a word."""
+    owners, to_assign = [EVERYONE] * len(numbers), []
+    for i, number in enumerate(numbers):
+        b, k = layout.places[number]
+        if part.by_rows and layout.buckets[b].has_whole_rows(k):
+            owners[i] = HOLDERS
+        elif layout.leaves[number].cut.num_pieces > 1:
+            to_assign.append(i)
+    costs = [part.cost(layout.leaves[numbers[i]].shape) for i in to_assign]
+    for i, owner in zip(to_assign, assign_owners(costs, num_ranks), strict=True):
+        owners[i] = owner
+    return owners
 
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
