@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from optree import tree_leaves, tree_map, tree_structure
@@ -36,6 +36,8 @@ from ..local import Local
 from ..random_numbers import Kind, Number
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, TrialCut, middle
 from .operators import OperatorWatch
+
+T = TypeVar("T")  # an answer
 
 # Few enough for milliseconds per transform
 MOST = 4096  # elements that are tried of a leaf
@@ -101,7 +103,7 @@ class PretendedRank(Local):
         # An author's `init` may be slow, and runs once for all leaves of a kind
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
-    def _answer(self, question: tuple[Any, ...], ask: Callable[[], Any] = tuple) -> Any:
+    def _answer(self, question: tuple[Any, ...], ask: Callable[[], T]) -> T:
         # An answer's own sums are no operators of the author
         with self._watch.paused():
             if self._told is None:
@@ -113,7 +115,12 @@ class PretendedRank(Local):
                 if asked != question:
                     raise TransformError(f"it {_OTHER_QUESTIONS}. Remedy: {_SAME_QUESTIONS}")
             # Clones: an author may write over an answer, and another rank gets it next
-            return tree_map(torch.clone, answer)
+            copy: T = tree_map(torch.clone, answer)
+            return copy
+
+    def _ask(self, *question: Any) -> None:
+        """A question whose answer isn't compared, since any will do."""
+        self._answer(question, tuple)
 
     def check_all_asked(self) -> None:
         """Refuse the transform if the first rank has asked more."""
@@ -122,21 +129,18 @@ class PretendedRank(Local):
 
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
         question = "reduce", op, _num_leaves(trees)
-        sums: tuple[Tree, ...] = self._answer(question, lambda: Local.reduce(self, trees, op))
-        return sums
+        return self._answer(question, lambda: Local.reduce(self, trees, op))
 
     def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         question = "totals", _num_leaves(products)
-        sums: tuple[Tensor, ...] = self._answer(question, lambda: Local.totals(self, products))
-        return sums
+        return self._answer(question, lambda: Local.totals(self, products))
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         # Any values would do that are the same for every cut; only a block of the leaf is here
         def ones(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
             return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
-        # Nothing to answer with: only the question is compared
-        self._answer(("reduce_dims", op, _num_leaves([tree for tree, _ in questions])))
+        self._ask("reduce_dims", op, _num_leaves([tree for tree, _ in questions]))
         with self._watch.paused():
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
 
@@ -168,7 +172,7 @@ class PretendedRank(Local):
         return updates, state  # checked on its own
 
     def _init_leaves(self, part: WholeLeaf, leaves: list[Tensor]) -> Sequence[Any]:
-        self._answer(("init_whole", len(leaves)))
+        self._ask("init_whole", len(leaves))
         # As a rank that owns none of them: tensors of shape (0,)
         states = []
         for leaf, extent in zip(leaves, tree_leaves(self.extents), strict=True):
@@ -182,7 +186,7 @@ class PretendedRank(Local):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        self._answer(("run_whole", _num_leaves([updates])))
+        self._ask("run_whole", _num_leaves([updates]))
         if self._is_whole:
             rows = zip(paths(updates), tree_leaves(updates), tree_leaves(params), strict=True)
             for path, update, param in rows:
@@ -210,7 +214,7 @@ class PretendedRank(Local):
             self._watch.refuse(story, REPEAT_REMEDY)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        self._answer(("gather", _num_leaves(trees)))
+        self._ask("gather", _num_leaves(trees))
 
         # Meta tensors: whole leaves may be far larger than their blocks
         def whole(x: Tensor, extent: Extent) -> Tensor:
@@ -226,7 +230,7 @@ class PretendedRank(Local):
     def run_whole_tree(
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
-        self._answer(("run_whole_tree", _num_leaves([updates, params])))
+        self._ask("run_whole_tree", _num_leaves([updates, params]))
         # As in `run_whole`: shapes are all that the rest of a chain sees
         return tree_map(torch.clone, updates), state
 
