@@ -61,17 +61,11 @@ def empty_side(count: int, size: int, dtype: torch.dtype, device: torch.device) 
     )
 
 
-class Grafted(NamedTuple):
-    """A diagonal optimizer's step, whose norm is taken."""
-
-    step: Tensor  # like the leaf, at least fp32
-    squares: Any  # its state after the step: `ShampooState.graft`
-
-
 def graft_step(
     graft: Graft, g: Tensor, squares: Any, count: Tensor, b2: float, eps: float
-) -> Grafted:
-    """The step of the optimizer that is grafted on, at step t = count + 1.
+) -> tuple[Tensor, Any]:
+    """The step, like `g`, and the next squares of the optimizer that is grafted on, a diagonal one,
+    at step t = count + 1.
 
         sgd: g
         adagrad: g / (sqrt(squares) + eps), squares = squares + g**2
@@ -87,15 +81,15 @@ def graft_step(
     """
     # No squares: its state stays ()
     if graft == "sgd":
-        return Grafted(g, squares)
+        return g, squares
     if graft == "adagrad":
         sums = squares + g * g
-        return Grafted(g / (sums.sqrt() + eps), sums)
+        return g / (sums.sqrt() + eps), sums
     # rmsprop, corrected for having begun at zero
     means = (b2 * squares + (1 - b2) * g * g).to(squares.dtype)
     correction = 1 - b2 ** (count + 1).double()
     corrected = means / correction.to(means.dtype)
-    return Grafted(g / (corrected.sqrt() + eps), means)
+    return g / (corrected.sqrt() + eps), means
 
 
 @named
@@ -149,10 +143,12 @@ def scale_by_shampoo(
     view = matrices if as_matrices is None else as_matrices
     share = 1.0 if b2 == 1.0 else 1 - b2  # of a step's outer products in the statistic
 
-    def shapes(shape: Shape) -> list[torch.Size]:
-        """Of the blocks of a leaf of this shape: (rows, cols)."""
+    def sides_of(shape: Shape) -> list[Shape]:
+        """Of the blocks of a leaf of this shape, the sizes of their sides: rows and columns. A
+        vector is one column: only its rows have a statistic."""
         stack = torch.empty(view(shape), device="meta")
-        return [block.shape[1:] for block in blocks_of(stack, block_size)]
+        last = 2 if len(shape) < 2 else 3
+        return [tuple(block.shape[1:last]) for block in blocks_of(stack, block_size)]
 
     def init(param: Tensor) -> ShampooState:
         shape = tuple(param.shape)
@@ -160,13 +156,8 @@ def scale_by_shampoo(
         # At least float32: roots of half-precision sums would be noise
         dtype, device = sum_dtype(param.dtype), param.device
         blocks: list[tuple[Side, ...]] = []
-        for rows, cols in shapes(shape):
-            left = empty_side(count, rows, dtype, device)
-            # A vector is one column: only its rows have a statistic
-            if param.ndim < 2:
-                blocks.append((left,))
-            else:
-                blocks.append((left, empty_side(count, cols, dtype, device)))
+        for sizes in sides_of(shape):
+            blocks.append(tuple(empty_side(count, size, dtype, device) for size in sizes))
         # Only grafts that divide by squares keep them
         squares = () if graft in (None, "sgd") else torch.zeros_like(param, dtype=dtype)
         return ShampooState(step_count(), tuple(blocks), squares)
@@ -182,11 +173,9 @@ def scale_by_shampoo(
 
     def new_sides(g: Tensor, sides: tuple[Side, ...], count: Tensor) -> tuple[Side, ...]:
         # One side takes the whole inverse: a square root instead of two fourth roots
-        if len(sides) == 1:
-            return (new_side(sides[0], g @ g.mT, 2, count),)
-        left = new_side(sides[0], g @ g.mT, 4, count)
-        right = new_side(sides[1], g.mT @ g, 4, count)
-        return left, right
+        p = 2 * len(sides)
+        pairs = zip(sides, (g @ g.mT, g.mT @ g), strict=False)  # of one side, the first
+        return tuple(new_side(side, outer, p, count) for side, outer in pairs)
 
     def precondition(g: Tensor, sides: tuple[Side, ...]) -> Tensor:
         product = sides[0].root @ g  # left**(-1/p) @ g, (count, rows, cols)
@@ -218,13 +207,8 @@ def scale_by_shampoo(
     def cost(shape: Shape) -> float:
         """Operations of the eigendecompositions, up to a factor."""
         count, _, _ = view(shape)
-        total = 0
-        for rows, cols in shapes(shape):
-            # n**3 for the eigenvectors of n x n; two sides but for vectors
-            total += rows**3
-            if len(shape) > 1:
-                total += cols**3
-        return float(count * total)
+        # n**3 for the eigenvectors of n x n
+        return float(count * sum(n**3 for sizes in sides_of(shape) for n in sizes))
 
     return real_only(with_whole_leaves(init, update, cost=cost))
 
