@@ -66,10 +66,10 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     """
     share = 1.0 if b2 == 1.0 else 1.0 - b2  # of a squared gradient in the accumulator
 
-    def init(params: Tree, across: Across) -> ScaleBySm3State:
-        def accumulator(p: Tensor, extent: Extent) -> Tensor | None:
-            return torch.zeros_like(p) if len(extent.shape) < 2 else None
+    def of_vectors(x: Tensor, extent: Extent) -> Tensor | None:
+        return x if len(extent.shape) < 2 else None
 
+    def init(params: Tree, across: Across) -> ScaleBySm3State:
         # As many entries as the leaf of most dims has; one dim has no vectors
         num_dims = [len(extent.shape) for extent in tree_leaves(across.extents)]
         most_dims = max(num_dims, default=0)
@@ -77,7 +77,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         return ScaleBySm3State(
             # Per leaf (shape[k],), whole, on every rank
             mu=tuple(zero_answers(params, across, all_but(k), "max") for k in range(num_vectors)),
-            accumulator=tree_map(accumulator, params, across.extents),
+            accumulator=tree_map(of_vectors, tree_zeros_like(params), across.extents),
             nu=tree_zeros_like(params),
         )
 
@@ -104,9 +104,6 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     def update(
         updates: Tree, state: ScaleBySm3State, params: Tree, across: Across
     ) -> tuple[Tree, ScaleBySm3State]:
-        def kept(a: Tensor, extent: Extent) -> Tensor | None:
-            return a if len(extent.shape) < 2 else None
-
         # Each vector, held whole by every rank, is put beside the elements that are here
         bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
         sums = tree_map(accumulate, updates, state.accumulator, *bounds)
@@ -114,7 +111,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         # By the new accumulators: they have seen this gradient
         nu = elementwise(lambda old, new: b1 * old + (1 - b1) * new, state.nu, directions)
         mu = largest(sums, len(state.mu), across)
-        return nu, ScaleBySm3State(mu, tree_map(kept, sums, across.extents), nu)
+        return nu, ScaleBySm3State(mu, tree_map(of_vectors, sums, across.extents), nu)
 
     return real_only(with_statistics(init, update))
 
