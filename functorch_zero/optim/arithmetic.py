@@ -181,6 +181,11 @@ def number(x: Any) -> Tensor:
     return torch.as_tensor(x, dtype=torch.float64, device="cpu")
 
 
+def device_of(tree: Tree) -> torch.device:
+    """Where a tree's leaves lie, and answers about them; the CPU for a tree without leaves."""
+    return next((leaf.device for leaf in optree.tree_leaves(tree)), torch.device("cpu"))
+
+
 def full_like(tree: Tree, value: Number) -> Tree:
     """Leaves shaped like those of `tree`, full of one number."""
     if not isinstance(value, Tensor):

@@ -8,11 +8,11 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import TransformError, explain
+from ...errors import TransformError
 from ...layout.extent import Extent
 from ...tree import paths
 from ..across import Across, Shape, sum_dtype, widest_dtype
-from ..arithmetic import Tree
+from ..arithmetic import Tree, device_of
 from ..base import (
     NumberOrSchedule,
     Transform,
@@ -37,10 +37,9 @@ class FullMatrixState(NamedTuple):
 def first_state(params: Tree) -> FullMatrixState:
     """No outer products yet, of whole leaves; every rank that has them makes the same."""
     leaves = optree.tree_leaves(params)
-    device = leaves[0].device if leaves else torch.device("cpu")
     size = sum(leaf.numel() for leaf in leaves)
     dtype = widest_dtype(leaves, torch.float32)
-    return FullMatrixState(torch.zeros(size, size, dtype=dtype, device=device))
+    return FullMatrixState(torch.zeros(size, size, dtype=dtype, device=device_of(params)))
 
 
 def take_step(updates: Tree, state: FullMatrixState, eps: float) -> tuple[Tree, FullMatrixState]:
@@ -148,13 +147,10 @@ def refuse_above(
     if size <= limit:
         return
     raise TransformError(
-        explain(
-            f"full-matrix Adagrad of {num_elements} elements would need {size} bytes for its "
-            "matrix",
-            path=path,
-            expected=f"at most limit={limit}",
-            remedy=f"{remedy}, or raise limit",
-        )
+        f"full-matrix Adagrad of {num_elements} elements would need {size} bytes for its matrix",
+        path=path,
+        expected=f"at most limit={limit}",
+        remedy=f"{remedy}, or raise limit",
     )
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_leaves, tree_map
+from optree import tree_map
 from torch import Tensor
 
 from ..across import Across
-from ..arithmetic import Tree, elementwise, identity, pick
+from ..arithmetic import Tree, device_of, elementwise, identity, pick
 from ..base import (
     NumberOrSchedule,
     Transform,
@@ -168,8 +168,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
             return tuple(tree_zeros_like(params) for _ in range(memory_size))
 
         # Tables lie where `across` answers, so that no step copies them
-        device = next((leaf.device for leaf in tree_leaves(params)), None)
-        table = torch.zeros(memory_size, memory_size, dtype=torch.float64, device=device)
+        table = torch.zeros(memory_size, memory_size, dtype=torch.float64, device=device_of(params))
         return ScaleByLBFGSState(
             count=step_count(),
             params=tree_zeros_like(params),

@@ -8,8 +8,8 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, sum_dtype, widest_dtype
-from ..arithmetic import Tree, elementwise
+from ..across import Across, widest_dtype
+from ..arithmetic import Tree, device_of, elementwise
 from ..base import (
     NumberOrSchedule,
     Transform,
@@ -37,11 +37,8 @@ class ProdigyState(NamedTuple):
 def scalar_for(params: Tree, value: float) -> Tensor:
     """A 0-d tensor where params are, in the dtype that `across.total` of them has."""
     # Leaves are pieces or whole: both tell the dtype and device of answers
-    leaves = tree_leaves(params)
-    if not leaves:
-        return torch.full((), value, dtype=torch.float32, device="cpu")
-    dtype = sum_dtype(widest_dtype(leaves))
-    return torch.full((), value, dtype=dtype, device=leaves[0].device)
+    dtype = widest_dtype(tree_leaves(params), torch.float32)
+    return torch.full((), value, dtype=dtype, device=device_of(params))
 
 
 @named

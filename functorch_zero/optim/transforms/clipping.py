@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from optree import tree_leaves, tree_map
+from optree import tree_map
 from torch import Tensor
 
 from ..across import Across, Dims, Shape
-from ..arithmetic import Number, Tree, clamp
+from ..arithmetic import Number, Tree, clamp, device_of
 from ..base import (
     Schedule,
     Transform,
@@ -65,11 +66,8 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
 
     def init(params: Tree) -> ClipByGlobalNormState:
         # The numbers lie where the params do: they are computed from answers about the updates
-        like = next(iter(tree_leaves(params)), torch.zeros((), device="cpu"))
-        # float64, as `update` makes them: a state keeps its dtypes
-        norm = like.new_full((), 0.0, dtype=torch.float64)
-        factor = like.new_full((), 1.0, dtype=torch.float64)
-        return ClipByGlobalNormState(step_count(), norm, factor)
+        number = partial(torch.full, (), dtype=torch.float64, device=device_of(params))
+        return ClipByGlobalNormState(step_count(), norm=number(0.0), factor=number(1.0))
 
     def update(
         updates: Tree, state: ClipByGlobalNormState, params: Tree, across: Across
