@@ -177,12 +177,8 @@ def _kinds(annotation: Any) -> set[str]:
 def check_is_transform(what: str, value: Any) -> None:
     """Raise TypeError, with the call that makes a transform of this value, unless it is one."""
     if not hasattr(value, "update_fn"):
-        got = f"{type(value).__name__} {_called(value)}".strip()
+        got = f"{type(value).__name__} {getattr(value, '__name__', '')}".strip()
         raise TypeError(f"{what} must be an optim.Transform, got {got}. Remedy: {_remedy(value)}")
-
-
-def _called(value: Any) -> str:
-    return getattr(value, "__name__", "")
 
 
 def _remedy(value: Any) -> str:

@@ -135,13 +135,8 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
 
     def init(params: Tree) -> FromTorchState:
         # Placeholders of the right structure: the class itself begins its state in the first step
-        like_params: dict[str, Any] = {}
-        numbers: dict[str, Tensor] = {}
-        for key, kept in example.items():
-            if kept.ndim:
-                like_params[key] = tree_zeros_like(params)
-            else:
-                numbers[key] = kept.clone()
+        like_params = {key: tree_zeros_like(params) for key, x in example.items() if x.ndim}
+        numbers = {key: x.clone() for key, x in example.items() if not x.ndim}
         return FromTorchState(step_count(), like_params, numbers)
 
     def update(updates: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
@@ -156,12 +151,12 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
         # The class has moved copies; updates lead the params to the same place
         moves = [n.detach() - o for n, o in zip(new, old, strict=True)]
         # Per param, torch's name -> tensor
-        kept = [optimizer.state[n] for n in new]
+        states = [optimizer.state[n] for n in new]
         like_params = {}
         for key in state.like_params:
-            like_params[key] = treedef.unflatten([own[key] for own in kept])
+            like_params[key] = treedef.unflatten([own[key] for own in states])
         # Counts go on alike for all params, so the first one's stand for all
-        numbers = {key: kept[0][key] for key in state.numbers}
+        numbers = {key: states[0][key] for key in state.numbers}
         return treedef.unflatten(moves), FromTorchState(state.count + 1, like_params, numbers)
 
     return pointwise(init, update)
@@ -202,9 +197,9 @@ def _state_of(
         param.grad = torch.zeros(2, device="cpu")
         optimizer = optimizer_class([param], **options)
         optimizer.step()
-    kept = {k: v for k, v in optimizer.state[param].items() if v is not None}
+    state = {k: v for k, v in optimizer.state[param].items() if v is not None}
     # State of any other shape could not be cut along with the param
-    for key, value in kept.items():
+    for key, value in state.items():
         if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
             got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(
@@ -216,4 +211,4 @@ def _state_of(
                     remedy="write it as a transform, or take ours",
                 )
             )
-    return kept
+    return state
