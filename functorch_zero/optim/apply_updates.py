@@ -10,7 +10,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..in_a_loss import refuse_update
 from ..params import engine_of
 from ..tree import PyTree, paths, same_structure
@@ -74,13 +74,10 @@ def check_no_complex_for_real(
         is_complex = isinstance(update, Tensor) and update.is_complex()
         if is_complex and not leaves[n].dtype.is_complex:
             raise StructureError(
-                explain(
-                    "a complex tensor was given for a real leaf, which would lose its imaginary "
-                    "part",
-                    path=path_of(n),
-                    expected=leaves[n].dtype,
-                    got=update.dtype,
-                    rank=rank,
-                    remedy="pass its .real, if that is meant, or make the leaf complex",
-                )
+                "a complex tensor was given for a real leaf, which would lose its imaginary part",
+                path=path_of(n),
+                expected=leaves[n].dtype,
+                got=update.dtype,
+                rank=rank,
+                remedy="pass its .real, if that is meant, or make the leaf complex",
             )

@@ -18,7 +18,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, TransformError, explain
+from ..errors import StructureError, TransformError
 from ..in_a_loss import refuse_update
 from ..params import engine_of
 from ..tree import (
@@ -274,13 +274,11 @@ def _refuse_dtensors(params: Tree) -> None:
         return
     path = next(path for path, leaf in named_leaves(params).items() if is_dtensor(leaf))
     raise StructureError(
-        explain(
-            "a transform was given DTensors, of which it sees either too much or too little",
-            path=path,
-            expected="a plain tensor, or a sharded tree of this library",
-            got="a DTensor",
-            remedy="optim.to_torch(transform, model) is an optimizer for models of DTensors",
-        )
+        "a transform was given DTensors, of which it sees either too much or too little",
+        path=path,
+        expected="a plain tensor, or a sharded tree of this library",
+        got="a DTensor",
+        remedy="optim.to_torch(transform, model) is an optimizer for models of DTensors",
     )
 
 
@@ -734,14 +732,12 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         for path, leaf in named_leaves(state).items():
             if not isinstance(leaf, Tensor):
                 raise TransformError(
-                    explain(
-                        f"{name_of(init)} makes a state of other things than "
-                        "tensors, which ranks can't send to each other",
-                        path=path,
-                        expected="a tensor",
-                        got=type(leaf).__name__,
-                        remedy="torch.tensor(number); optim.step_count() for a count",
-                    )
+                    f"{name_of(init)} makes a state of other things than "
+                    "tensors, which ranks can't send to each other",
+                    path=path,
+                    expected="a tensor",
+                    got=type(leaf).__name__,
+                    remedy="torch.tensor(number); optim.step_count() for a count",
                 )
         return state
 

@@ -14,7 +14,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import TransformError, explain
+from ..errors import TransformError
 from ..tree import named_leaves
 from .across import Pointwise, Tree
 
@@ -55,7 +55,7 @@ def refuse_complex(params: Tree) -> None:
                 "leaf, torch.view_as_real(leaf)"
             )
             story = "this optimizer takes real leaves only"
-            raise TransformError(explain(story, path=path, got=leaf.dtype, remedy=remedy))
+            raise TransformError(story, path=path, got=leaf.dtype, remedy=remedy)
 
 
 def _in_parts(tree: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import generator_of
-from ..errors import TransformError, explain
+from ..errors import TransformError
 from ..layout.extent import Extent
 from ..tree import has_values
 
@@ -87,23 +87,19 @@ def _checked(kind: Kind, path: str, like: Any, extent: Extent | None) -> Extent:
     """The extent of a leaf that numbers can be drawn like."""
     if not isinstance(like, Tensor) or not (like.is_floating_point() or like.is_complex()):
         raise TransformError(
-            explain(
-                f"{kind} numbers are drawn like floating-point tensors",
-                path=path,
-                got=getattr(like, "dtype", type(like).__name__),
-                remedy="draw like gradients or updates, where such a leaf is None",
-            )
+            f"{kind} numbers are drawn like floating-point tensors",
+            path=path,
+            got=getattr(like, "dtype", type(like).__name__),
+            remedy="draw like gradients or updates, where such a leaf is None",
         )
     extent = Extent.of(like) if extent is None else extent
     if like.numel() != extent.num_here:
         raise TransformError(
-            explain(
-                f"{kind} numbers are drawn like trees of params or updates",
-                path=path,
-                expected=f"{extent.num_here} elements",
-                got=f"{like.numel()}",
-                remedy="pass params or updates as they are given to the transform",
-            )
+            f"{kind} numbers are drawn like trees of params or updates",
+            path=path,
+            expected=f"{extent.num_here} elements",
+            got=f"{like.numel()}",
+            remedy="pass params or updates as they are given to the transform",
         )
     return extent
 

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import PyTree, paths, same_structure
 
 
@@ -33,14 +33,12 @@ def check_opt_state(
         if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape == other.shape:
             continue
         raise StructureError(
-            explain(
-                f"a leaf of {what} has another shape than the one of init",
-                path=paths(expected)[n],
-                expected=tuple(one.shape),
-                got=tuple(other.shape),
-                rank=rank,
-                remedy=remedy,
-            )
+            f"a leaf of {what} has another shape than the one of init",
+            path=paths(expected)[n],
+            expected=tuple(one.shape),
+            got=tuple(other.shape),
+            rank=rank,
+            remedy=remedy,
         )
 
 

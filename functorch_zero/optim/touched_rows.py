@@ -16,7 +16,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import TransformError, explain
+from ..errors import TransformError
 from ..layout.extent import Rows, touched_among
 
 
@@ -37,12 +37,10 @@ def init_by_rows(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         for leaf in optree.tree_leaves(state):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != len(rows):
                 raise TransformError(
-                    explain(
-                        f"{name_of(init)} makes a state that doesn't go by rows",
-                        expected=f"tensors with {len(rows)} rows, or 0-d ones",
-                        got=f"shape {tuple(leaf.shape)}",
-                        remedy="param.new_zeros(len(param)) for one number per row",
-                    )
+                    f"{name_of(init)} makes a state that doesn't go by rows",
+                    expected=f"tensors with {len(rows)} rows, or 0-d ones",
+                    got=f"shape {tuple(leaf.shape)}",
+                    remedy="param.new_zeros(len(param)) for one number per row",
                 )
         return state
 
@@ -97,12 +95,10 @@ def _check(name: str, before: Any, after: Any) -> None:
     expected, got = ([(*x.shape,) for x in optree.tree_leaves(tree)] for tree in (before, after))
     if expected != got:
         raise TransformError(
-            explain(
-                f"{name} must make rows and a state of the shapes that it was given",
-                expected=expected,
-                got=got,
-                remedy="one result per row: a mean over its columns is x.mean(1)",
-            )
+            f"{name} must make rows and a state of the shapes that it was given",
+            expected=expected,
+            got=got,
+            remedy="one result per row: a mean over its columns is x.mean(1)",
         )
 
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..params import engine_of
 from ..tree import PyTree, same_structure, trained_leaves
 from .across import Across, norms_of
@@ -116,11 +116,9 @@ def roots_of_totals(squares: Mapping[str, PyTree[Tensor]], across: Across) -> di
 def without_trained(params: Any, rank: int | None = None) -> StructureError:
     """The error for params of which no leaf is trained, where those of trained ones are wanted."""
     return StructureError(
-        explain(
-            "the norm was asked of params of which no leaf is trained",
-            expected="leaves with requires_grad=True",
-            got=f"a {type(params).__name__}",
-            rank=rank,
-            remedy="pass the params that are trained; gradients and updates as grads=, updates=",
-        )
+        "the norm was asked of params of which no leaf is trained",
+        expected="leaves with requires_grad=True",
+        got=f"a {type(params).__name__}",
+        rank=rank,
+        remedy="pass the params that are trained; gradients and updates as grads=, updates=",
     )

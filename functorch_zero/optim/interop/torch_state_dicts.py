@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...tree import paths
 from ..contrib.rprop import ScaleByRpropState
 from ..optimizers.adadelta import ScaleByAdaDeltaState
@@ -205,7 +205,7 @@ def _steps(by_name: ByName) -> int:
         if step != most:
             story = "the params are at different steps"
             remedy = "pass step, if one count will do for all"
-            raise StructureError(explain(story, path=name, expected=most, got=step, remedy=remedy))
+            raise StructureError(story, path=name, expected=most, got=step, remedy=remedy)
     if steps:
         return most
     # SGD keeps none: only its first step differs from others, in the momentum it makes
@@ -226,17 +226,15 @@ def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
     remedy = "check names, and that both optimizers have the same options"
     if key not in kept:
         story, got = "torch's state lacks a part", list(kept)
-        raise StructureError(explain(story, path=name, expected=key, got=got, remedy=remedy))
+        raise StructureError(story, path=name, expected=key, got=got, remedy=remedy)
     tensor: Tensor = kept[key]
     if tensor.shape != leaf.shape:
         raise StructureError(
-            explain(
-                f"torch's {key} has another shape",
-                path=name,
-                expected=tuple(leaf.shape),
-                got=tuple(tensor.shape),
-                remedy=remedy,
-            )
+            f"torch's {key} has another shape",
+            path=name,
+            expected=tuple(leaf.shape),
+            got=tuple(tensor.shape),
+            remedy=remedy,
         )
     # A copy: a state dict shares its optimizer's tensors
     return tensor.detach().to(leaf.device, leaf.dtype, copy=True)

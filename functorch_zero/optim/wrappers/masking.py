@@ -69,12 +69,10 @@ def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
         spread = optree.broadcast_prefix(labels, params, none_is_leaf=True)
     except ValueError as error:
         raise StructureError(
-            explain(
-                "the mask or labels do not fit the params",
-                expected=f"a tree shaped like params, or a prefix of it: {treedef}",
-                got=f"{optree.tree_structure(labels)}",
-                remedy="pass such a tree, or a function (path, leaf) -> label",
-            )
+            "the mask or labels do not fit the params",
+            expected=f"a tree shaped like params, or a prefix of it: {treedef}",
+            got=f"{optree.tree_structure(labels)}",
+            remedy="pass such a tree, or a function (path, leaf) -> label",
         ) from error
     rows = zip(leaves, spread, strict=True)
     return treedef.unflatten([None if leaf is None else label for leaf, label in rows])
