@@ -196,7 +196,7 @@ class Across(ABC):
 
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
         """The inner products of several pairs of trees, from one collective; no product of two
-        trees is held whole."""
+        trees is ever whole."""
         return self.totals(pairs)
 
     # Over some dims of each leaf, and back
@@ -274,11 +274,11 @@ class Across(ABC):
 
     @abstractmethod
     def keep(self, state: Any, *passing: Tree) -> Any:
-        """A state to be kept: its leaves that lie in the storage of `passing`, copied.
+        """A state for later steps: its leaves that lie in the storage of `passing`, copied.
 
         Args:
-            state: the new one, of a part of a chain.
-            passing: the part's updates, before and after it, and params. Later parts may overwrite
+            state: the new one, of a link of a chain.
+            passing: the updates before and after it, and params. Later links may overwrite
                 their storage.
         """
 
@@ -341,7 +341,7 @@ class Across(ABC):
 
     @abstractmethod
     def cut(self, tree: Tree) -> Tree:
-        """Of a tree of whole leaves, the elements that are held here."""
+        """Of a tree of whole leaves, the elements that are here."""
 
     def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
         """The state of a whole-tree transform."""
@@ -384,7 +384,7 @@ class Refusing:
     """The `across` of a pointwise transform: it refuses every question."""
 
     def dense(self, updates: Tree) -> Tree:
-        """A chain's own, and no question of its parts: there are no `Rows` here."""
+        """A chain's own, and no question of its links: there are no `Rows` here."""
         return updates
 
     def __getattr__(self, question: str) -> NoReturn:

@@ -19,7 +19,7 @@ from ..tree import PyTree, paths, same_structure
 def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
 
-    Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
+    Sharded params stay in their form, and keep their number of ranks; updates are in pieces, as
     gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
     `state_axes="both"` there is one more along the replicate axis, at level 3 too.
 

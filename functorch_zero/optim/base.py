@@ -287,7 +287,7 @@ def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:
 
 
 class Chain(Transform):
-    """Made by `chain`: the state is a tuple of the parts' states."""
+    """Made by `chain`: the state is a tuple of the links' states."""
 
 
 class EmptyState(NamedTuple):
@@ -398,7 +398,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
 
     return Transform(
         begin,
-        _kept(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
+        _apart(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
         Needs.STATISTICS,
         name="with_statistics",
         # They name the transform in errors, and ranks compare the numbers that they refer to
@@ -484,7 +484,7 @@ def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any
 
     return Transform(
         lambda params, across: across.init_whole(part, params),
-        _kept(lambda u, s, p, across: across.run_whole(part, u, s, p)),
+        _apart(lambda u, s, p, across: across.run_whole(part, u, s, p)),
         needs,
         takes_rows=True,
         name=name,
@@ -518,7 +518,7 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     made_with = {"init": init, "update": update, "limit": limit}
     return Transform(
         lambda params, across: across.init_whole_tree(init, params, limit),
-        _kept(update_tree),
+        _apart(update_tree),
         Needs.WHOLE_TREE,
         name="with_whole_tree",
         hyperparams=made_with,
@@ -529,7 +529,7 @@ def chain(*transforms: Transform) -> Transform:
     """Run transforms one after the other, each on the updates of the one before. The state is a
     tuple of theirs.
 
-    Neighbouring pointwise parts run as one, so that a bucket's temporaries are a bucket's.
+    Neighbouring pointwise links run as one, so that a bucket's temporaries are a bucket's.
     """
     for i, t in enumerate(transforms):
         check_is_transform(f"chain's argument {i}", t)
@@ -542,7 +542,7 @@ def chain(*transforms: Transform) -> Transform:
     runs = _runs(transforms)
 
     def update(updates: Tree, state: Any, params: Tree, across: Across) -> Any:
-        new: list[Any] = []  # the parts' states
+        new: list[Any] = []  # the links' states
         for run in runs:
             # The run's share of the chain's state: one entry per transform in it
             old = tuple(state[len(new) : len(new) + len(run.transforms)])
@@ -590,8 +590,8 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
-    """A transform as (the parts before, a fused end), if it ends in one. A chain's state is split
-    at its last part."""
+    """A transform as (the links before, a fused end), if it ends in one. A chain's state is split
+    at its last link."""
     if t.fused is not None:
         return None, t
     # A kernel adds its updates to the params, so it can only be the end
@@ -641,19 +641,19 @@ def _runs(transforms: tuple[Transform, ...]) -> list[_Run]:
 def _merge(run: tuple[Transform, ...]) -> Pointwise:
     """Pointwise transforms, one after the other, as one."""
     # All of them: a run holds transforms that have `plain`
-    parts = [t.plain for t in run if t.plain is not None]
+    links = [t.plain for t in run if t.plain is not None]
 
     def init(params: Tree) -> tuple[Any, ...]:
-        return tuple(part.init(params) for part in parts)
+        return tuple(part.init(params) for part in links)
 
     def updating(*, in_place: bool) -> Update:
         def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, tuple[Any, ...]]:
             new: list[Any] = []
-            # Ids of the storages that the step gave away; the parts may write to no others
+            # Ids of the storages that the step gave away; the links may write to no others
             donated = storages(updates) if in_place else set()
-            for part, old in zip(parts, state, strict=True):
+            for part, old in zip(links, state, strict=True):
                 run = part.update
-                # Updates that lie elsewhere, or in a new state, are kept by a part or its author
+                # Updates that lie elsewhere, or in a new state, belong to a link or its author
                 if in_place and part.in_place and storages(updates) <= donated - storages(new):
                     run = part.in_place
                 updates, one = run(updates, old, params)
@@ -662,8 +662,8 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
 
         return update
 
-    keeps_zeros = all(part.keeps_zeros for part in parts)
-    in_place = updating(in_place=True) if any(part.in_place for part in parts) else None
+    keeps_zeros = all(part.keeps_zeros for part in links)
+    in_place = updating(in_place=True) if any(part.in_place for part in links) else None
     return Pointwise(init, updating(in_place=False), in_place, keeps_zeros)
 
 
@@ -744,8 +744,8 @@ def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return run
 
 
-def _kept(update: Update) -> Update:
-    """`update`, whose state is kept apart from what later parts may write over."""
+def _apart(update: Update) -> Update:
+    """`update`, whose state lies apart from what later links may write over."""
 
     def run(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         new, after = update(updates, state, params, across)

@@ -180,8 +180,8 @@ class _Description:
         if isinstance(thing, Mapping):
             # JSON's keys are texts; in brackets the number 1 is not the text "1"
             texts = [key if isinstance(key, str) else f"({key})" for key in thing]
-            parts = [self.of(value, depth - 1) for value in thing.values()]
-            return dict(zip(texts, parts, strict=True))
+            values = [self.of(value, depth - 1) for value in thing.values()]
+            return dict(zip(texts, values, strict=True))
         if isinstance(thing, tuple | list):
             return [self.of(value, depth - 1) for value in thing]
         if isinstance(thing, set | frozenset):  # in one order on every rank

@@ -77,8 +77,8 @@ def draw_leaf(
             whole = out.new_empty(len(block), dtype=_drawn_dtype(kind, like.dtype))
             _fill(kind, whole, generator)
             if kind == "uniform":
-                parts = torch.view_as_real(whole) if whole.is_complex() else whole
-                parts.clamp_(max=_below_one(like.dtype))
+                reals = torch.view_as_real(whole) if whole.is_complex() else whole
+                reals.clamp_(max=_below_one(like.dtype))
             out.copy_(whole[start - first : stop - first])
     return made.view(like.shape)
 

@@ -316,7 +316,7 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> CountSchedule:
         cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its
             `decay_steps` is the cycle's length.
     """
-    # Copies, and kept: an iterable may be read once only
+    # Copies: an iterable may be read once only
     cycles = [dict(kwargs) for kwargs in cosine_kwargs]
     schedules = [warmup_cosine_decay_schedule(**cycle) for cycle in cycles]
     # Counts at which cycles end, so all but the last are boundaries

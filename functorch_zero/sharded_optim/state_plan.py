@@ -41,7 +41,7 @@ class StateLeaf:
     Attributes:
         kind: "follows": one value per element of a param, and cut as the param is. "rows": of a
             transform of rows, and cut as the param's rows are. "owned": of a whole-leaf transform,
-            and held by one rank. "replicated": the same on all ranks.
+            and on one rank. "replicated": the same on all ranks.
         leaf: the number in the layout of the param that it follows or belongs to.
         slot: its number among the state's leaves that follow this param, from 0.
         owner: the rank that holds it.

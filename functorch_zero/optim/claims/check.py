@@ -145,8 +145,8 @@ def _representatives(params: Tree) -> Any:
         # "blocks.3.weight" and "blocks.11.weight" are one kind
         kinds[tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)].append(i)
     # Both ends: paths may be read for the number of a layer
-    kept = {i for positions in kinds.values() for i in (positions[0], positions[-1])}
-    return treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
+    chosen = {i for positions in kinds.values() for i in (positions[0], positions[-1])}
+    return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 def _check_as_a_whole(transform: Transform, params: Tree, few: Tree) -> None:
@@ -200,8 +200,8 @@ def _check_rows(transform: Transform) -> None:
             x[step::3] = 0
     # In float64, where round-off hides least
     params, updates = tree_map(torch.Tensor.double, (params, updates))
-    parts = SOME_ROWS, OTHER_ROWS
-    CutTest(transform, params, updates, parts=parts, remedy=ROWS_REMEDY).check()
+    pieces = SOME_ROWS, OTHER_ROWS
+    CutTest(transform, params, updates, pieces=pieces, remedy=ROWS_REMEDY).check()
 
 
 def _check_across(transform: Transform, tree: Tree) -> None:

@@ -54,16 +54,16 @@ CUT_REMEDY = (
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def _flatten(held: list[Tensor], whole: list[Tensor]) -> Sequence[Tensor]:
-    return [x.reshape(-1) for x in held]
+def _flatten(made: list[Tensor], whole: list[Tensor]) -> Sequence[Tensor]:
+    return [x.reshape(-1) for x in made]
 
 
 class TrialCut(NamedTuple):
     """A way to hold the elements of a tree."""
 
     on: str  # the kind of leaves, for errors
-    of: Callable[[Tree], Any]  # from a tree of whole leaves to a tree that is held
-    # From the updates of leaves that are held, and those of whole leaves, to flattened leaves
+    of: Callable[[Tree], Any]  # from a tree of whole leaves to a tree in this form
+    # From the updates of such leaves, and those of whole leaves, to flattened leaves
     flattened: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]] = _flatten
 
 
@@ -156,9 +156,9 @@ class CutTest:
             [later counters].
         compare: `(expected, got)` to their difference, None where there is none.
         operators: whether the watch sees each operator, too, on some pieces.
-        across_of: the `across` of a run, which begins anew with the first of `parts`; None: that of
-            one process, for transforms that ask nothing.
-        parts: the two cuts whose results, one behind the other, are to be those of whole leaves.
+        across_of: the `across` of a run, which begins anew with the first of `pieces`; None: that
+            of one process, for transforms that ask nothing.
+        pieces: the two cuts whose results, one behind the other, are to be those of whole leaves.
         others: those whose results alone are to be.
         remedy: where they aren't.
     """
@@ -169,7 +169,7 @@ class CutTest:
     compare: Callable[[Tensor, Tensor], str | None] = difference_of
     operators: bool = False
     across_of: Callable[[TrialCut], Any] | None = None
-    parts: tuple[TrialCut, TrialCut] = (FIRST_PIECES, SECOND_PIECES)
+    pieces: tuple[TrialCut, TrialCut] = (FIRST_PIECES, SECOND_PIECES)
     others: Sequence[TrialCut] = ()
     remedy: str = CUT_REMEDY
 
@@ -198,15 +198,15 @@ class CutTest:
 
     def _check(self, *, late: bool) -> None:
         """`late`: whether counters are moved on; see Note [later counters]."""
-        first_part, second_part = self.parts
+        first_pieces, second_pieces = self.pieces
         # First pieces come first: the other runs are given their answers of `across`. Operators are
         # watched there, since they tell the author's line
-        first = self._run(first_part, late=late, operators=self.operators)
+        first = self._run(first_pieces, late=late, operators=self.operators)
         whole = self._run(WHOLE, late=late)
-        second = self._run(second_part, late=late)
+        second = self._run(second_pieces, late=late)
         # Step by step: one piece behind the other is the leaf, flattened
         for made, a, b in zip(whole, first, second, strict=True):
-            self._compare_updates(made, [*map(_concatenate, a.updates, b.updates)], first_part)
+            self._compare_updates(made, [*map(_concatenate, a.updates, b.updates)], first_pieces)
             self._compare_states(made.state, a.state, b.state)
         for cut in self.others:
             try:
@@ -294,7 +294,7 @@ class CutTest:
                 got = f"{tuple(a.shape)} {tuple(b.shape)}"
                 difference = f"expected shape {tuple(x.shape)}, got {got}"
             if difference:
-                self._refuse(f"state {paths(whole)[i]}", self.parts[0], difference)
+                self._refuse(f"state {paths(whole)[i]}", self.pieces[0], difference)
 
     def _refuse(self, result: str, cut: TrialCut, difference: str) -> NoReturn:
         if self._changes_with_calls():

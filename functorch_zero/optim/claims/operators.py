@@ -1,7 +1,7 @@
 """`OperatorWatch`: sees each operator of a transform, and refuses those that are not elementwise.
 
-Updates and params are marked, and so is whatever an operator makes of something marked, storage by
-storage. Hyperparameters, step counts and `across`'s answers are not, and may be used at will. An
+Updates and params are tainted, and so is whatever an operator makes of something tainted, storage
+by storage. Hyperparameters, step counts and `across`'s answers are not, and may be used at will. An
 elementwise operator may still bring elements of different positions together (`u * u[0]`): such is
 found by its numbers, in `cuts`.
 """
@@ -61,7 +61,7 @@ class OperatorWatch:
     def __init__(self, name: str):
         self.name = name
         # Storages of values of leaves, by id; kept alive, so that an id stays theirs
-        self._marked: dict[int, Any] = {}
+        self._tainted: dict[int, Any] = {}
         # The inputs of the function that runs: by name, and by storage with its version
         self._given: dict[str, Tree] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
@@ -82,8 +82,8 @@ class OperatorWatch:
         for x in tensors_among(optree.tree_leaves(given)):
             self._inputs[storage_id(x)] = x, version_of(x)
         if operators:
-            # The state needs no mark: tensors made of leaves in earlier runs still have theirs
-            self._mark(optree.tree_leaves([given["params"], given.get("updates")]))
+            # The state needs none: tensors made of leaves in earlier runs still are
+            self._taint(optree.tree_leaves([given["params"], given.get("updates")]))
         phase = "update" if "updates" in given else "init"
         # The first run is watched. One that fails only later does so because its leaves are cut
         # otherwise, or at a later step, whatever the error
@@ -117,7 +117,7 @@ class OperatorWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let everything pass inside; no result is marked there."""
+        """Let everything pass inside; no result is tainted there."""
         # Nested pauses: an answer may be made of other answers
         before, self._paused = self._paused, True
         try:
@@ -141,14 +141,14 @@ class OperatorWatch:
         for x in tensors_among(*written):
             self._refuse_change(storage_id(x), f"by {func}")
         given = tensors_among(*args, *kwargs.values())
-        # One marked operand is enough: the result depends on values of leaves
-        marked = next((x for x in given if storage_id(x) in self._marked), None)
-        if marked is not None:
+        # One tainted operand is enough: the result depends on values of leaves
+        tainted = next((x for x in given if storage_id(x) in self._tainted), None)
+        if tainted is not None:
             # `item`, `nonzero`, indexing by a tensor: values reach the host, or decide a shape
             if kind.reads_values:
                 self._refuse_reading(str(func))
             if not (kind.elementwise or _fills_a_mask(func, args)):
-                shape = tuple(marked.shape)
+                shape = tuple(tainted.shape)
                 self.refuse(
                     f"runs {func} on values of leaves, of shape {shape}: that operator is not "
                     "elementwise",
@@ -156,8 +156,8 @@ class OperatorWatch:
                     "(optim.with_statistics), or take whole leaves (optim.with_whole_leaves)",
                 )
         out = func(*args, **kwargs)
-        if marked is not None and not kind.makes_new:
-            self._mark(written, out)
+        if tainted is not None and not kind.makes_new:
+            self._taint(written, out)
         return out
 
     def see_function(self, func: Any, x: Tensor) -> None:
@@ -165,13 +165,13 @@ class OperatorWatch:
         if self._paused:
             return
         # Numbers that are not made of leaves may be read: counts are the same on all ranks
-        if func in HOST_READS and storage_id(x) in self._marked:
+        if func in HOST_READS and storage_id(x) in self._tainted:
             self._refuse_reading(f"Tensor.{func.__name__}")
         if func == _SET_DATA:
             self._refuse_change(storage_id(x), "by setting .data")
 
-    def _mark(self, *made: Any) -> None:
-        self._marked |= {storage_id(x): x.untyped_storage() for x in tensors_among(*made)}
+    def _taint(self, *made: Any) -> None:
+        self._tainted |= {storage_id(x): x.untyped_storage() for x in tensors_among(*made)}
 
     def _refuse_change(self, key: int, how: str) -> None:
         """Refuse to change the input in this storage, if there is one."""

@@ -76,27 +76,27 @@ class _Answer(NamedTuple):
 class PretendedRank(Local):
     """The `across` of a rank that holds a block of each leaf, or one of its pieces, and owns none.
 
-    Its answers have the shapes and dtypes of real ones. Sums are those of the first rank, noted in
-    `answers` for the others; sums over dims are ones. Each question is a collective, so the others
-    must ask what the first rank has asked, in its order.
+    Its answers have the shapes and dtypes of real ones. Sums are those of the first rank, written
+    to `answers` for the others; sums over dims are ones. Each question is a collective, so the
+    others must ask what the first rank has asked, in its order.
 
     Args:
         tree: of full leaves; only their shapes are read.
         cut: `FIRST_PIECES` for the first rank, `SECOND_PIECES`, or `WHOLE` for the blocks as they
             are.
         watch: that of the transform, which pauses while an answer is made.
-        answers: the first rank's questions and the answers, which it notes there.
+        answers: the first rank's questions and the answers, which it writes there.
     """
 
     def __init__(self, tree: Tree, cut: TrialCut, watch: OperatorWatch, answers: list[_Answer]):
         # The full shape, which decisions go by, and the range that this rank has of the block
-        def held(leaf: Tensor) -> Extent:
+        def here(leaf: Tensor) -> Extent:
             numel = math.prod(block_of(leaf.shape))
             start = middle(numel) if cut is SECOND_PIECES else 0
             stop = middle(numel) if cut is FIRST_PIECES else numel
             return Extent(tuple(leaf.shape), start, stop)
 
-        self.extents = tree_map(held, tree)
+        self.extents = tree_map(here, tree)
         self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
         # None: this is the first rank, which asks; the others iterate over a copy
         self._told = None if cut is FIRST_PIECES else iter([*answers])

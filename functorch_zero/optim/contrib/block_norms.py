@@ -1,4 +1,4 @@
-"""Each leaf's update, clipped or scaled by a norm of the leaf: parts of Adafactor as optax has it.
+"""Each leaf's update, clipped or scaled by a norm of the leaf: what Adafactor is made of in optax.
 
 optax's Adafactor is `chain(scale_by_factored_rms(), clip_by_block_rms(1.0),
 scale_by_learning_rate(rate), scale_by_param_block_rms())`. A block is a leaf.

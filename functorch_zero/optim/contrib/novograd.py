@@ -67,12 +67,14 @@ def scale_by_novograd(
     def update(
         updates: Tree, state: ScaleByNovogradState, params: Tree, across: Across
     ) -> tuple[Tree, ScaleByNovogradState]:
-        keep = b2 * (state.count > 0).double()  # nothing is kept before the first step
+        share = (
+            b2 * (state.count > 0).double()
+        )  # of the mean before; there is none in the first step
         decay = value_of(weight_decay, state.count)
 
         # All 0-d: of a whole leaf, and in nu's dtype at the end
         def new_nu(v: Tensor, norm: Tensor) -> Tensor:
-            mean = keep * v + (1 - keep) * norm * norm
+            mean = share * v + (1 - share) * norm * norm
             return mean.to(v.dtype)
 
         def momentum(m: Tensor, g: Tensor, v: Tensor, p: Tensor) -> Tensor:

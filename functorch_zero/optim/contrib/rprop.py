@@ -32,7 +32,7 @@ def scale_by_rprop(
 
         step_sizes = step_sizes * eta_plus where g has the sign of the gradient before,
                      step_sizes * eta_minus where it has the other sign,
-                     kept within [min_step_size, max_step_size]
+                     clamped to [min_step_size, max_step_size]
         update = sign(g) * step_sizes, or 0 where the sign has changed
 
     Source: Riedmiller and Braun, 1993 (A Direct Adaptive Method for Faster Backpropagation
@@ -58,18 +58,18 @@ def scale_by_rprop(
         resized = torch.where(agreement < 0, size * eta_minus, grown)
         return clamp(resized, min_step_size, max_step_size)
 
-    def keep(g: Tensor, prev: Tensor) -> Tensor:
+    def unless_turned(g: Tensor, prev: Tensor) -> Tensor:
         # Zero where the sign has changed: no step now, and no second halving in the next step
         return torch.where(g * prev < 0, torch.zeros_like(g), g)
 
     def update(
         updates: Tree, state: ScaleByRpropState, params: Tree
     ) -> tuple[Tree, ScaleByRpropState]:
-        # By both gradients as they are, then the step by those that are kept
+        # By both gradients as they are, then the step by those that count
         sizes = elementwise(resize, state.step_sizes, updates, state.prev_updates)
-        kept = elementwise(keep, updates, state.prev_updates)
-        steps = elementwise(lambda g, size: g.sign() * size, kept, sizes)
-        return steps, ScaleByRpropState(sizes, kept)
+        grads = elementwise(unless_turned, updates, state.prev_updates)
+        steps = elementwise(lambda g, size: g.sign() * size, grads, sizes)
+        return steps, ScaleByRpropState(sizes, grads)
 
     return pointwise(init, update, in_parts=True)
 

@@ -1,4 +1,4 @@
-"""SM3: Adagrad with its sums of squares kept as one vector per dim."""
+"""SM3: Adagrad with its sums of squares as one vector per dim."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     def update(
         updates: Tree, state: ScaleBySm3State, params: Tree, across: Across
     ) -> tuple[Tree, ScaleBySm3State]:
-        # Each vector, held whole by every rank, is put beside the elements that are here
+        # Each vector, whole on every rank, is put beside the elements that are here
         bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
         sums = tree_map(accumulate, updates, state.accumulator, *bounds)
         directions = elementwise(direction, updates, sums)

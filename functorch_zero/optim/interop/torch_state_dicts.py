@@ -84,9 +84,9 @@ def import_torch_state(
     count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
 
     def convert(old: Any) -> Any:
-        kept = _by_torchs_names(old)
-        trees = {key: _import_tree(tree, by_name, key) for key, tree in kept.trees.items()}
-        numbers = {key: _import_number(x, by_name, key) for key, x in kept.numbers.items()}
+        own = _by_torchs_names(old)
+        trees = {key: _import_tree(tree, by_name, key) for key, tree in own.trees.items()}
+        numbers = {key: _import_number(x, by_name, key) for key, x in own.numbers.items()}
         if isinstance(old, FromTorchState):
             return FromTorchState(count.clone(), trees, numbers)
         imported = trees | numbers
@@ -111,7 +111,7 @@ def export_torch_state(
     Args:
         opt_state: our optimizer's state, whole.
         optimizer: of the class that ours shares its numerics with. It isn't changed; its
-            hyperparameters are kept.
+            hyperparameters stay.
         names: see `import_torch_state`.
 
     Raises:
@@ -128,39 +128,39 @@ def export_torch_state(
             _export(by_name, _by_torchs_names(state))
     # torch counts per param, in float32; SGD keeps no count
     if not isinstance(optimizer, torch.optim.SGD):
-        for kept in by_name.values():
-            kept["step"] = torch.tensor(float(max(counts)), device="cpu")
+        for entry in by_name.values():
+            entry["step"] = torch.tensor(float(max(counts)), device="cpu")
     # Params of which we keep nothing have no entry, as in torch before their first gradient
     order = _order(own, names)
     state = {i: by_name[name] for i, name in order.items() if name in by_name}
     return own | {"state": state}
 
 
-class _Kept(NamedTuple):
+class _InTorchsNames(NamedTuple):
     """A state's tensors by torch's names."""
 
     trees: dict[str, Any]  # like params
     numbers: dict[str, Tensor]  # that torch keeps for each param
 
 
-def _by_torchs_names(state: Any) -> _Kept:
+def _by_torchs_names(state: Any) -> _InTorchsNames:
     if isinstance(state, FromTorchState):
-        return _Kept(state.like_params, state.numbers)
+        return _InTorchsNames(state.like_params, state.numbers)
     found = {key: getattr(state, field) for field, key in _TORCHS[type(state)].items()}
     numbers = {key: found.pop(key) for key in _NUMBERS & found.keys()}
-    return _Kept(found, numbers)
+    return _InTorchsNames(found, numbers)
 
 
-def _export(by_name: ByName, state: _Kept) -> None:
+def _export(by_name: ByName, state: _InTorchsNames) -> None:
     """Add a state to torch's."""
     for key, tree in state.trees.items():
         for name, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
-            # Several parts of a chain may add to one param's state
-            kept = by_name.setdefault(name, {})
+            # Several links of a chain may add to one param's state
+            entry = by_name.setdefault(name, {})
             for number_key, value in state.numbers.items():
-                kept[number_key] = value.float()
+                entry[number_key] = value.float()
             # A clone: our state may be donated to the next step
-            kept[key] = leaf.detach().clone()
+            entry[key] = leaf.detach().clone()
 
 
 def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[int, str]:
@@ -190,15 +190,15 @@ def _by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ByNa
     order = _order(state_dict, names)
     by_name: ByName = {}
     # Older versions of torch keep None for the momentum of an SGD without one
-    for i, kept in state_dict["state"].items():
-        by_name[order[i]] = {key: value for key, value in kept.items() if value is not None}
+    for i, entry in state_dict["state"].items():
+        by_name[order[i]] = {key: value for key, value in entry.items() if value is not None}
     return by_name
 
 
 def _steps(by_name: ByName) -> int:
     """The number of steps that all params have taken."""
     # Path -> steps
-    steps = {name: int(kept["step"]) for name, kept in by_name.items() if "step" in kept}
+    steps = {name: int(entry["step"]) for name, entry in by_name.items() if "step" in entry}
     most = max(steps.values(), default=0)
     # We keep one count for all params, so different ones can't be carried over
     for name, step in steps.items():
@@ -209,7 +209,7 @@ def _steps(by_name: ByName) -> int:
     if steps:
         return most
     # SGD keeps none: only its first step differs from others, in the momentum it makes
-    return int(any("momentum_buffer" in kept for kept in by_name.values()))
+    return int(any("momentum_buffer" in entry for entry in by_name.values()))
 
 
 def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
@@ -219,15 +219,15 @@ def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
 
 
 def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
-    kept = by_name.get(name)
+    entry = by_name.get(name)
     # It never had a gradient there
-    if not kept:
+    if not entry:
         return leaf
     remedy = "check names, and that both optimizers have the same options"
-    if key not in kept:
-        story, got = "torch's state lacks a part", list(kept)
+    if key not in entry:
+        story, got = "torch's state lacks a part", list(entry)
         raise StructureError(story, path=name, expected=key, got=got, remedy=remedy)
-    tensor: Tensor = kept[key]
+    tensor: Tensor = entry[key]
     if tensor.shape != leaf.shape:
         raise StructureError(
             f"torch's {key} has another shape",
@@ -243,8 +243,8 @@ def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
 def _import_number(value: Tensor, by_name: ByName, key: str) -> Tensor:
     """A number that torch keeps for each param, and we once."""
     # The first param that has it speaks for all
-    for kept in by_name.values():
-        if key in kept:
-            number: Tensor = kept[key]
+    for entry in by_name.values():
+        if key in entry:
+            number: Tensor = entry[key]
             return number.detach().to("cpu", value.dtype, copy=True)
     return value

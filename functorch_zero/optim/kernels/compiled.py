@@ -57,7 +57,7 @@ def compiled(transform: Transform) -> Transform:
             f"expected Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise "
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
-    # `plain` stays: it runs where nothing is donated, and the kernel is held to it
+    # `plain` stays: it runs where nothing is donated, and the kernel is compared with it
     fused = Fused(_kernel(transform.plain), _takes, one_by_one=True)
     return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 
@@ -71,11 +71,11 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], Any], Any]
         made: Any
         made, new = part.update({0: updates}, state, {0: params})
         # See Note [handed on]
-        kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]
+        copies = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]
         # The kernel adds the updates, so none are written out
         params.add_(made[0].to(params.dtype))
         # Counts are returned as new tensors; state that follows the params is written where it lies
-        pairs = zip(optree.tree_leaves(state), kept, strict=True)
+        pairs = zip(optree.tree_leaves(state), copies, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
 
     # Made when first run: a plan, or a step that donates nothing, never needs it

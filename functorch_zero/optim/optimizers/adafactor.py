@@ -431,13 +431,13 @@ def adafactor(
         factored=factored,
         min_dim_size_to_factor=min_dim_size_to_factor,
     )
-    parts = [directions]
+    links = [directions]
     # Of the steps rather than of the directions, as in optax
     if momentum is not None:
-        parts.append(ema(momentum, debias=False))
+        links.append(ema(momentum, debias=False))
     if not is_zero(weight_decay_rate):
         # The learning rate is in the steps already, so the decay brings its own
         decay = _product(weight_decay_rate, learning_rate)
-        parts.append(add_decayed_weights(decay, weight_decay_mask))
+        links.append(add_decayed_weights(decay, weight_decay_mask))
     # Steps have their size already, and get their sign here
-    return chain(*parts, scale(-1.0))
+    return chain(*links, scale(-1.0))

@@ -71,13 +71,13 @@ def adagrad(
         weight_decay: coupled: joins the gradient. Others: see `scale_by_rss`.
     """
     # The decay of the rate is a factor of its own, and missing where it is 1
-    parts = [scale_by_rss(initial_accumulator_value, eps)]
+    links = [scale_by_rss(initial_accumulator_value, eps)]
     if not is_zero(lr_decay):
         # The count is of the steps before this one: t - 1
-        parts.append(scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))))
+        links.append(scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts
-        chain(*parts),
+        # A chain of its own, also of one link: paths in checkpoint files count its links
+        chain(*links),
         scale_by_learning_rate(learning_rate),
     )

@@ -144,7 +144,7 @@ def adamw(
         weight_decay: decoupled, times the learning rate: per step.
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """
-    # The definition: it runs wherever storage was not donated, and the kernel is held to it
+    # The definition: it runs wherever storage was not donated, and the kernel is compared with it
     pure = chain(
         scale_by_adam(b1, b2, eps, eps_root),
         add_decayed_weights(weight_decay, mask),

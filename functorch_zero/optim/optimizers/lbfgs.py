@@ -1,9 +1,10 @@
 """L-BFGS: directions from a bounded history, with all inner products of a step in one question.
 
 Note [Recursion on numbers]: the two-loop recursion needs inner products of the history only with
-itself and with the gradient. Those of the history with itself are kept. So a step asks for the ones
-with the newest pair and with the gradient, 5m + 1 numbers, in one collective; and the recursion
-runs on numbers, the same on every rank (Chen et al., 2014, "Large-scale L-BFGS using MapReduce").
+itself and with the gradient. Those of the history with itself are in the state. So a step asks for
+the ones with the newest pair and with the gradient, 5m + 1 numbers, in one collective; and the
+recursion runs on numbers, the same on every rank (Chen et al., 2014, "Large-scale L-BFGS using
+MapReduce").
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
     of_s = torch.zeros_like(rho)
     for i in range(m):
         y_q = y_g[i] - y_y[i] @ alpha  # 0-d: y_i . q
-        # y_i . r in two parts: that of scale * q, and that of the steps added so far
+        # y_i . r as a sum: that of scale * q, and that of the steps added so far
         beta = rho[i] * (scale * y_q + s_y[:, i] @ of_s)
         of_s = of_s + at[i] * (alpha[i] - beta)
     return Coefficients(scale, of_s, -scale * alpha)

@@ -44,7 +44,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
     def update(
         updates: Tree, state: ScaleByLionState, params: Tree
     ) -> tuple[Tree, ScaleByLionState]:
-        # Both mixtures are of the mean before; only the second is kept
+        # Both mixtures are of the mean before; only the second stays
         signs = tree_map(torch.sign, ema(state.mu, updates, b1))
         mu = ema(state.mu, updates, b2)
         return signs, ScaleByLionState(state.count + 1, mu)

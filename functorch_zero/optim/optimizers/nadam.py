@@ -66,7 +66,7 @@ def scale_by_nadam(
         momentum = momentum_at(count)
         momentum_next = momentum_at(count + 1)
         mu_product = state.mu_product * momentum
-        # Both parts are corrected for having begun at zero, by the momenta that they have seen
+        # Both are corrected for having begun at zero, by the momenta that they have seen
         of_grad = (1 - momentum) / (1 - mu_product)
         of_mean = momentum_next / (1 - mu_product * momentum_next)
         c2 = bias_correction(b2, count)

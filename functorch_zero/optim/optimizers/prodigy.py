@@ -23,7 +23,7 @@ from ..naming import named
 
 
 class ProdigyState(NamedTuple):
-    """Adam's moments of `estim_lr` times the gradients, and the parts of the estimate."""
+    """Adam's moments of `estim_lr` times the gradients, and the sums of the estimate."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     exp_avg: Any  # like params: running mean of the scaled gradients
@@ -99,7 +99,7 @@ def prodigy(
 
     def rate_of(state: ProdigyState, count: Tensor) -> Tensor:
         """The step's learning rate, 0-d: the estimate, the schedule, Adam's bias corrections."""
-        # 0-d float64; m and v are kept uncorrected
+        # 0-d float64; m and v stay uncorrected
         correction = (1 - b2 ** count.double()).sqrt() / (1 - b1 ** count.double())
         rate: Tensor = state.estim_lr * value_of(learning_rate, state.count) * correction
         # In the estimate's dtype, which stays the same over the steps

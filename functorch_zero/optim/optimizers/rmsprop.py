@@ -165,12 +165,12 @@ def rmsprop(
     """
     rescale = scale_by_stddev if centered else scale_by_rms
     # Momentum comes behind the division and in front of the learning rate, as in torch
-    parts = [rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction)]
+    links = [rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction)]
     if momentum is not None:
-        parts.append(trace(momentum, nesterov))
+        links.append(trace(momentum, nesterov))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts
-        chain(*parts),
+        # A chain of its own, also of one link: paths in checkpoint files count its links
+        chain(*links),
         scale_by_learning_rate(learning_rate),
     )

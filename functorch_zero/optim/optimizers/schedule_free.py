@@ -87,7 +87,7 @@ def schedule_free(
         z = tree_map(torch.add, state.z, steps)
 
         def move(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
-            # x is not kept: it follows from y and z
+            # x is not in the state: it follows from y and z
             x = _average(y, old_z, b1)
             # Moved towards the new z; then y lies between both again
             x = x * (1 - share) + new_z * share

@@ -36,7 +36,7 @@ def sgd(
         dampening: the share of each gradient that is left out of the sum, see `trace`.
         weight_decay: coupled: joins the gradient.
     """
-    # A part of the chain without momentum, too: paths in checkpoint files count the parts
+    # A link of the chain without momentum, too: paths in checkpoint files count the links
     direction = identity() if momentum is None else trace(momentum, nesterov, dampening)
     return chain(
         *coupled_decay(weight_decay),

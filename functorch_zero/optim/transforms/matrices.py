@@ -13,7 +13,7 @@ Matrices = Callable[[Shape], tuple[int, int, int]]  # full shape -> (count, rows
 def matrices(shape: Shape) -> tuple[int, int, int]:
     """How a tensor of this shape is seen as `(count, rows, cols)`: a stack of matrices.
 
-    2-D: one matrix. 3-D: a stack of them, as expert weights are kept. 4-D and 5-D: a convolution
+    2-D: one matrix. 3-D: a stack of them, as of experts. 4-D and 5-D: a convolution
     kernel, one matrix of (out, in * kernel). A scalar or vector is one column.
 
     >>> matrices((8, 4)), matrices((16, 8, 4)), matrices((8, 4, 3, 3)), matrices((5,))

@@ -58,7 +58,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
         if nesterov:
             directions = elementwise(lambda g, t: add_scaled(g, t, decay), updates, new)
         else:
-            # A copy: later parts may write over the updates, and the state must not follow
+            # A copy: later links may write over the updates, and the state must not follow
             directions = tree_map(torch.clone, new)
         return directions, TraceState(state.count + 1, new)
 
@@ -94,7 +94,7 @@ def ema(decay: Number, debias: bool = True) -> Transform:
             correction = bias_correction(decay, count)
             directions = elementwise(lambda m: m / correction, mean)
         else:
-            # A copy: later parts may write over the updates, and the state must not follow
+            # A copy: later links may write over the updates, and the state must not follow
             directions = tree_map(torch.clone, mean)
         return directions, EmaState(count, mean)
 

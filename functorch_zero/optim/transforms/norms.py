@@ -1,8 +1,8 @@
-"""Norms of whole tensors, and scalings by them: the parts of transforms that need statistics.
+"""Norms of whole tensors, and scalings by them: what transforms that need statistics share.
 
 Leaves may be 1-D pieces of tensors. So every update is elementwise, and everything else is asked of
-`across`, whose answers (0-d tensors, vectors) are the same on every rank. Statistics are kept in at
-least float32: a sum of many half-precision squares would overflow or stand still.
+`across`, whose answers (0-d tensors, vectors) are the same on every rank. Statistics are taken in
+at least float32: a sum of many half-precision squares would overflow or stand still.
 """
 
 from __future__ import annotations

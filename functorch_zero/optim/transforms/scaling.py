@@ -86,7 +86,7 @@ def scale_by_learning_rate(learning_rate: NumberOrSchedule, *, flip_sign: bool =
         learning_rate: a number, or a schedule, which is given the number of steps before this one.
         flip_sign: False multiplies by plus the learning rate.
     """
-    # Of a number the tensor that is kept is made once, not once per step
+    # Of a number the tensor in the state is made once, not once per step
     fixed = None if callable(learning_rate) else number(learning_rate)
 
     def init(params: Tree) -> ScaleByLearningRateState:
@@ -100,8 +100,8 @@ def scale_by_learning_rate(learning_rate: NumberOrSchedule, *, flip_sign: bool =
             factor = -rate if flip_sign else rate
             scaled = elementwise(lambda u: multiply(u, factor), updates)
             # A float64 copy for reports, whatever the schedule answers with
-            kept = number(rate) if fixed is None else fixed
-            return scaled, ScaleByLearningRateState(state.count + 1, kept)
+            last = number(rate) if fixed is None else fixed
+            return scaled, ScaleByLearningRateState(state.count + 1, last)
 
         return update
 

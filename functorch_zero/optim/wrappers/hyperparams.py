@@ -57,7 +57,7 @@ def inject_hyperparams(
         # Defaults count as arguments: a default learning rate can be changed, too
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        # Floats and 0-d tensors are kept in the state; schedules are asked anew in each step
+        # Floats and 0-d tensors lie in the state; schedules are asked anew in each step
         numbers: dict[str, Tensor] = {}  # each 0-d float64, on the CPU
         schedules: dict[str, Callable[[Tensor], Any]] = {}
         for name, value in bound.arguments.items():
@@ -105,7 +105,7 @@ def _injected(
     numbers: dict[str, Tensor],
     schedules: dict[str, Callable[[Tensor], Any]],
 ) -> Transform:
-    """The transform that `build` makes of hyperparameters, with these kept in its state.
+    """The transform that `build` makes of hyperparameters, with these in its state.
 
     Args:
         build: a function of the hyperparameters, by name.
@@ -130,7 +130,7 @@ def _injected(
     def run(
         state: InjectHyperparamsState, inner: Callable[[Transform, Any], tuple[Tree, Any]]
     ) -> tuple[Tree, Any]:
-        # A schedule's value replaces the one kept from the step before
+        # A schedule's value replaces that of the step before
         values = state.hyperparams | scheduled(state.count)
         # The transform is made anew of this step's values; nothing in it outlives the step
         updates, inner_state = inner(build(values), state.inner_state)

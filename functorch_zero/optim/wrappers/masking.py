@@ -3,7 +3,7 @@
 
 Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The
 function's `leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of
-it is held. So a decision by shape is the same on every rank. Leaves that are None are in no one's
+it is here. So a decision by shape is the same on every rank. Leaves that are None are in no one's
 part.
 """
 
@@ -153,8 +153,8 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     needs = max((t.needs for t in transforms.values()), default=Needs.POINTWISE)
     has_kernel = any(t.has_kernel for t in transforms.values())
     ending = partial(update, run=Transform.update_and_add) if has_kernel else None
-    parts = tuple(transforms.values())
-    return Transform(init, update, needs, parts, ending=ending, takes_rows=True)
+    inside = tuple(transforms.values())
+    return Transform(init, update, needs, inside, ending=ending, takes_rows=True)
 
 
 @named
