@@ -201,6 +201,11 @@ def _as_local(node: Any) -> Any:
     return node.as_it_lies if is_on_engine(node) else node
 
 
+def without_engines(tree: Any) -> Any:
+    """A tree with None in the places of its sharded trees and states: a rank's own data."""
+    return optree.tree_map(lambda x: None if is_on_engine(x) else x, tree, is_leaf=is_on_engine)
+
+
 def map_local(function: Callable[[Any], Any], tree: Any) -> Any:
     """The function of each leaf as this rank holds it, in flatten order. Sharded trees and states
     stay such."""
@@ -211,6 +216,28 @@ def map_local(function: Callable[[Any], Any], tree: Any) -> Any:
         return function(node)
 
     return optree.tree_map(of_node, tree, is_leaf=is_on_engine)
+
+
+def register_node(
+    kind: type[Any],
+    flatten: Callable[[Any], tuple[Iterable[Any], Any, Sequence[str]]],
+    unflatten: Callable[[Any, Iterable[Any]], Any],
+) -> None:
+    """Make a class a node of optree's trees and of torch's own.
+
+    Args:
+        flatten: node -> (children, context, entries), these by name.
+        unflatten: (context, children) -> node.
+    """
+    # In the global namespace, so that users' `tree_map` works without an argument
+    everywhere = optree.registry.__GLOBAL_NAMESPACE
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=everywhere)
+
+    def of_torch(node: Any) -> tuple[list[Any], Any]:
+        children, context, _ = flatten(node)
+        return [*children], context
+
+    register_in_torch(kind, of_torch, lambda children, context: unflatten(context, children))
 
 
 @dataclass(frozen=True)
@@ -295,13 +322,4 @@ def _unflatten_params(context: Context, leaves: Iterable[Any]) -> Params:
     return Params(zip(keys, leaves, strict=True), units, names)
 
 
-# In the global namespace, so that users' `tree_map` works without an argument
-optree.register_pytree_node(
-    Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-
-register_in_torch(
-    Params,
-    lambda p: _flatten_params(p)[:2],
-    lambda leaves, context: _unflatten_params(context, leaves),
-)
+register_node(Params, _flatten_params, _unflatten_params)

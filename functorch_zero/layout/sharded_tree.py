@@ -12,11 +12,11 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch_private import register_in_torch, transforms_active
+from .._torch_private import transforms_active
 from ..errors import DonatedError, StructureError, explain, first_few
 from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
 from ..introspection import name_in_callers
-from ..params import Engine, OnEngine, Story
+from ..params import Engine, OnEngine, Story, register_node
 from ..tree import PyTree, own_copy, requiring_grad
 from .extent import Extent, Rows
 from .flat_buffers import (
@@ -795,12 +795,4 @@ def _unflatten(holding: Holding, children: Any) -> ShardedTree:
     return ShardedTree(tree, holding)
 
 
-# In the global namespace, so that users' `tree_map` works without an argument
-optree.register_pytree_node(
-    ShardedTree, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-register_in_torch(
-    ShardedTree,
-    lambda node: _flatten(node)[:2],
-    lambda children, holding: _unflatten(holding, children),
-)
+register_node(ShardedTree, _flatten, _unflatten)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import optree
-
+from ..params import register_node
 from .layout import Layout
 from .levels import level_in_words, levels_of
 
@@ -64,6 +63,4 @@ def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:
     return (), sharding, ()
 
 
-optree.register_pytree_node(
-    Sharding, _flatten, lambda sharding, _: sharding, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
+register_node(Sharding, _flatten, lambda sharding, _: sharding)

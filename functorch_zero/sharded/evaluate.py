@@ -18,7 +18,7 @@ from ..in_a_loss import hiding_trees
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
-from ..params import engine_of, is_on_engine
+from ..params import engine_of, is_on_engine, without_engines
 from ..runtime.unit import Pass
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
@@ -75,11 +75,7 @@ class ShardedEvalStep:
             # Ranks compare it with their metrics
             log: list[str] = []
             given, others = self._arguments(state, args, log)
-            batch = tree_map(
-                lambda x: None if is_on_engine(x) else x,
-                args[0] if len(args) == 1 else args,
-                is_leaf=is_on_engine,
-            )
+            batch = without_engines(args[0] if len(args) == 1 else args)
             look = is_looked_at(next(self.unsharded.calls))
             options = self.options
             joined, order = self.engine.join(given.trees, [True] * len(given.trees))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from .._torch_private import register_in_torch
 from ..errors import DonatedError, StructureError, explain
 from ..in_a_loss import are_trees_hidden
 from ..introspection import name_in_callers
@@ -30,7 +29,7 @@ from ..layout.piece import (
     text_from,
 )
 from ..layout.sharding import Sharding
-from ..params import Engine, OnEngine, Story
+from ..params import Engine, OnEngine, Story, register_node
 from ..tree import outline, own_copy
 from .ferry import is_moved
 from .state_plan import StatePlan
@@ -381,12 +380,4 @@ def _unflatten(holding: StateHolding, children: Any) -> ShardedOptState:
     return ShardedOptState.of_shown(tree, holding)
 
 
-# In the global namespace, so that users' `tree_map` works without an argument
-optree.register_pytree_node(
-    ShardedOptState, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-register_in_torch(
-    ShardedOptState,
-    lambda node: _flatten(node)[:2],
-    lambda children, holding: _unflatten(holding, children),
-)
+register_node(ShardedOptState, _flatten, _unflatten)

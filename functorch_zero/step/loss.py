@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import unwrapped
@@ -17,7 +16,7 @@ from ..errors import FunctorchZeroError, StructureError, explain
 from ..in_a_loss import running_a_loss
 from ..model.buffer_copies import BufferCopy, Changed, Kept, copy_of, note_kept, noting_buffers
 from ..model.lazy_param import LazyParam
-from ..params import is_on_engine
+from ..params import without_engines
 from ..tree import PyTree, outline, paths, same_structure
 from .weights import check_weight, unless_weightless
 
@@ -127,8 +126,8 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
         raise
     except Exception as error:
         # torch names an operator, and no leaf of the batch. Sharded trees among it are no batch
-        own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
-        error.add_note(f"The {given_to} was given this batch: {outline(own)}")
+        told = outline(without_engines(batch))
+        error.add_note(f"The {given_to} was given this batch: {told}")
         raise
 
 

@@ -25,7 +25,7 @@ from ..in_a_loss import OF_THIS_RANK, refuse, refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
-from ..params import Engine, engine_of, is_on_engine
+from ..params import Engine, engine_of, is_on_engine, without_engines
 from ..shared_elements import check_apart
 from ..tree import (
     PyTree,
@@ -241,7 +241,7 @@ class LossCall:
         without their sharded trees."""
         if self.takes_batch:
             return self.batch
-        own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
+        own = without_engines(self.args)
         return own[0] if len(own) == 1 else own
 
     def check(self, rank: int | None = None) -> None:

@@ -11,10 +11,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import register_in_torch
 from ..errors import StructureError
 from ..layout.sharding import Sharding
-from ..params import Params
+from ..params import Params, register_node
 from ..precision import Precision
 from ..tree import (
     PyTree,
@@ -194,21 +193,8 @@ def _unflatten(_: None, children: Iterable[Any]) -> State:
     return State(*children)
 
 
-optree.register_pytree_node(
-    State, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-register_in_torch(
-    State, lambda state: _flatten(state)[:2], lambda children, _: _unflatten(None, children)
-)
-
-
-optree.register_pytree_node(
-    Trained,
-    lambda trained: ((), trained, ()),
-    lambda trained, _: trained,
-    namespace=optree.registry.__GLOBAL_NAMESPACE,
-)
-register_in_torch(Trained, lambda trained: ([], trained), lambda _, trained: trained)
+register_node(State, _flatten, _unflatten)
+register_node(Trained, lambda trained: ((), trained, ()), lambda trained, _: trained)
 
 
 def marked(state: State) -> PyTree[Tensor]:

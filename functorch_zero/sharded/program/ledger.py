@@ -27,12 +27,11 @@ from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import optree
-from optree import tree_map
 from torch import Tensor
 
 from ...layout.piece import content_word, form_in_words, text_from
 from ...layout.sharded_tree import ShardedTree
-from ...params import OnEngine, is_on_engine
+from ...params import OnEngine, is_on_engine, without_engines
 from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
@@ -219,7 +218,7 @@ class Ledger:
             args: of the step, after the state: this rank's part of the batch.
         """
         # Sharded trees are no batch
-        own = tree_map(lambda x: None if is_on_engine(x) else x, (*args,), is_leaf=is_on_engine)
+        own = without_engines((*args,))
         self._compare(self, "step/agreement", batch=own)
 
     @property
