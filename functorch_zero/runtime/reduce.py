@@ -205,6 +205,7 @@ class GradientReduction:
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
         self._buckets, self._axes, self._log = layout.buckets, axes, log
         self._under_way: deque[list[Summing]] = deque()  # one list per unit, the oldest first
+        self._in_place: list[Summing] = []  # under way, too; see `_stays`
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
         # The same of tables that are left as rows
@@ -268,6 +269,7 @@ class GradientReduction:
         self._under_way.append([])
         # Here every rank is between the same collectives; it settles at moments of its own
         self._go_on(self._complete)
+        self._complete.clear()
 
     def start(self, b: int, flat: Tensor, *, is_last: bool) -> None:
         """Begin to reduce whole gradients (numel,) of a bucket.
@@ -309,7 +311,8 @@ class GradientReduction:
                 self._check_read_only(bucket, kept, versions)
                 self._check_started(bucket, started, length, kept)
                 result, work, self.kept[b] = started
-        self._under_way[-1].append(Summing(b, result, work, is_last))
+        under_way = self._in_place if self._stays(b) else self._under_way[-1]
+        under_way.append(Summing(b, result, work, is_last))
 
     def _check_read_only(self, bucket: Bucket, kept: Kept, versions: list[int]) -> None:
         """Raise if the reduction has written to what it keeps, since they had these versions."""
@@ -360,7 +363,7 @@ class GradientReduction:
     def finish(self) -> dict[int, Tensor | Rows]:
         """The sums over all ranks by bucket, (piece,), (numel,) or rows; buckets nobody reduced are
         missing."""
-        self._under_way.append(self._leave(over_replicas=False))
+        self._under_way.append(self._in_place + self._leave(over_replicas=False))
         self.settle()
         # Rows came undivided, since those of early micro-batches can't be divided yet
         divisor, found = self.divisor, self._rows
@@ -409,7 +412,6 @@ class GradientReduction:
                 begun = [self._gather_sum(b, self._sums.pop(b))]
             else:
                 continue
-            self._complete.discard(b)
             self._second += begun
 
     def _gather_sum(self, b: int, part: Tensor) -> Summing:
@@ -428,6 +430,13 @@ class GradientReduction:
         """Whether the bucket may be summed together with others."""
         bucket = self._buckets[b]
         return self._num_bytes > 0 and bucket.cut.level < 3 and bucket.codec is None
+
+    def _stays(self, b: int) -> bool:
+        """Whether the bucket's sum is left in its flat, as at level 0: then nobody waits for it
+        before the end, since that would free no memory."""
+        bucket = self._buckets[b]
+        is_kept = bucket.codec is None and bucket.summed_in == bucket.dtype
+        return self._by is SUMMED and is_kept and not self._is_cut(b) and self._places[b] is None
 
     def _would_wait(self, b: int) -> bool:
         """Whether the bucket's gradients would wait for others, and start no collective."""
