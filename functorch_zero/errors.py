@@ -53,17 +53,11 @@ def explain(
     >>> print(explain("the shape differs", path="w", expected=(3, 4), got=(4, 3), rank=1))
     the shape differs: path w, expected (3, 4), got (4, 3), on rank 1.
     """
-    facts = []
-    if path is not None:
-        # An empty path is the root's, and no missing one
-        facts.append(f"path {path or '(root)'}")
-    if expected is not None:
-        facts.append(f"expected {expected}")
-    if got is not None:
-        facts.append(f"got {got}")
-    if rank is not None:
-        facts.append(f"on rank {rank}")
-    text = f"{what}: {', '.join(facts)}." if facts else f"{what}."
+    # An empty path is the root's, and no missing one
+    root = "(root)" if path == "" else path
+    facts = {"path": root, "expected": expected, "got": got, "on rank": rank}
+    told = ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)
+    text = f"{what}: {told}." if told else f"{what}."
     if remedy:
         text += f" Remedy: {remedy}."
     return text

@@ -93,10 +93,8 @@ def check_savable(tree: PyTree[Any], what: str, rank: int | None = None) -> None
             raise StructureError(
                 f"{what} holds what no checkpoint can hold",
                 path=paths(tree)[n],
-                expected=fault.expected,
-                got=fault.got,
                 rank=rank,
-                remedy=fault.remedy,
+                **fault._asdict(),
             )
 
 
@@ -167,9 +165,7 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
             raise StructureError(
                 f"{what} must be tensors that checkpoints can hold",
                 path=path,
-                expected=fault.expected,
-                got=fault.got,
-                remedy=fault.remedy,
+                **fault._asdict(),
             )
         if has_grad_hooks(leaf):
             raise StructureError(
