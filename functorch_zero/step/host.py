@@ -12,40 +12,36 @@ from ..devices import number_on
 from .loss import check_metrics
 
 
-class _Copy(NamedTuple):
-    """Numbers on their way from one device."""
+class _Number(NamedTuple):
+    """A number on its way from a device."""
 
-    places: dict[str, int]  # by name, in the vector
-    numbers: Tensor  # (n,) float64, on the CPU; right once the event has come
-    came: Any | None  # a `torch.Event`; None: they are there already
+    copy: Tensor  # 0-d float64, on the CPU; right once the event has come
+    came: Any | None  # a `torch.Event`, of all numbers from there; None: it is there already
 
 
 class HostMetrics(Mapping[str, float]):
     """Metrics as Python numbers, by name: a mapping that waits when it is read, for its own numbers
     alone. Made by `host`."""
 
-    def __init__(self, copies: list[_Copy]):
-        self._copies = copies
+    def __init__(self, numbers: Mapping[str, _Number]):
+        self._numbers = numbers
 
     @property
     def is_here(self) -> bool:
         """Whether all numbers have come, so that to read them takes no wait."""
-        return all(copy.came is None or copy.came.query() for copy in self._copies)
+        return all(came is None or came.query() for _, came in self._numbers.values())
 
     def __getitem__(self, name: str) -> float:
-        for copy in self._copies:
-            if name in copy.places:
-                if copy.came is not None:
-                    copy.came.synchronize()
-                return float(copy.numbers[copy.places[name]])
-        raise KeyError(name)
+        copy, came = self._numbers[name]
+        if came is not None:
+            came.synchronize()
+        return float(copy)
 
     def __iter__(self) -> Iterator[str]:
-        for copy in self._copies:
-            yield from copy.places
+        return iter(self._numbers)
 
     def __len__(self) -> int:
-        return sum(len(copy.places) for copy in self._copies)
+        return len(self._numbers)
 
     def __repr__(self) -> str:
         return f"HostMetrics({dict(self)})" if self.is_here else f"HostMetrics({[*self]} to come)"
@@ -74,7 +70,7 @@ def host(metrics: Mapping[str, Tensor | float]) -> HostMetrics:
     for name, metric in metrics.items():
         device = metric.device if isinstance(metric, Tensor) else torch.device("cpu")
         by_device.setdefault(device, {})[name] = number_on(device, metric)
-    copies = []
+    found: dict[str, _Number] = {}
     for device, numbers in by_device.items():
         together = torch.stack([*numbers.values()])  # (n,): one copy for all
         # To pinned memory, and behind the kernels that make the numbers
@@ -82,5 +78,6 @@ def host(metrics: Mapping[str, Tensor | float]) -> HostMetrics:
         came = None if device.type == "cpu" else torch.Event(device)
         if came is not None:
             came.record()
-        copies.append(_Copy({name: i for i, name in enumerate(numbers)}, arriving, came))
-    return HostMetrics(copies)
+        pairs = zip(numbers, arriving.unbind(), strict=True)
+        found |= {name: _Number(copy, came) for name, copy in pairs}
+    return HostMetrics(found)

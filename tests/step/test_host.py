@@ -10,7 +10,7 @@ import torch
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.step.host import HostMetrics, _Copy
+from functorch_zero.step.host import HostMetrics, _Number
 
 
 def test_numbers_are_those_of_the_tensors() -> None:
@@ -87,9 +87,8 @@ class _Event:
 
 def test_a_devices_numbers_are_waited_for_when_read() -> None:
     late, numbers = _Event(), torch.zeros(2, dtype=torch.float64)
-    got = HostMetrics(
-        [_Copy({"loss": 0, "norm": 1}, numbers, late), fz.host({"rate": 0.5})._copies[0]]
-    )
+    found = {name: _Number(x, late) for name, x in zip(("loss", "norm"), numbers, strict=True)}
+    got = HostMetrics(found | fz.host({"rate": 0.5})._numbers)
     assert [*got] == ["loss", "norm", "rate"] and not got.is_here
     assert repr(got) == "HostMetrics(['loss', 'norm', 'rate'] to come)"
     assert got["rate"] == 0.5 and late.waits == 0
