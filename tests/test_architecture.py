@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "layout": {"base"},
     "model": {"base"},
     # Its door, `optim/__init__.py`, names the one for type checkers, and imports it when asked
-    "optim": {"base", "layout.extent", "sharded.to_torch"},
+    "optim": {"base", "layout.extent", "layout.operators", "sharded.to_torch"},
     "runtime": {
         "base", "groups", "layout", "model.casting", "model.lazy_param", "model.lazy_table",
         "model.untouched",

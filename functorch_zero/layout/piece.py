@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -37,40 +37,10 @@ from ..params import Story
 from ..tree import content_digest, has_values, tensors_among
 from .extent import Extent
 from .home import Home, Lease
+from .operators import kind_of
 
-# Of one position each, though torch doesn't tag them so: copies, fills, casts and some arithmetic
-_POINTWISE = {
-    "_conj",
-    "_foreach_copy_",
-    "_foreach_zero_",
-    "_neg_view",
-    "_to_copy",
-    "alias",
-    "clone",
-    "complex",
-    "copy_",
-    "detach",
-    "empty_like",
-    "fill_",
-    "floor_divide",
-    "floor_divide_",
-    "full_like",
-    "hardswish",
-    "hardswish_",
-    "lift_fresh",
-    "masked_fill",
-    "masked_fill_",
-    "ones_like",
-    "polar",
-    "positive",
-    "zero_",
-    "zeros_like",
-}
-# Their results share the storage of their operand
-_ALIASES = {"alias", "detach", "lift_fresh"}
 _LONG = 200  # characters of an operand's words
 _MANY = 16  # numbers of a piece
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(slots=True, eq=False)
@@ -293,48 +263,6 @@ class Piece(Tensor):
 run_untraced(Piece.__torch_dispatch__.__func__)  # type: ignore[attr-defined]
 
 
-class _Kind(NamedTuple):
-    """The known facts about an operator, before it runs."""
-
-    name: str
-    is_pointwise: bool
-    is_random: bool
-    is_foreach: bool
-    reads_values: bool  # on the host
-    makes_alias: bool
-    makes_new: bool  # from nothing but a dtype and a device
-    moves: bool  # the tensor itself, to another place or shape
-
-
-@cache
-def _kind_of(func: Any) -> _Kind:
-    # Cached by the overload: a schema doesn't change
-    packet, tags = func.overloadpacket.__name__, set(func.tags)
-    is_random = torch.Tag.nondeterministic_seeded in tags
-    reads_values = bool(_READS & tags)
-    is_foreach = packet.startswith("_foreach_")
-    one = _single(packet) if is_foreach else tags
-    is_pointwise = torch.Tag.pointwise in one or packet in _POINTWISE
-    return _Kind(
-        name=str(func),
-        is_pointwise=is_pointwise and not is_random and not reads_values,
-        is_random=is_random,
-        is_foreach=is_foreach,
-        reads_values=reads_values,
-        makes_alias=packet in _ALIASES,
-        makes_new=packet.startswith("new_"),
-        moves=torch.Tag.inplace_view in tags and packet != "detach_",
-    )
-
-
-def _single(packet: str) -> set[Any]:
-    """The tags of the operator that a foreach operator runs on each tensor."""
-    single = getattr(torch.ops.aten, packet.removeprefix("_foreach_"), None)
-    if single is None:
-        return set()
-    return {tag for overload in single.overloads() for tag in getattr(single, overload).tags}
-
-
 class _Call:
     """One operator, and what it is given.
 
@@ -344,7 +272,7 @@ class _Call:
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind, self.written = _kind_of(func), written_of(func, args, kwargs)
+        self.kind, self.written = kind_of(func), written_of(func, args, kwargs)
         self.pieces = [*_pieces_among(*args, *kwargs.values())]
         self.words: list[str] = []
         self._numbers: list[Tensor] = []  # on a device, of which no host knows the values

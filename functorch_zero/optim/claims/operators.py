@@ -8,10 +8,9 @@ found by its numbers, in `cuts`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -20,39 +19,26 @@ from torch.overrides import TorchFunctionMode
 
 from ..._torch_private import QuickDispatchMode, storage_id, version_of, written_of
 from ...errors import TransformError, users_line
+from ...layout.operators import Kind, kind_of
 from ...tree import named_leaves, tensors_among
 from ..across import Tree
 
 # Ways to a tensor's values or address that run no operator
 HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Elementwise, or moving elements only, though neither tagged nor a view by their schema
+# Moving elements only, or updating each, though neither tagged nor a view by their schema
 _MOVES = {
-    "_foreach_copy_",
-    "_foreach_zero_",
     "_fused_adagrad_",
     "_fused_adam_",
     "_fused_adamw_",
     "_fused_sgd_",
     "_reshape_alias",
-    "_to_copy",
     "_unsafe_view",
     "cat",
-    "complex",
-    "copy_",
-    "fill_",
-    "lift_fresh",
-    "masked_fill_",
-    "polar",
     "stack",
-    "zero_",
 }
-# Called foreach as well, but each makes one result of many positions
-_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 # Raised by operators on shapes and dtypes that they don't take
 _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
-# Of operators whose result, or its shape, is taken from values on the host
-_VALUES_OUT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OperatorWatch:
@@ -131,7 +117,7 @@ class OperatorWatch:
             return func(*args, **kwargs)
         # Refusals come before the operator runs, so nothing is changed by then
         kind = kind_of(func)
-        if kind.random:
+        if kind.is_random:
             remedy = (
                 "across.normal(updates, seed=seed, step=count), or across.uniform or .rademacher, "
                 "with a count in the state (optim.with_statistics)"
@@ -147,7 +133,7 @@ class OperatorWatch:
             # `item`, `nonzero`, indexing by a tensor: values reach the host, or decide a shape
             if kind.reads_values:
                 self._refuse_reading(str(func))
-            if not (kind.elementwise or _fills_a_mask(func, args)):
+            if not (_keeps_elements(func, kind) or _fills_a_mask(func, args)):
                 shape = tuple(tainted.shape)
                 self.refuse(
                     f"runs {func} on values of leaves, of shape {shape}: that operator is not "
@@ -156,7 +142,7 @@ class OperatorWatch:
                     "(optim.with_statistics), or take whole leaves (optim.with_whole_leaves)",
                 )
         out = func(*args, **kwargs)
-        if tainted is not None and not kind.makes_new:
+        if tainted is not None and not (kind.makes_new or kind.makes_like):
             self._taint(written, out)
         return out
 
@@ -221,29 +207,10 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Kind(NamedTuple):
-    """The known facts about an operator, before it runs."""
-
-    random: bool
-    reads_values: bool  # on the host
-    elementwise: bool
-    makes_new: bool  # takes only a shape, dtype and device from its operands
-
-
-@functools.cache
-def kind_of(func: Any) -> _Kind:
-    # Cached by the overload: a schema doesn't change
-    name, tags = func.overloadpacket.__name__, func.tags
-    makes_new = name.endswith("_like") or name.startswith("new_")
-    # torch tags neither the foreach operators nor views
-    foreach = name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
-    moves = func.is_view or makes_new or name in _MOVES
-    return _Kind(
-        random=torch.Tag.nondeterministic_seeded in tags,
-        reads_values=bool(_VALUES_OUT & set(tags)),
-        elementwise=torch.Tag.pointwise in tags or foreach or moves,
-        makes_new=makes_new,
-    )
+def _keeps_elements(func: Any, kind: Kind) -> bool:
+    """Whether an operator is elementwise, or moves elements only."""
+    moves = func.is_view or func.overloadpacket.__name__ in _MOVES
+    return kind.is_pointwise or kind.makes_new or kind.makes_like or moves
 
 
 def _fills_a_mask(func: Any, args: Sequence[Any]) -> bool:
