@@ -110,15 +110,26 @@ class Noted:
         self._brought = None
 
 
-def warm_step(group: Any, make: Any = narrowing, **options: Any) -> Callable[[], Any]:
-    """A step of level 3 whose order of units is known, to be called; two have been run."""
+def warm_step(
+    group: Any, make: Any = narrowing, level: int = 3, **options: Any
+) -> Callable[[], Any]:
+    """A step whose order of units is known, to be called; two have been run."""
     apply, params, buffers = build(make, units=Unit)
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
-    step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group, **options)
+    step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, **options)
     state, x = step.init(params, buffers), torch.ones(2, WIDTHS[0], dtype=torch.float64)
     for _ in range(2):
         state, _ = step(state, x)
     return lambda: step(state, x)
+
+
+def test_nobody_waits_in_backward_where_sums_stay_in_their_flats() -> None:
+    events: list[str] = []
+    step = warm_step(Noting(CountingGroup(2), events), level=0, overlap="memory")
+    events.clear()
+    step()
+    of_units = [event.removesuffix("/reduce") for event in events if event.endswith("/reduce")]
+    assert of_units == [f"{moment} {n}" for moment in ("start", "wait") for n in (3, 2, 1, 0)]
 
 
 def test_the_order_of_starts_and_waits_in_backward() -> None:
