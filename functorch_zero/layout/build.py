@@ -97,8 +97,8 @@ def make_layout(
     for unit in units:
         # Units are a model's, and the tree may hold some of its leaves only
         own = [number_of[path] for path in unit.leaves if path in number_of]
-        for unit_name, modules, part in _without_tables(unit, specs, own):
-            new = _buckets_of(unit_name, specs, part, aligned=aligned)
+        for unit_name, modules, leaves in _without_tables(unit, specs, own):
+            new = _buckets_of(unit_name, specs, leaves, aligned=aligned)
             # The numbers in the layout of this unit's buckets
             numbers = tuple(range(len(buckets), len(buckets) + len(new)))
             path = f"{name}.{unit_name}".strip(".")

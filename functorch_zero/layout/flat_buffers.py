@@ -38,7 +38,7 @@ def pack(
         dtype = _common_dtype(leaves, bucket.dtype)
     # (num_pieces * piece,), on the leaves' device
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-    first, *sizes = bucket.parts(0, bucket.numel)  # of padding before the first leaf; then in turn
+    first, *sizes = bucket.sizes(0, bucket.numel)  # of padding before the first leaf; then in turn
     # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
     zeros = flat.new_zeros(max(1, first, *sizes[1::2]))
     parts = [zeros[:first]]
@@ -86,8 +86,8 @@ def cut(piece: Tensor, bucket: Bucket, piece_number: int) -> list[Tensor]:
 
 def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
     """The leaves' parts (n,) of a flat that begins at the bucket's element `start`: views."""
-    parts = flat.split_with_sizes(bucket.parts(start, start + flat.numel()))
-    return parts[1::2]  # every other one is padding
+    ranges = flat.split_with_sizes(bucket.sizes(start, start + flat.numel()))
+    return ranges[1::2]  # every other one is padding
 
 
 def blank(flat: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
@@ -96,7 +96,7 @@ def blank(flat: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
 
     `start`: the bucket's element that the flat begins with.
     """
-    sizes = bucket.parts(start, start + flat.numel())
+    sizes = bucket.sizes(start, start + flat.numel())
     if not any(sizes[::2]):
         return flat
     flat = flat.clone()

@@ -17,7 +17,7 @@ class Joined(NamedTuple):
 
     layout: Layout
     first_buckets: list[int]  # per tree, the number of its first bucket
-    parts: tuple[Layout, ...]  # the trees' own
+    layouts: tuple[Layout, ...]  # the trees' own
 
 
 def join_layouts(

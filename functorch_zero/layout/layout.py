@@ -187,10 +187,10 @@ class Bucket:
         """Whether a sum over ranks counts this rank's elements, which no rank before holds, too."""
         return True
 
-    def parts(self, start: int, stop: int) -> tuple[int, ...]:
-        """The sizes of the parts that the elements [start, stop) consist of: padding, leaf,
+    def sizes(self, start: int, stop: int) -> tuple[int, ...]:
+        """The sizes of the ranges that the elements [start, stop) consist of: padding, leaf,
         padding, leaf, ..., padding."""
-        known = self._parts.get((start, stop))
+        known = self._sizes.get((start, stop))
         if known is None:
             edges = [start]  # of padding and leaves in turn, cut off at both ends
             for offset, numel in zip(self.offsets, self.numels, strict=True):
@@ -199,12 +199,12 @@ class Bucket:
                 edges.append(_clamp(offset + numel, start, stop))
             edges.append(stop)  # 2 * leaves + 2 edges, and so 2 * leaves + 1 sizes
             known = tuple(after - before for before, after in pairwise(edges))
-            self._parts[start, stop] = known
+            self._sizes[start, stop] = known
         return known
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The sizes that `parts` has found, by its arguments: steps ask for the same few."""
+    def _sizes(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The sizes that `sizes` has found, by its arguments: steps ask for the same few."""
         return {}
 
 

@@ -107,7 +107,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-class Kept(NamedTuple):
+class Left(NamedTuple):
     """A tensor that nobody reads when the loss has returned: the copy of a buffer that it has not
     changed, or a metric, whose value is taken then."""
 
@@ -129,52 +129,52 @@ class Changed(NamedTuple):
         return self.copied.is_surely_changed(self.after)
 
 
-class Noted(NamedTuple):
+class OfLoss(NamedTuple):
     """The changes of buffers by calls of `apply` in a loss."""
 
-    kept: list[Kept]
+    left: list[Left]
     changed: list[Changed]
 
 
 # Of the loss that runs; None: nobody asks
-_NOTED: ContextVar[Noted | None] = ContextVar("_NOTED", default=None)
+_OF_LOSS: ContextVar[OfLoss | None] = ContextVar("_OF_LOSS", default=None)
 
 
 @contextmanager
-def noting_buffers() -> Iterator[Noted]:
-    """Around a loss: the buffers that it keeps and changes, which are noted meanwhile."""
-    noted = Noted([], [])
-    token = _NOTED.set(noted)
+def noting_buffers() -> Iterator[OfLoss]:
+    """Around a loss: the buffers that it keeps and changes, which are listed meanwhile."""
+    own = OfLoss([], [])
+    token = _OF_LOSS.set(own)
     try:
-        yield noted
+        yield own
     finally:
-        _NOTED.reset(token)
+        _OF_LOSS.reset(token)
 
 
 def note_changed(path: str, copied: BufferCopy, after: Tensor) -> None:
     """Note a buffer that a call of `apply` counts as changed."""
-    noted = _NOTED.get()
-    if noted is not None and not transforms_active():
-        noted.changed.append(Changed(path, copied, after))
+    own = _OF_LOSS.get()
+    if own is not None and not transforms_active():
+        own.changed.append(Changed(path, copied, after))
 
 
-def note_kept(
-    path: str, tensor: Tensor, kept: list[Kept] | None = None, *, what: str = "a buffer"
+def note_left(
+    path: str, tensor: Tensor, left: list[Left] | None = None, *, what: str = "a buffer"
 ) -> None:
     """Note a tensor that the loss leaves behind, whose values nobody reads from now on:
-    `check_kept_in_backward` refuses writes to it. `kept`: the list; None: that of the loss that
+    `check_left_in_backward` refuses writes to it. `left`: the list; None: that of the loss that
     runs."""
-    if kept is None:
-        noted = _NOTED.get()
-        kept = None if noted is None else noted.kept
+    if left is None:
+        own = _OF_LOSS.get()
+        left = None if own is None else own.left
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_inference()
-    if kept is not None and plain and not transforms_active():
-        kept.append(Kept(what, path, version_counter(tensor), version_of(tensor)))
+    if left is not None and plain and not transforms_active():
+        left.append(Left(what, path, version_counter(tensor), version_of(tensor)))
 
 
-def check_kept_in_backward(kept: Sequence[Kept], rank: int | None = None) -> None:
+def check_left_in_backward(left: Sequence[Left], rank: int | None = None) -> None:
     """Raise StructureError if backward has written to one of them."""
-    for what, path, counter, version in kept:
+    for what, path, counter, version in left:
         if version_of(counter) != version:
             raise written_in_backward(what, path, rank)
 

@@ -56,7 +56,7 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
     for path, x in leaves.items():
         if x.layout is torch.strided:  # others have no storage of their own
             by_storage.setdefault(storage_id(x), []).append(path)
-    # Modules with such hooks, by the id of their `__dict__`, which a reference calls `held`
+    # Modules with such hooks, by the id of their `__dict__`, which a reference calls its container
     hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
     computed = []
     for reference in references(model):
@@ -70,7 +70,7 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
             leaf = next((path for path in near if share_elements(x, leaves[path])), None)
             if leaf is None and x.grad_fn is None:
                 continue
-            if id(reference.held) not in hooked:
+            if id(reference.container) not in hooked:
                 what = "a tensor computed from it, or a view of it"
                 raise _not_followed(reference, leaf or "params", what)
             computed.append(x)
@@ -121,11 +121,11 @@ def copied_functions(memo: dict[int, Any]) -> list[Any]:
     return [x for x in copies if isinstance(x, FunctionType | MethodType)]
 
 
-def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
+def _replace_functions(container: dict[str, Any], memo: dict[int, Any]) -> None:
     """Put functions about the copy in the place of those among a dict's values."""
-    for name, value in held.items():
+    for name, value in container.items():
         if callable(value):
-            held[name] = _about_copy(value, memo)
+            container[name] = _about_copy(value, memo)
 
 
 def _check_references(model: nn.Module, copied: nn.Module) -> None:
@@ -138,7 +138,7 @@ def _check_references(model: nn.Module, copied: nn.Module) -> None:
         value = id(reference.value)
         if value in originals:
             raise _not_followed(reference, originals[value], "a function or object as it was")
-        if value in names and reference.held is None:
+        if value in names and reference.container is None:
             kind = "a tuple, set, slot, partial or weak reference"
             raise _not_followed(reference, names[value], kind)
 

@@ -50,9 +50,9 @@ class DeferredInit:
         self, named: Iterable[tuple[str, Tensor]], held_by: Callable[[nn.Module], dict[str, Any]]
     ) -> None:
         for module, attribute, name in slots_of(named, self._model, held_by):
-            held, is_tied = held_by(self._modules[module]), name in self._places
-            place = Place(held, attribute, name)
-            self._metas[name] = held[attribute]
+            container, is_tied = held_by(self._modules[module]), name in self._places
+            place = Place(container, attribute, name)
+            self._metas[name] = container[attribute]
             self._holders.setdefault(name, module)
             self._places.setdefault(name, []).append(place)
             for around in ancestors(module):

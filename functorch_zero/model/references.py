@@ -33,8 +33,8 @@ class Reference(NamedTuple):
 
     path: str  # of the module and its attribute: "layers.1._forward_hooks"
     way: tuple[Any, ...]  # the objects from there on; (): the attribute itself has the value
-    held: Any  # the dict or list that has the value; None: a value can't be replaced there
-    key: Any  # of the value in `held`
+    container: Any  # the dict or list that has the value; None: a value can't be replaced there
+    key: Any  # of the value in it
     value: Any
 
 
@@ -54,7 +54,7 @@ def references(model: nn.Module) -> Iterator[Reference]:
         if id(value) not in seen and gc.is_tracked(value) and not _is_closed(value):
             seen.add(id(value))
             way = (*reference.way, value)
-            waiting += (Reference(reference.path, way, *held) for held in _inside(value))
+            waiting += (Reference(reference.path, way, *found) for found in _inside(value))
 
 
 def unshared_copy(value: Any) -> Any:
@@ -120,8 +120,8 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield None, None, behind(value)
         return
     if issubclass(kind, FunctionType):
-        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-        for inside in (*held, *_globals_of(value)):
+        fields = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        for inside in (*fields, *_globals_of(value)):
             yield None, None, inside
         return
     entries: list[tuple[Any, Any]] = []
@@ -135,7 +135,7 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any, Any]]:
     if own and isinstance(own, dict):
         yield None, None, own
         entries += own.items()
-    # An object's attributes may be held by itself, too
+    # An object's attributes may be its own referents, too
     replaceable = {id(inside) for _, inside in entries}
     for inside in gc.get_referents(value):
         if id(inside) not in replaceable:

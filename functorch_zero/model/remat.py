@@ -80,7 +80,7 @@ class _Region:
         # Copies: forward writes to the ones in the places
         self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
         # It may write to a list or object, too: a cache of keys and values, say
-        self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
+        self._given = tuple(map(_unshared, args)), {k: _unshared(x) for k, x in kwargs.items()}
         # A forward around it may call it in both modes, say, one after the other
         self._settings = [_settings(module) for module in self._modules]
         return self._forward(*args, **kwargs)
@@ -88,9 +88,9 @@ class _Region:
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In backward: on the first run's buffers, whose changes don't count twice."""
         assert self._before is not None
-        kept, kept_by_name = self._given
-        args = tuple(map(_again, args, kept))
-        kwargs = {name: _again(x, kept_by_name[name]) for name, x in kwargs.items()}
+        before, before_by_name = self._given
+        args = tuple(map(_again, args, before))
+        kwargs = {name: _again(x, before_by_name[name]) for name, x in kwargs.items()}
         # Those that training goes on with come back when this run is over
         after, leaves = tensors_in(self._places), tensors_in(self._params)
         copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
@@ -119,12 +119,12 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
-def _kept(argument: Any) -> Any:
+def _unshared(argument: Any) -> Any:
     """An argument as it is before the first run, which checkpoint may not know later: containers
     and objects."""
     return None if isinstance(argument, Tensor) else unshared_copy(argument)
 
 
-def _again(argument: Any, kept: Any) -> Any:
+def _again(argument: Any, before: Any) -> Any:
     """The argument for a run in backward; tensors are as checkpoint gives them."""
-    return argument if kept is None else unshared_copy(kept)
+    return argument if before is None else unshared_copy(before)

@@ -26,7 +26,7 @@ from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
-from .buffer_copies import BufferCopy, copy_of, note_changed, note_kept
+from .buffer_copies import BufferCopy, copy_of, note_changed, note_left
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import compiled
 from .copying import copied_functions, copy_module
@@ -90,7 +90,7 @@ class Skeleton:
         for reference in references(self.root):
             if id(reference.value) in by_id:
                 leaf, places = by_id[id(reference.value)]
-                places.append(Place(reference.held, reference.key, leaf))
+                places.append(Place(reference.container, reference.key, leaf))
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
@@ -240,7 +240,7 @@ class Skeleton:
             # A hook runs in backward, and finds these
             if self._hooked:
                 for path, copied in taken.items():
-                    note_kept(path, copied.tensor)
+                    note_left(path, copied.tensor)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
         """Put copies in the places of buffers, since modules write to theirs."""
@@ -268,7 +268,7 @@ class Skeleton:
         new = dict(old)
         for path, buffer in found.items():
             if not taken[path].is_changed(buffer):
-                note_kept(path, taken[path].tensor)
+                note_left(path, taken[path].tensor)
                 continue
             if path in self._sharing and taken[path].is_surely_changed(buffer):
                 raise _parted(path, self._sharing[path])

@@ -11,7 +11,7 @@ _WRAPPERS = {"_orig_mod", _OF_FIRST_FSDP, "_checkpoint_wrapped_module"}
 def without_wrappers(name: str) -> str:
     """The name that a plain module gives a param, without torch.compile's, checkpointing's and
     FSDP's parts."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(own for own in name.split(".") if own not in _WRAPPERS)
 
 
 def is_of_first_fsdp(module: nn.Module) -> bool:

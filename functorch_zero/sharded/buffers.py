@@ -67,7 +67,7 @@ class Asked(NamedTuple):
     after: Tensor
     version: int  # of `after`, when the loss had returned
 
-    def check_kept(self, rank: int, *, look: bool) -> None:
+    def check_unwritten(self, rank: int, *, look: bool) -> None:
         """Raise if backward has written to it: its old values are to stay. With `look`, values are
         compared once more, for which the host waits."""
         written = version_of(self.after) != self.version
@@ -92,7 +92,7 @@ class Changes(NamedTuple):
         for n, known in enumerate(self.known):
             flag = bool(self.answers[str(n)] if isinstance(known, Asked) else known)
             if isinstance(known, Asked) and not flag:
-                known.check_kept(rank, look=look)
+                known.check_unwritten(rank, look=look)
             flags.append(flag)
         return flags
 
@@ -172,8 +172,8 @@ def synchronize(
     before: list[Tensor]
     before, treedef = optree.tree_flatten(old)
     after: list[Tensor] = []
-    for kept, given, flag in zip(before, optree.tree_leaves(new), changed, strict=True):
-        after.append(given if flag else kept)
+    for first, given, flag in zip(before, optree.tree_leaves(new), changed, strict=True):
+        after.append(given if flag else first)
     # All ranks go on with the same numbers: flags and shapes are the same on each
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
     # In the order of the buffers, the same on every rank; one message per dtype
@@ -187,10 +187,10 @@ def synchronize(
         else:
             # In place, as bytes: transports don't know every dtype
             group.broadcast(packed.view(torch.uint8), source=0).wait()
-        parts = packed.split([after[i].numel() for i in own])
-        for i, part in zip(own, parts, strict=True):
+        values = packed.split([after[i].numel() for i in own])
+        for i, value in zip(own, values, strict=True):
             # A view of the message, which the step's new buffers keep
-            after[i] = part.view(after[i].shape)
+            after[i] = value.view(after[i].shape)
     return treedef.unflatten(after)
 
 

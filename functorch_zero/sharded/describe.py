@@ -100,9 +100,9 @@ class Description(NamedTuple):
         lines.append(f"{self._total}; {self.optimizer}{with_seams}")
         if self.mesh:
             lines.append(f"mesh: {self.mesh}")
-        for kind, held, read, written in self.stored:
+        for kind, nbytes, read, written in self.stored:
             lines.append(
-                f"elsewhere: {held:,} of these bytes ({kind}); a step reads {read:,} and writes "
+                f"elsewhere: {nbytes:,} of these bytes ({kind}); a step reads {read:,} and writes "
                 f"{written:,}"
             )
         if self.num_ranks > 1:
@@ -113,8 +113,8 @@ class Description(NamedTuple):
     def _repr_html_(self) -> str:
         bars = []
         for row in self.rows:
-            held, state = f"{row.nbytes:,}", f"{row.state_nbytes:,}"
-            cells = (row.unit, row.where, held, row.state_where or "-", state)
+            here, state = f"{row.nbytes:,}", f"{row.state_nbytes:,}"
+            cells = (row.unit, row.where, here, row.state_where or "-", state)
             kind = "params" if row.leaves else "other tensors"
             bars.append(Bar(cells, {kind: row.nbytes, "optimizer state": row.state_nbytes}))
         head = ("unit", "where", "bytes", "optimizer state", "bytes")
@@ -285,8 +285,8 @@ def _stored(nodes: _Nodes, places: Places) -> Iterator[Stored]:
             plan, layout = state.holding.plan, state.holding.sharding.layout
             own = StatePlaces(places.state, plan, layout)
             in_state += stored_tensors(own, state.as_it_lies)
-        held = bytes_held(in_state)
-        yield Stored("state", held, held, held)
+        nbytes = bytes_held(in_state)
+        yield Stored("state", nbytes, nbytes, nbytes)
     if places.params is not None:
         in_params: list[Tensor] = []
         trained: list[Tensor] = []  # of the params, those that a step writes
@@ -295,8 +295,8 @@ def _stored(nodes: _Nodes, places: Places) -> Iterator[Stored]:
             in_params += stored_flats(places.params, flats, layout)
             if not tree.holding.read_only:
                 trained += stored_flats(places.params, flats, layout, trained=True)
-        held = bytes_held(in_params)
-        yield Stored("params", held, held, bytes_held(trained))
+        nbytes = bytes_held(in_params)
+        yield Stored("params", nbytes, nbytes, bytes_held(trained))
 
 
 def _as_on_one_rank(step: TrainStep, state: State) -> State:

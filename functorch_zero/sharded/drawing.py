@@ -72,11 +72,11 @@ def _row(tag: str, cells: Sequence[str], bar: str) -> str:
 
 
 def _bar(bar: Bar, longest: int) -> str:
-    parts = []
+    swatches = []
     for kind, nbytes in bar.nbytes.items():
         width = f"{100 * nbytes / longest:.2f}%"
-        parts.append(_swatch(kind, width, title=f"{kind}: {nbytes:,} bytes"))
-    return f'<div style="white-space: nowrap">{"".join(parts)}</div>'
+        swatches.append(_swatch(kind, width, title=f"{kind}: {nbytes:,} bytes"))
+    return f'<div style="white-space: nowrap">{"".join(swatches)}</div>'
 
 
 def _swatch(kind: str, width: str, title: str = "") -> str:

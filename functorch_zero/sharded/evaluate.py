@@ -197,8 +197,8 @@ class ShardedEvalStep:
         `publish`."""
         assert state.sharding is not None
         _check_known_as_cut(state.value, self.group.rank)
-        noted = replace(state.params.holding, sharding=state.sharding)
-        params = trained_like(state.params, noted)
+        holding = replace(state.params.holding, sharding=state.sharding)
+        params = trained_like(state.params, holding)
         pieces = params.pieces()
         device = next(flat.device for flat in params.flats())
         # As in a program, of numbers that are the same on every rank

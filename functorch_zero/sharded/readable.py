@@ -24,21 +24,14 @@ class Absent:
 def told_apart(ours: Any, theirs: Any) -> tuple[str, str]:
     """Two pieces of plain data that differ, in words. Long ones are told from where they differ."""
     one, two = _in_words(ours), _in_words(theirs)
-    num_same = _num_same(one, two)
+    pairs = enumerate(zip(one, two, strict=False))
+    num_same = next((n for n, (a, b) in pairs if a != b), min(len(one), len(two)))
     is_long = max(len(one), len(two)) > _MOST
     # Else the difference might be cut off at the end
     if is_long and num_same > _MOST // 2:
         start = num_same - 20
         one, two = f"...{one[start:]}", f"...{two[start:]}"
     return _shortened(one), _shortened(two)
-
-
-def _num_same(one: str, two: str) -> int:
-    """The number of characters before the first one in which two texts differ."""
-    for n, (mine, other) in enumerate(zip(one, two, strict=False)):
-        if mine != other:
-            return n
-    return min(len(one), len(two))
 
 
 def _shortened(text: str) -> str:
@@ -59,7 +52,7 @@ def _in_words(value: Any) -> str:
         [(name, settings)] = value.items()
         if isinstance(settings, dict):
             return f"{name}({_settings_in_words(settings)})"
-    rows = [f"{key}: {_in_words(part)}" for key, part in value.items()]
+    rows = [f"{key}: {_in_words(own)}" for key, own in value.items()]
     return f"{{{', '.join(rows)}}}"
 
 

@@ -27,7 +27,7 @@ from ..layout.sharding import Sharding
 from ..params import as_local, is_on_engine, map_local
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ..step.refit import Form, check_values, kept
+from ..step.refit import Form, check_values, in_both
 from ..step.state import State
 from ..tree import PyTree, paths
 from .agreement import agree
@@ -124,7 +124,7 @@ def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTr
     """
     ours, theirs = _parts(new, group.size), _parts(old, group.size)
     forms = [{path: part.form for path, part in parts.items()} for parts in (ours, theirs)]
-    names = kept(forms[0], forms[1], what, group.rank)
+    names = in_both(forms[0], forms[1], what, group.rank)
     leaves = {path: part.tensor for path, part in ours.items()}
     moving = defaultdict(list)  # by dtype
     for path in names:
@@ -176,8 +176,8 @@ def _without(wanted: Range, own: Range) -> list[Range]:
     """The parts of a range beside another one, in order."""
     if own[0] >= own[1]:
         return [wanted] if wanted[0] < wanted[1] else []
-    parts = (wanted[0], min(wanted[1], own[0])), (max(wanted[0], own[1]), wanted[1])
-    return [(start, stop) for start, stop in parts if start < stop]
+    ranges = (wanted[0], min(wanted[1], own[0])), (max(wanted[0], own[1]), wanted[1])
+    return [(start, stop) for start, stop in ranges if start < stop]
 
 
 def _overlap(one: Range, two: Range) -> Range:

@@ -7,6 +7,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..groups.protocol import Group
@@ -108,12 +109,11 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
         return piece.clone()
     longest = max(*counts, 1)
     # An all-gather takes equal parts, and ranks' pieces of one leaf differ in length
-    padded = piece.new_zeros(longest)
-    padded[: piece.numel()] = piece
+    padded = F.pad(piece, (0, longest - piece.numel()))
     out = piece.new_empty(group.size * longest)  # padded pieces of all ranks, in their order
     group.all_gather(out, padded).wait()
-    parts = zip(out.split(longest), counts, strict=True)
-    return torch.cat([part[:count] for part, count in parts])
+    pieces = zip(out.split(longest), counts, strict=True)
+    return torch.cat([own[:count] for own, count in pieces])
 
 
 def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:

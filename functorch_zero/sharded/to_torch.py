@@ -41,7 +41,7 @@ from ..step.evaluate import check_fits
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
-from .torch_state import ByParam, StatePart, TorchState, unfit
+from .torch_state import ByParam, StateOfSome, TorchState, unfit
 from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
@@ -52,7 +52,7 @@ _OWN_RATE = 1.0  # in the param group of a transform that has a learning rate of
 # What torch's optimizers and schedulers keep in param groups, and a transform has inside
 _UNREAD = {"betas", "momentum", "weight_decay", "eps", "maximize"}
 
-_MOST_PARTS = 16  # whose plans are kept
+_MOST_TOGETHER = 16  # whose plans are kept
 
 # From a learning rate, which is a schedule, to a transform
 OfRate = Callable[[Any], Transform]
@@ -169,12 +169,12 @@ class _Views(NamedTuple):
 
 
 @dataclass
-class _Part:
+class _Together:
     """Params that are updated together."""
 
     across: Sharded
     flats: UpdateFlats  # of the update that runs
-    state: StatePart
+    state: StateOfSome
     views: _Views | None = None  # of the last step
 
 
@@ -248,7 +248,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         self._num_steps = dict.fromkeys(self._params, 0)
         self._calls = itertools.count()  # of `step`, on each rank alike
-        self._parts: dict[tuple[str, ...], _Part] = {}
+        self._together: dict[tuple[str, ...], _Together] = {}
 
     @property
     def _is_apart(self) -> bool:
@@ -395,16 +395,16 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _update(self, paths: Sequence[str], grads: Mapping[str, Tensor]) -> None:
         """Update these params, and their state."""
-        part = self._part(paths)
+        one = self._together_of(paths)
         params = self._locals(paths)
         own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
-        state = self._state.tree(part.state, paths)
+        state = self._state.tree(one.state, paths)
         try:
-            updates, state = self._run(part, own, state, params)
+            updates, state = self._run(one, own, state, params)
         finally:
             # Else the flats that it has made would be alive as long as the optimizer
-            part.flats.begin()
-        self._state.take(part.state, paths, state)
+            one.flats.begin()
+        self._state.take(one.state, paths, state)
         for path in paths:
             self._num_steps[path] += 1
         if updates is not None:
@@ -414,14 +414,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(leaves, [move.to(p.dtype).view(p.shape) for p, move in rows])
 
     def _run(
-        self, part: _Part, grads: Any, state: Any, locals_: Mapping[str, Tensor]
+        self, one: _Together, grads: Any, state: Any, locals_: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """The updates to add, None where a kernel has added them, and the next state.
 
         Args:
             locals_: the params' tensors on this rank.
         """
-        across, views = part.across, self._views(part, locals_)
+        across, views = one.across, self._views(one, locals_)
         if views is not None and views.flats is not None:
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
@@ -434,18 +434,18 @@ class TorchOptimizer(torch.optim.Optimizer):
         same_structure(pieces, updates, what="the optimizer's updates")
         return updates, state
 
-    def _views(self, part: _Part, locals_: Mapping[str, Tensor]) -> _Views | None:
+    def _views(self, one: _Together, locals_: Mapping[str, Tensor]) -> _Views | None:
         """Pieces to which a kernel may write; None if some would be copies."""
         if not all(map(Tensor.is_contiguous, locals_.values())):
             return None
         begins = [*map(Tensor.data_ptr, locals_.values())]
-        if part.views is None or part.views.begins != begins:
+        if one.views is None or one.views.begins != begins:
             pieces, flats = self._pieces(locals_), None
             if self._split is not None:
-                own = part.across.flats(pieces)
-                flats = own if part.across.fuses(self._split[1], own) else None
-            part.views = _Views(begins, pieces, flats)
-        return part.views
+                own = one.across.flats(pieces)
+                flats = own if one.across.fuses(self._split[1], own) else None
+            one.views = _Views(begins, pieces, flats)
+        return one.views
 
     def _locals(self, paths: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these params on this rank."""
@@ -455,9 +455,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Pieces (n,) of tensors on this rank; None of other params."""
         return {p: locals_[p].reshape(-1) if p in locals_ else None for p in self._params}
 
-    def _part(self, paths: Sequence[str]) -> _Part:
+    def _together_of(self, paths: Sequence[str]) -> _Together:
         key = (*paths,)
-        if key not in self._parts:
+        if key not in self._together:
             resting = self._params.keys() - key
             if resting and self._state.has_owners:
                 raise StructureError(
@@ -470,12 +470,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                     "of zeros",
                 )
             # Experts may rest in ever new combinations
-            if len(self._parts) == _MOST_PARTS:
-                self._parts.clear()
+            if len(self._together) == _MOST_TOGETHER:
+                self._together.clear()
             flats = UpdateFlats()
             across = self._across(paths, flats)
-            self._parts[key] = _Part(across, flats, self._state.part(self._plan(paths)))
-        return self._parts[key]
+            self._together[key] = _Together(across, flats, self._state.of_some(self._plan(paths)))
+        return self._together[key]
 
     def _check_model(self) -> None:
         """Raise if the model has a gradient for a param that this optimizer doesn't have."""
@@ -581,8 +581,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         """The params to evaluate on, as they lie on this rank."""
         found: dict[str, Tensor] = {}
         for paths in self._state.together(self._params):
-            part = self._part(paths)
-            state = self._state.tree(part.state, paths)
+            one = self._together_of(paths)
+            state = self._state.tree(one.state, paths)
             pieces = self._pieces({path: locals_[path] for path in paths})
             values = [x for x in optree.tree_leaves(state) if x.dim()], pieces
             # A function of a piece that is not elementwise has another value on each rank
@@ -689,8 +689,8 @@ class TorchOptimizer(torch.optim.Optimizer):
                 raise unfit("param_groups", "lr", *map(_whose_rate, (self._options, options)))
             self._state.load(given)
         self._num_steps = {path: int(counts[path]) for path in self._params}
-        kept = ("params", "param_names")
-        self._options.update({key: x for key, x in options.items() if key not in kept})
+        own = ("params", "param_names")
+        self._options.update({key: x for key, x in options.items() if key not in own})
         for hook in after:
             hook(self)
 

@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
         return self.leaf.kind == "owned"
 
 
-class StatePart(NamedTuple):
+class StateOfSome(NamedTuple):
     """Of the state of some params: its structure, and the numbers of its leaves in the whole
     one."""
 
@@ -121,18 +121,18 @@ class TorchState:
     def _shared_of(self, path: str) -> list[Tensor]:
         return [self._leaves[self._at(n, path)] for n in self._shared]
 
-    def part(self, plan: StatePlan) -> StatePart:
+    def of_some(self, plan: StatePlan) -> StateOfSome:
         """Where the state of some params lies, as `plan` has it."""
         numbers = {path: n for n, path in enumerate(self._plan.paths)}
-        return StatePart(plan.treedef, [numbers[path] for path in plan.paths])
+        return StateOfSome(plan.treedef, [numbers[path] for path in plan.paths])
 
-    def tree(self, part: StatePart, paths: Sequence[str]) -> Any:
+    def tree(self, some: StateOfSome, paths: Sequence[str]) -> Any:
         """The state of these params, which can be updated together."""
-        return part.treedef.unflatten([self._leaves[self._at(n, paths[0])] for n in part.numbers])
+        return some.treedef.unflatten([self._leaves[self._at(n, paths[0])] for n in some.numbers])
 
-    def take(self, part: StatePart, paths: Sequence[str], tree: Any) -> None:
+    def take(self, some: StateOfSome, paths: Sequence[str], tree: Any) -> None:
         """Take their next state."""
-        for n, x in zip(part.numbers, part.treedef.flatten_up_to(tree), strict=True):
+        for n, x in zip(some.numbers, some.treedef.flatten_up_to(tree), strict=True):
             for path in paths if n in self._apart else paths[:1]:
                 self._leaves[self._at(n, path)] = x
 

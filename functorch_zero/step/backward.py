@@ -64,8 +64,8 @@ def gradients(
     grads = []
     found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
     for leaf, grad in zip(leaves, found, strict=True):
-        parts = [dense(part) for part in (grad, leaf.grad) if part is not None]
-        grads.append(sum(parts[1:], parts[0]) if parts else None)
+        given = [dense(x) for x in (grad, leaf.grad) if x is not None]
+        grads.append(sum(given[1:], given[0]) if given else None)
         leaf.grad = None
     return grads
 

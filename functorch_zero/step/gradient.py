@@ -12,7 +12,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
-from ..model.buffer_copies import check_kept_in_backward
+from ..model.buffer_copies import check_left_in_backward
 from ..model.casting import CastParams, as_reduced
 from ..model.untouched import Untouched
 from ..tree import PyTree
@@ -133,14 +133,14 @@ def _gradients(
     cast.finish()
     untouched.check(tree)
     grads = _of_leaves(own, outcome, scale)
-    check_kept_in_backward(outcome.kept)
+    check_left_in_backward(outcome.left)
 
     # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
     metrics = {}
     for name, value in outcome.metrics.items():
         metrics[name] = unless_weightless(as_metric(value), outcome.weight)
     loss = unless_weightless(outcome.loss.detach(), outcome.weight)
-    return treedef.unflatten(grads), outcome._replace(loss=loss, metrics=metrics, kept=())
+    return treedef.unflatten(grads), outcome._replace(loss=loss, metrics=metrics, left=())
 
 
 def _of_leaves(

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..in_a_loss import running_a_loss
-from ..model.buffer_copies import BufferCopy, Changed, Kept, copy_of, note_kept, noting_buffers
+from ..model.buffer_copies import BufferCopy, Changed, Left, copy_of, note_left, noting_buffers
 from ..model.lazy_param import LazyParam
 from ..params import without_engines
 from ..tree import PyTree, outline, paths, same_structure
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
     buffers: PyTree[Tensor]  # the new ones, whole; the old ones where the batch weighs nothing
     metrics: Mapping[str, Tensor | float]  # 0-d each
     weight: Tensor | float | None  # >= 0; None: the loss gave none
-    kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
+    left: Sequence[Left] = ()  # buffers that backward must not write to; () after it
     lost: Sequence[Changed] = ()  # buffers that `apply` may have changed, and the loss kept
 
     @property
@@ -81,15 +81,15 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    with naming_batch(batch), noting_buffers() as noted, running_a_loss(rank):
+    with naming_batch(batch), noting_buffers() as of_loss, running_a_loss(rank):
         result = loss_fn(params, own, batch)
-    kept = noted.kept
+    left = of_loss.left
     loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, differentiated, rank)
     if given is not None:
         _, as_given = result
-        _note_given(as_given, kept)
+        _note_given(as_given, left)
     # Without others, its own as the loss left them: written to, or replaced in their dict
     after, what = aux.buffers, "Aux.buffers"
     if after is None:
@@ -100,20 +100,20 @@ def call_loss(
     for path, copied, buffer in zip(paths(buffers), copies, optree.tree_leaves(after), strict=True):
         new.append(_next_buffer(copied, buffer, aux.weight))
         if new[-1] is copied.old:
-            note_kept(path, copied.tensor, kept)
+            note_left(path, copied.tensor, left)
             unwritten.add(id(copied.tensor))
     # A loss that returns buffers has chosen; else new ones of `apply` should have been its own
     lost = []
     if aux.buffers is None:
-        lost = [changed for changed in noted.changed if id(changed.copied.old) in unwritten]
-    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept, lost)
+        lost = [changed for changed in of_loss.changed if id(changed.copied.old) in unwritten]
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, left, lost)
 
 
-def _note_given(aux: Any, kept: list[Kept]) -> None:
+def _note_given(aux: Any, left: list[Left]) -> None:
     """Note the tensors of a loss's `Aux`, its metrics and weight, whose values have been taken."""
     for name, value in {**aux.metrics, "Aux.weight": aux.weight}.items():
         if isinstance(value, Tensor):
-            note_kept(name, value, kept, what="a metric or weight")
+            note_left(name, value, left, what="a metric or weight")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Form(NamedTuple):
         return f"{self.dtype}" if self.shape is None else f"shape {self.shape}, {self.dtype}"
 
 
-def kept(
+def in_both(
     new: Mapping[str, Form], old: Mapping[str, Form], what: str, rank: int | None = None
 ) -> list[str]:
     """The paths of the leaves that both have, in the order of the new ones.
@@ -188,7 +188,7 @@ def carried(new: PyTree[Any], old: PyTree[Any], what: str, *, copies: bool = Tru
     known = dict(zip(paths(old), optree.tree_leaves(old), strict=True))
     by_path = dict(zip(paths(new), leaves, strict=True))
     forms = [{path: Form.of(leaf) for path, leaf in tree.items()} for tree in (by_path, known)]
-    for path in kept(forms[0], forms[1], what):
+    for path in in_both(forms[0], forms[1], what):
         leaf = known[path].clone() if copies and isinstance(known[path], Tensor) else known[path]
         by_path[path] = _marked(leaf, by_path[path])
     check_values(by_path, what)

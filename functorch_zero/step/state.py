@@ -153,8 +153,8 @@ class State:
         value = self.value
         fields = value._asdict() if hasattr(value, "_asdict") else {"value": value}
         given = {name: node for name, node in fields.items() if node is not None}
-        parts = [f"{name}: {outline(node, most=4)}" for name, node in given.items()]
-        return f"State(step {step}, {place}; {'; '.join(parts)})"
+        outlines = [f"{name}: {outline(node, most=4)}" for name, node in given.items()]
+        return f"State(step {step}, {place}; {'; '.join(outlines)})"
 
     def replace(self, **changes: Any) -> State:
         """The state with other fields, its own or its value's. `step` and `seed` may be ints.

@@ -156,7 +156,7 @@ def test_parts_are_what_each_rank_keeps_and_the_padding_between(tree: Any, num_r
     for bucket in layout.buckets:
         for rank in range(num_ranks):
             first = rank * bucket.piece
-            parts = bucket.parts(first, first + bucket.piece)
+            parts = bucket.sizes(first, first + bucket.piece)
             assert sum(parts) == bucket.piece
             ends = list(accumulate(parts))
             for k, (start, stop) in enumerate(zip(ends[::2], ends[1::2], strict=False)):

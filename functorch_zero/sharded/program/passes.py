@@ -13,7 +13,7 @@ from ..._torch_private import hooks_registered
 from ...errors import StructureError, explain
 from ...groups import labelled
 from ...in_a_loss import hiding_trees
-from ...model.buffer_copies import check_kept_in_backward
+from ...model.buffer_copies import check_left_in_backward
 from ...model.casting import mark_policies
 from ...profiling import NOTHING, ranged
 from ...runtime.two_seeds import TwoSeeds
@@ -130,7 +130,7 @@ def _run_pass(
             # Units were entered, and nothing of them led to the loss
             if not one_pass.reached:
                 raise independent(rank)
-            check_kept_in_backward(outcome.kept, rank)
+            check_left_in_backward(outcome.left, rank)
         # Uses that backward never reached get their zeros here
         one_pass.finish()
     except BaseException:
@@ -200,7 +200,7 @@ def _weights_come_late(rank: int) -> StructureError:
 def _detached(outcome: Outcome) -> Outcome:
     """The outcome without its graph, which goes before the next micro-batch begins."""
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=(), lost=())
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, left=(), lost=())
 
 
 def _called(run: GradientRun, params: PyTree[Any], buffers: PyTree[Any], part: Any) -> Outcome:
