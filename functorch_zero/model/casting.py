@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._torch_private import map_tensors
 from ..compress import dtype_of, rounded
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PATTERNS, PyTree, ancestors
@@ -60,13 +60,11 @@ class Policies:
             if found.setdefault(slot.leaf, policy) != policy:
                 what = "a buffer" if buffers else "a leaf"
                 raise StructureError(
-                    explain(
-                        f"{what} that several modules share would have two policies",
-                        path=slot.leaf,
-                        expected=found[slot.leaf],
-                        got=f"{policy} at {slot.module or 'the model'}",
-                        remedy="give all modules that use it the same policy",
-                    )
+                    f"{what} that several modules share would have two policies",
+                    path=slot.leaf,
+                    expected=found[slot.leaf],
+                    got=f"{policy} at {slot.module or 'the model'}",
+                    remedy="give all modules that use it the same policy",
                 )
         return found
 

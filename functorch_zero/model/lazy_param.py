@@ -29,7 +29,7 @@ from .._torch_private import (
     transforms_active,
     without_torch_function,
 )
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..in_a_loss import OF_THIS_RANK
 from ..precision import Precision
 from ..tree import PyTree
@@ -292,11 +292,9 @@ def check_answered(params: Mapping[str, Any]) -> None:
     for path, leaf in params.items():
         if isinstance(leaf, LazyParam) and leaf.is_asked:
             raise StructureError(
-                explain(
-                    "code outside of a unit asked whether its param has a torch function, and may "
-                    "then go another way than with a whole leaf, which has none",
-                    path=path,
-                    remedy="choose the module around that code as a unit, functionalize(units=...),"
-                    " or let it ask fz.unshard(param)",
-                )
+                "code outside of a unit asked whether its param has a torch function, and may "
+                "then go another way than with a whole leaf, which has none",
+                path=path,
+                remedy="choose the module around that code as a unit, functionalize(units=...),"
+                " or let it ask fz.unshard(param)",
             )

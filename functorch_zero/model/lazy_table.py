@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from .._torch_private import transforms_active
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from .lazy_param import LazyParam
 
 
@@ -110,11 +110,9 @@ class LazyTable(LazyParam):
 
 def _refused(path: str, why: str, *, got: str) -> StructureError:
     return StructureError(
-        explain(
-            why,
-            path=path,
-            expected="F.embedding or F.embedding_bag of the table, or their modules",
-            got=got,
-            remedy=f'level={{"": 3, "{path}": 3}}, say, which gathers it as other leaves',
-        )
+        why,
+        path=path,
+        expected="F.embedding or F.embedding_bag of the table, or their modules",
+        got=got,
+        remedy=f'level={{"": 3, "{path}": 3}}, say, which gathers it as other leaves',
     )

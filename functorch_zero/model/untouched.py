@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import storage_id, version_of
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import PyTree, has_values, paths
 
 
@@ -124,11 +124,9 @@ def changed_in_place(path: str | None = None, *, unit: str | None = None) -> Str
     """The error for a loss that writes to a leaf, or to one of a unit's leaves."""
     got = None if unit is None else f"a write to a leaf of unit {unit or 'root'}"
     return StructureError(
-        explain(
-            "a leaf of params was changed in place, and a step is a pure function",
-            path=path,
-            got=got,
-            remedy="make a new tensor, `p = p * 0.5` instead of `p *= 0.5` or `p.data = ...`; "
-            "params are changed between steps, by tree_map on the state's",
-        )
+        "a leaf of params was changed in place, and a step is a pure function",
+        path=path,
+        got=got,
+        remedy="make a new tensor, `p = p * 0.5` instead of `p *= 0.5` or `p.data = ...`; "
+        "params are changed between steps, by tree_map on the state's",
     )

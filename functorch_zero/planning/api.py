@@ -215,21 +215,17 @@ def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> 
             raise ValueError(f"rows[{pattern!r}] must be a number of rows, got {num!r}")
         if not any(path_matches(path, pattern) for path in tables):
             raise StructureError(
-                explain(
-                    "a pattern of `rows` names no table",
-                    path=pattern,
-                    expected=f"one of {tables}" if tables else 'a leaf of level="table"',
-                    remedy=PATTERNS,
-                )
+                "a pattern of `rows` names no table",
+                path=pattern,
+                expected=f"one of {tables}" if tables else 'a leaf of level="table"',
+                remedy=PATTERNS,
             )
     for path in tables if all_named else ():
         if rows_asked_of(path, rows) is None:
             raise StructureError(
-                explain(
-                    "a plan without a batch can't know how many rows of a table a lookup asks for",
-                    path=path,
-                    remedy=f'plan(..., rows={{"{path}": 5_000}}), say, or batch=...',
-                )
+                "a plan without a batch can't know how many rows of a table a lookup asks for",
+                path=path,
+                remedy=f'plan(..., rows={{"{path}": 5_000}}), say, or batch=...',
             )
 
 

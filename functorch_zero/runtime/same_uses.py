@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ..errors import GroupError, explain
+from ..errors import GroupError
 from ..groups import labelled
 from ..groups.checks import ranks_text
 from ..groups.forwarding import all_say
@@ -123,14 +123,12 @@ class SameUses:
             return
         want, have = next(_differences([expected, got]))
         error = GroupError(
-            explain(
-                f"{self.alone}: others went on as before, or were {seconds:.0f} s late",
-                path=_path_of([want, have]),
-                expected=f"{want}, as in the last pass",
-                got=have,
-                rank=self._group.rank,
-                remedy=self.remedy,
-            )
+            f"{self.alone}: others went on as before, or were {seconds:.0f} s late",
+            path=_path_of([want, have]),
+            expected=f"{want}, as in the last pass",
+            got=have,
+            rank=self._group.rank,
+            remedy=self.remedy,
         )
         # The others may wait for this rank in a gather
         self._group.fail(error)
@@ -147,14 +145,12 @@ class SameUses:
             ranks.setdefault(word, []).append(rank)
         by_rank = "; ".join(f"{word} ({ranks_text(ranks[word])})" for word in ranks)
         raise GroupError(
-            explain(
-                self.of_two,
-                path=_path_of(said),
-                expected="the same one on every rank",
-                got=by_rank,
-                rank=self._group.rank,
-                remedy=self.remedy,
-            )
+            self.of_two,
+            path=_path_of(said),
+            expected="the same one on every rank",
+            got=by_rank,
+            rank=self._group.rank,
+            remedy=self.remedy,
         )
 
 

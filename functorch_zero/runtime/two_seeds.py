@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._torch_private import function_of, module_hooks_of
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.lazy_param import LazyParam
 from ..tree import has_values
 
@@ -150,16 +150,14 @@ class TwoSeeds:
         if twice is None or _are_twice(once, twice):
             return
         raise StructureError(
-            explain(
-                f"{what} is not linear in the gradient that it is given. On ranks that is the "
-                "gradient of a share of the batch, and the sum over ranks would not be the whole "
-                "batch's",
-                expected="twice as much out of it for twice the gradient",
-                rank=self._rank,
-                remedy="if backward adds a gradient, a balancing loss's say, take that loss out "
-                "of backward and add it to the loss; if it clips or normalises, do so in the "
-                "optimizer: optim.chain(optim.clip_by_global_norm(1.0), ...)",
-            )
+            f"{what} is not linear in the gradient that it is given. On ranks that is the "
+            "gradient of a share of the batch, and the sum over ranks would not be the whole "
+            "batch's",
+            expected="twice as much out of it for twice the gradient",
+            rank=self._rank,
+            remedy="if backward adds a gradient, a balancing loss's say, take that loss out "
+            "of backward and add it to the loss; if it clips or normalises, do so in the "
+            "optimizer: optim.chain(optim.clip_by_global_norm(1.0), ...)",
         )
 
 

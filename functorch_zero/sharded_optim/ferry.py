@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import base_of
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..model.untouched import marks_of_values
 from ..places import Arriving, Here, Place, ahead_of
 from ..tree import has_values, is_flagged, paths
@@ -252,13 +252,11 @@ def checked(place: Place, made: Any, home: Tensor) -> Tensor:
     if isinstance(made, Tensor) and are_alike(made, home):
         return made
     raise StructureError(
-        explain(
-            f"{type(place).__name__} returned what can't take the place of the tensor that it was "
-            "given",
-            expected=_form_of(home),
-            got=_form_of(made) if isinstance(made, Tensor) else type(made).__name__,
-            remedy="return a tensor of the same shape and dtype, from empty and from bring's wait",
-        )
+        f"{type(place).__name__} returned what can't take the place of the tensor that it was "
+        "given",
+        expected=_form_of(home),
+        got=_form_of(made) if isinstance(made, Tensor) else type(made).__name__,
+        remedy="return a tensor of the same shape and dtype, from empty and from bring's wait",
     )
 
 
@@ -266,13 +264,11 @@ def lost(place: Place, path: str) -> StructureError:
     """The error for a place that has not kept what it was given, of a leaf or a kind."""
     name = type(place).__name__
     return StructureError(
-        explain(
-            f"{name} has lost numbers: what {name}.bring gives isn't what {name}.leave was given, "
-            "to the bit",
-            path=path,
-            remedy="let leave copy all of the tensor to `into`, and bring give all that was left, "
-            "rounded nowhere; of two tensors, each in memory of its own",
-        )
+        f"{name} has lost numbers: what {name}.bring gives isn't what {name}.leave was given, "
+        "to the bit",
+        path=path,
+        remedy="let leave copy all of the tensor to `into`, and bring give all that was left, "
+        "rounded nowhere; of two tensors, each in memory of its own",
     )
 
 

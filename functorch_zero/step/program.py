@@ -138,13 +138,11 @@ def check_callable_here(name: str, engine: Engine | None) -> None:
     refuse_gradient(f"{name} was called")
     if transforms_active():
         raise StructureError(
-            explain(
-                f"{name} was called inside of a transform of torch.func, such as vmap or grad, and "
-                "can't be a part of it",
-                rank=None if engine is None else engine.rank,
-                remedy="put the transform inside of the loss: vmap over examples, or "
-                f"torch.func.grad by fz.unshard(params). {OF_THIS_RANK}",
-            )
+            f"{name} was called inside of a transform of torch.func, such as vmap or grad, and "
+            "can't be a part of it",
+            rank=None if engine is None else engine.rank,
+            remedy="put the transform inside of the loss: vmap over examples, or "
+            f"torch.func.grad by fz.unshard(params). {OF_THIS_RANK}",
         )
 
 
@@ -325,24 +323,20 @@ class LossCall:
         self._has_aux |= aux is not None
         if isinstance(aux, Aux) and aux.buffers is not None and not self.takes_buffers:
             raise StructureError(
-                explain(
-                    f"the loss of {self.caller} returned Aux(buffers=...), and was given none",
-                    rank=rank,
-                    remedy=f"pass them by name, {self.caller}(loss)(tree, ..., buffers=buffers), "
-                    "and let the loss have a parameter of that name",
-                )
+                f"the loss of {self.caller} returned Aux(buffers=...), and was given none",
+                rank=rank,
+                remedy=f"pass them by name, {self.caller}(loss)(tree, ..., buffers=buffers), "
+                "and let the loss have a parameter of that name",
             )
 
     def _refuse_sharded(self, name: str, argument: Any, remedy: str, rank: int | None) -> None:
         """Raise if a named argument holds a sharded tree."""
         if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
             raise StructureError(
-                explain(
-                    f"{self.caller} was given a sharded tree in {name}=",
-                    expected="whole tensors",
-                    rank=rank,
-                    remedy=remedy,
-                )
+                f"{self.caller} was given a sharded tree in {name}=",
+                expected="whole tensors",
+                rank=rank,
+                remedy=remedy,
             )
 
 
@@ -363,15 +357,13 @@ def _written(
     nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
     n = next(n for n, node in enumerate(nodes) if node is tensor)
     return StructureError(
-        explain(
-            f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
-            "place, which each rank would keep for itself",
-            path=f"args.{paths(args, is_on_engine)[n]}",
-            rank=rank,
-            remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
-            "loss may write to them, and they come back equal on all ranks. Of other tensors make "
-            "new ones",
-        )
+        f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
+        "place, which each rank would keep for itself",
+        path=f"args.{paths(args, is_on_engine)[n]}",
+        rank=rank,
+        remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
+        "loss may write to them, and they come back equal on all ranks. Of other tensors make "
+        "new ones",
     )
 
 
@@ -494,7 +486,7 @@ def pieces(params: Any) -> Any:
     # Of an evaluation's leaves none says whether it is trained
     if any(isinstance(leaf, LazyParam) for leaf in optree.tree_leaves(params)):
         raise StructureError(
-            explain("fz.pieces was called inside of a sharded evaluation", remedy=_AS_THEY_ARE)
+            "fz.pieces was called inside of a sharded evaluation", remedy=_AS_THEY_ARE
         )
     return tree_map(torch.clone, trained_leaves(params))
 
@@ -542,14 +534,12 @@ def check_like(
         expected = shape, dtype, "trained" if trained else "frozen"
         if got != expected:
             raise StructureError(
-                explain(
-                    "a leaf can't be cut like that of layout_like",
-                    path=path,
-                    expected=expected,
-                    got=got,
-                    rank=rank,
-                    remedy=remedy,
-                )
+                "a leaf can't be cut like that of layout_like",
+                path=path,
+                expected=expected,
+                got=got,
+                rank=rank,
+                remedy=remedy,
             )
     return read_only
 

@@ -174,13 +174,11 @@ class ProgramStep:
         """Raise unless a step has taken as many gradients as the program has said."""
         if self.num_gradients not in (None, streams.num_gradients):
             raise StructureError(
-                explain(
-                    "a program has taken another number of gradients in a step than it says",
-                    expected=f"num_gradients={self.num_gradients}",
-                    got=streams.num_gradients,
-                    rank=rank,
-                    remedy="program_step without num_gradients= counts them in the first step",
-                )
+                "a program has taken another number of gradients in a step than it says",
+                expected=f"num_gradients={self.num_gradients}",
+                got=streams.num_gradients,
+                rank=rank,
+                remedy="program_step without num_gradients= counts them in the first step",
             )
 
     def check_buffers(self, value: Any) -> None:
@@ -362,13 +360,11 @@ def args_of_refit(
         own = entry_of(value, name)
         if arg is None and own is None:
             raise StructureError(
-                explain(
-                    "refit was not given an argument of the program's init, and the state's value "
-                    "has no tree of its name",
-                    path=name,
-                    got=f"a {type(value).__name__}",
-                    remedy=f"step.refit(state, {', '.join(names)})",
-                )
+                "refit was not given an argument of the program's init, and the state's value "
+                "has no tree of its name",
+                path=name,
+                got=f"a {type(value).__name__}",
+                remedy=f"step.refit(state, {', '.join(names)})",
             )
         given[name] = own if arg is None else arg
     return given
@@ -437,12 +433,10 @@ def check_value(value: Any, rank: int | None = None) -> None:
     check_keys(value, "a program's value")
     if not any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(value)):
         raise StructureError(
-            explain(
-                "a program's value holds no tensor",
-                got=f"a {type(value).__name__}",
-                rank=rank,
-                remedy="return the trees of params and the optimizers' states from init",
-            )
+            "a program's value holds no tensor",
+            got=f"a {type(value).__name__}",
+            rank=rank,
+            remedy="return the trees of params and the optimizers' states from init",
         )
 
 
@@ -504,18 +498,16 @@ class Unwritten:
             if leaf is None:
                 continue
             raise StructureError(
-                explain(
-                    "a program has written to its value in place, and the state that it was given "
-                    "has changed with it",
-                    path=path_of(node, numbers[leaf]),
-                    expected="new tensors: a step is a pure function",
-                    got="a write to the value's own",
-                    rank=rank,
-                    remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
-                    "tree_map(torch.clone, tree) first for a copy to write to; BatchNorm's buffers "
-                    "as value_and_grad(loss)(tree, buffers=buffers). The state is as the program "
-                    "has left it: make it anew, or load it",
-                )
+                "a program has written to its value in place, and the state that it was given "
+                "has changed with it",
+                path=path_of(node, numbers[leaf]),
+                expected="new tensors: a step is a pure function",
+                got="a write to the value's own",
+                rank=rank,
+                remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
+                "tree_map(torch.clone, tree) first for a copy to write to; BatchNorm's buffers "
+                "as value_and_grad(loss)(tree, buffers=buffers). The state is as the program "
+                "has left it: make it anew, or load it",
             )
 
 
@@ -560,14 +552,12 @@ def check_next_value(
         expected, got = Form.of(before), Form.of(after)
         if expected != got and not is_within(paths(old)[n], free):
             raise StructureError(
-                explain(
-                    f"a leaf of {what} has another shape or dtype",
-                    path=paths(old)[n],
-                    expected=expected,
-                    got=got,
-                    rank=rank,
-                    remedy=remedy,
-                )
+                f"a leaf of {what} has another shape or dtype",
+                path=paths(old)[n],
+                expected=expected,
+                got=got,
+                rank=rank,
+                remedy=remedy,
             )
 
 

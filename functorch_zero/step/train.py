@@ -15,7 +15,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..optim.across import Across
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
@@ -56,12 +56,10 @@ class TrainProgram:
         """The next value, and the step's metrics."""
         if not isinstance(value, TrainValue):
             raise StructureError(
-                explain(
-                    "a training step was given the state of another program",
-                    expected="the value of step.init, a TrainValue",
-                    got=f"a {type(value).__name__}",
-                    remedy="step.init(params, buffers), with the params of that state",
-                )
+                "a training step was given the state of another program",
+                expected="the value of step.init, a TrainValue",
+                got=f"a {type(value).__name__}",
+                remedy="step.init(params, buffers), with the params of that state",
             )
         params, buffers, opt_state, finite = value
         gradient = value_and_grad(

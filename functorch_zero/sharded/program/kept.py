@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...layout.joined import join_layouts
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, is_held
@@ -61,32 +61,28 @@ class TrainedTrees:
         if self.layouts.get(place) is tree.sharding.layout:
             return place
         raise StructureError(
-            explain(
-                f"a gradient was asked of a tree of which reduction={self._reduction_name} keeps "
-                "nothing",
-                path=tree.holding.name or None,
-                expected=f"a trained tree of the program's value, {[*self.layouts]}, or one that "
-                "tree_map or fz.apply_updates has made of it",
-                got=tree.holding.label,
-                rank=self._rank,
-                remedy="give the tree to init, with leaves that require grad, and let init put it "
-                "into the value; or shard without the reduction",
-            )
+            f"a gradient was asked of a tree of which reduction={self._reduction_name} keeps "
+            "nothing",
+            path=tree.holding.name or None,
+            expected=f"a trained tree of the program's value, {[*self.layouts]}, or one that "
+            "tree_map or fz.apply_updates has made of it",
+            got=tree.holding.label,
+            rank=self._rank,
+            remedy="give the tree to init, with leaves that require grad, and let init put it "
+            "into the value; or shard without the reduction",
         )
 
     def check_next(self, after: TrainedTrees) -> None:
         """Raise unless a program's next value has the same trained trees."""
         if [*after.layouts] != [*self.layouts]:
             raise StructureError(
-                explain(
-                    f"reduction={self._reduction_name} keeps tensors of other trees of the "
-                    "program's next value than of the one that it was given",
-                    expected=[*self.layouts],
-                    got=[*after.layouts],
-                    rank=self._rank,
-                    remedy="cut a tree that takes another one's place like that one, "
-                    "fz.shard_tree(tree, layout_like=other)",
-                )
+                f"reduction={self._reduction_name} keeps tensors of other trees of the "
+                "program's next value than of the one that it was given",
+                expected=[*self.layouts],
+                got=[*after.layouts],
+                rank=self._rank,
+                remedy="cut a tree that takes another one's place like that one, "
+                "fz.shard_tree(tree, layout_like=other)",
             )
 
     def check_once(self, places: Sequence[str]) -> None:
@@ -94,14 +90,12 @@ class TrainedTrees:
         again = [place for place in places if places.count(place) > 1]
         if again:
             raise StructureError(
-                explain(
-                    "a gradient was asked of two copies of one tree, and "
-                    f"reduction={self._reduction_name} keeps tensors of each tree once",
-                    path=again[0] or None,
-                    rank=self._rank,
-                    remedy="take two gradients, one of each copy; let the value hold both; or "
-                    "shard without the reduction",
-                )
+                "a gradient was asked of two copies of one tree, and "
+                f"reduction={self._reduction_name} keeps tensors of each tree once",
+                path=again[0] or None,
+                rank=self._rank,
+                remedy="take two gradients, one of each copy; let the value hold both; or "
+                "shard without the reduction",
             )
 
     @property
