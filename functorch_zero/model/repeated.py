@@ -7,6 +7,7 @@ as a unit, too, since each read of its leaves gathers them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -54,15 +55,13 @@ def repeated_modules(model: nn.Module) -> dict[str, str]:
     unit: its inner ones may be experts, of which ranks use different ones.
     """
     candidates = _candidates(model)
-    around: set[str] = set()  # the paths that have a candidate inside
-    for path in candidates:
-        around.update(ancestors(path)[1:])
+    stages = around(candidates)
     same = Counter((found.kind, found.shapes) for found in candidates.values())
     twins = {kind for (kind, _), number in same.items() if number > 1}
     units: dict[str, str] = {}
     for path, found in candidates.items():
         is_stage = issubclass(found.kind, nn.Sequential) or found.kind not in twins
-        is_opened = path in around and is_stage
+        is_opened = path in stages and is_stage
         if not is_opened and units.keys().isdisjoint(ancestors(path)):
             units[path] = found.why
     return units
@@ -95,6 +94,11 @@ def _candidates(model: nn.Module) -> dict[str, _Found]:
         for path, candidate in found.items()
         if kinds[candidate.kind] > 1 or candidate.kind.__name__ in names
     }
+
+
+def around(paths: Iterable[str]) -> set[str]:
+    """The paths of the modules that have one of these inside; none is around itself."""
+    return {outer for path in paths for outer in ancestors(path)[1:]}
 
 
 def parent_of(path: str) -> str:

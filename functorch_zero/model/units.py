@@ -9,7 +9,7 @@ from torch import nn
 
 from ..params import UnitSpec
 from ..tree import PATTERNS, ancestors, path_matches
-from .repeated import opened, parent_of, repeated_modules, runs
+from .repeated import around, opened, parent_of, repeated_modules, runs
 from .slots import Slot
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
@@ -74,7 +74,7 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
         taken.update(ancestors(path))
     for leaf, param in model.named_parameters():
         # In a chosen unit, or else in a group that this module shares with no chosen one
-        unit = _innermost(homes[leaf], chosen)
+        unit = next((path for path in ancestors(homes[leaf]) if path in chosen), None)
         home = _largest_free(homes[leaf], taken, idle) if unit is None else unit
         if home not in drafts:
             # The root's own leaves are no child's, so no neighbour takes them
@@ -112,13 +112,9 @@ def choose_modules(
     if rule is False or rule is None:
         return frozenset()
     # A module may enter a unit, have others inside of it, or both
-    entered: set[str] = set()  # the modules whose calls enter units
-    around: set[str] = set()  # modules with such a one inside
-    for unit in units:
-        entered.update(unit.modules)
-        for path in unit.modules:
-            around.update(ancestors(path)[1:])  # the module itself is not around itself
-    without_units = entered - around  # no other unit inside
+    entered = {path for unit in units for path in unit.modules}
+    outer = around(entered)
+    without_units = entered - outer  # no other unit inside
     if rule is True:
         return frozenset(without_units)
 
@@ -129,10 +125,10 @@ def choose_modules(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among "
             f"{_listed(entered)}; {PATTERNS}"
         )
-    if innermost and chosen & around:
-        outer = min(chosen & around) or "the model"
+    if innermost and chosen & outer:
+        first = min(chosen & outer) or "the model"
         raise ValueError(
-            f"{what}={rule!r} matches {outer!r}, which has other units inside: their collectives "
+            f"{what}={rule!r} matches {first!r}, which has other units inside: their collectives "
             f"would be inside too. Remedy: choose among {_listed(without_units)}"
         )
     return frozenset(chosen)
@@ -152,22 +148,11 @@ def matches(rules: UnitRule | Sequence[UnitRule], path: str, module: nn.Module) 
 def _found(model: nn.Module) -> dict[str, str]:
     """The modules that are units where none are chosen: path -> why."""
     reasons = repeated_modules(model)
-    around: set[str] = set()  # the modules that have such a one inside
-    for path in reasons:
-        around.update(ancestors(path)[1:])
-    containers = opened(model)
+    outer, containers = around(reasons), opened(model)
     for path, _ in model.named_modules():
-        if path not in containers and parent_of(path) in containers and path not in around:
+        if path not in containers and parent_of(path) in containers and path not in outer:
             reasons.setdefault(path, _CHILD)
     return reasons
-
-
-def _innermost(path: str, chosen: Container[str]) -> str | None:
-    """The innermost chosen module that this one is, or lies in; None if there is none."""
-    for candidate in ancestors(path):
-        if candidate in chosen:
-            return candidate
-    return None
 
 
 def _largest_free(path: str, taken: Container[str], idle: Container[str]) -> str:
