@@ -30,18 +30,16 @@ class BatchOnRanks:
         axes: of the step.
         log: takes an entry per exchange, which ranks compare.
         part: of the batch, the loss's own.
+        around: the pass.
         num_micro: of the micro-batches, of which the part is one.
 
     Attributes:
-        around: the pass, which whoever begins it sets.
         exchanged: whether the loss has called a function of `fz.batch`.
         in_a_chunk: whether a function of `fz.batch.in_chunks` runs.
     """
 
-    around: Pass
-
-    def __init__(self, axes: Axes, log: list[str], part: Any, *, num_micro: int = 1):
-        self.group, self.rank = axes.data, axes.world.rank
+    def __init__(self, axes: Axes, log: list[str], part: Any, around: Pass, *, num_micro: int = 1):
+        self.group, self.rank, self.around = axes.data, axes.world.rank, around
         self.exchanged = self.in_a_chunk = False
         self._log, self._part, self._num_micro = log, part, num_micro
         self._gave_rows = False

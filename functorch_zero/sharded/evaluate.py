@@ -92,8 +92,7 @@ class ShardedEvalStep:
                 overlap=options.overlap,
                 look=look,
             )
-            on_ranks = BatchOnRanks(options.axes, log, batch)
-            on_ranks.around = run
+            on_ranks = BatchOnRanks(options.axes, log, batch, run)
             with given_batch(on_ranks):
                 found = self._call(run, given, others, state, args, device, look=look)
             on_ranks.check_weight(found.weight, look=look)

@@ -91,8 +91,7 @@ def _run_pass(
         look=run.look,
         places=options.places.saved,
     )
-    batch = BatchOnRanks(axes, run.log, part, num_micro=num_micro)
-    batch.around = one_pass
+    batch = BatchOnRanks(axes, run.log, part, one_pass, num_micro=num_micro)
     # Whatever mode the caller is in
     try:
         with torch.enable_grad(), given_batch(batch):
