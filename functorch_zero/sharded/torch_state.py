@@ -34,7 +34,8 @@ class _Entry(NamedTuple):
     param: str
     name: str
     leaf: StateLeaf
-    number: int  # of the leaf in the state
+    number: int  # of the leaf in the state; of a shared one, among the shared ones
+    is_shared: bool = False
     in_rows: bool = False  # is cut by rows, where there are several ranks: so a number is one row
 
     def shape_of(self, leaf: Tensor) -> tuple[int, ...]:
@@ -48,11 +49,11 @@ class _Entry(NamedTuple):
 
 
 class StateOfSome(NamedTuple):
-    """Of the state of some params: its structure, and the numbers of its leaves in the whole
-    one."""
+    """Of the state of some params: its structure, and where its leaves lie in the whole one."""
 
     treedef: Any
     numbers: list[int]
+    shared: list[int]  # positions of the shared leaves among its own
 
 
 class TorchState:
@@ -79,62 +80,58 @@ class TorchState:
         *,
         apart: bool,
     ):
-        self._plan, self._layout = plan, layout
+        self._plan, self._layout, self._apart = plan, layout, apart
         self._params, self._placed = params, placed
-        self._shared = [n for n, path in enumerate(plan.paths) if path in shared]
-        # By number, the leaves of which each param has one of its own, in the layout's order
-        self._apart = {*self._shared} if apart else set[int]()
-        self._orders = {path: k for k, path in enumerate(layout.paths)}
-        self._entries: list[_Entry] = []
-        self._leaves: list[Tensor] = []  # by entry
-        self._firsts: list[int] = []  # by number, the first of a leaf's entries
-        rows = zip(plan.paths, plan.leaves, optree.tree_leaves(tree), strict=True)
-        for n, (path, leaf, x) in enumerate(rows):
-            self._firsts.append(len(self._entries))
+        self._leaves = optree.tree_leaves(tree)
+        self._shared_numbers = [n for n, path in enumerate(plan.paths) if path in shared]
+        # By param; one tuple for those that have been updated together so far
+        first = tuple(self._leaves[n] for n in self._shared_numbers)
+        self._shared = dict.fromkeys(layout.paths, first)
+        self._entries = []
+        for n, (path, leaf) in enumerate(zip(plan.paths, plan.leaves, strict=True)):
             if path in shared:
+                k = self._shared_numbers.index(n)
                 holders = layout.paths if apart else layout.paths[:1]
-                own = [_Entry(param, path, leaf, n) for param in holders]
+                self._entries += [_Entry(p, path, leaf, k, is_shared=True) for p in holders]
             else:
-                own = [_entry(n, path, leaf, layout.paths, params)]
-            self._entries += own
-            self._leaves += [x] * len(own)
-
-    def _at(self, number: int, path: str) -> int:
-        """The entry of a leaf of the state, as this param has it."""
-        return self._firsts[number] + (self._orders[path] if number in self._apart else 0)
+                self._entries.append(_entry(n, path, leaf, layout.paths, self._shared))
 
     # The state as a transform has it
 
     def together(self, paths: Iterable[str]) -> list[list[str]]:
         """These params, by the values of their shared leaves: those of a group can be updated
         together."""
-        groups: defaultdict[Any, list[str]] = defaultdict(list)
+        groups: defaultdict[int, list[str]] = defaultdict(list)
         for path in paths:
-            groups[tuple(map(id, self._shared_of(path)))].append(path)
+            groups[id(self._shared[path])].append(path)
         if len(groups) < 2:
             return [*groups.values()]
         by_value: defaultdict[str, list[str]] = defaultdict(list)
         for group in groups.values():
-            by_value[repr([x.tolist() for x in self._shared_of(group[0])])] += group
+            by_value[repr([x.tolist() for x in self._shared[group[0]]])] += group
         return [*by_value.values()]
-
-    def _shared_of(self, path: str) -> list[Tensor]:
-        return [self._leaves[self._at(n, path)] for n in self._shared]
 
     def of_some(self, plan: StatePlan) -> StateOfSome:
         """Where the state of some params lies, as `plan` has it."""
         numbers = {path: n for n, path in enumerate(self._plan.paths)}
-        return StateOfSome(plan.treedef, [numbers[path] for path in plan.paths])
+        own = [numbers[path] for path in plan.paths]
+        shared = [k for k, n in enumerate(own) if n in self._shared_numbers]
+        return StateOfSome(plan.treedef, own, shared)
 
     def tree(self, some: StateOfSome, paths: Sequence[str]) -> Any:
         """The state of these params, which can be updated together."""
-        return some.treedef.unflatten([self._leaves[self._at(n, paths[0])] for n in some.numbers])
+        leaves = [self._leaves[n] for n in some.numbers]
+        for k, x in zip(some.shared, self._shared[paths[0]], strict=True):
+            leaves[k] = x
+        return some.treedef.unflatten(leaves)
 
     def take(self, some: StateOfSome, paths: Sequence[str], tree: Any) -> None:
         """Take their next state."""
-        for n, x in zip(some.numbers, some.treedef.flatten_up_to(tree), strict=True):
-            for path in paths if n in self._apart else paths[:1]:
-                self._leaves[self._at(n, path)] = x
+        leaves = some.treedef.flatten_up_to(tree)
+        for n, x in zip(some.numbers, leaves, strict=True):
+            self._leaves[n] = x
+        updated = paths if self._apart else self._params
+        self._shared |= dict.fromkeys(updated, tuple(leaves[k] for k in some.shared))
 
     # And as state dicts have it
 
@@ -145,8 +142,12 @@ class TorchState:
 
     def _values(self) -> list[Tensor]:
         """By entry. Copies of those that are shared: a load writes to each in place."""
-        pairs = zip(self._entries, self._leaves, strict=True)
-        return [x.clone() if entry.number in self._shared else x for entry, x in pairs]
+        return [
+            self._shared[entry.param][entry.number].clone()
+            if entry.is_shared
+            else self._leaves[entry.number]
+            for entry in self._entries
+        ]
 
     def shown(self) -> ByParam:
         """Tensors by param and name, without communication: of one at another owner, none of its
@@ -172,26 +173,34 @@ class TorchState:
             StructureError: tensors are missing, not expected, or of other shapes, dtypes or
                 placements; nothing has been changed.
         """
+        leaves = self._values()
         known = {(entry.param, entry.name) for entry in self._entries}
         for param, tensors in given.items():
             for name in tensors:
                 if (param, name) not in known:
                     raise unfit(param, name, "no tensor of this name", "one")
         new, by_rows = [], []
-        for i, (entry, leaf) in enumerate(zip(self._entries, self._leaves, strict=True)):
+        for i, (entry, leaf) in enumerate(zip(self._entries, leaves, strict=True)):
             value = given.get(entry.param, {}).get(entry.name)
             new.append(self._fitting(entry, leaf, value))
             if entry.has_owner and is_dtensor(value):
                 by_rows.append(i)
-        for spread in self._spreads(self._leaves, by_rows):
+        for spread in self._spreads(leaves, by_rows):
             for i, whole in spread.from_rows(new).items():
                 new[i] = whole
         # All of it fits: only now is something written. Leaves that lie in flats stay there
-        for i, (entry, x) in enumerate(zip(self._entries, new, strict=True)):
-            if entry.leaf.kind == "follows":
-                self._leaves[i].copy_(x)
+        shared: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for entry, x in zip(self._entries, new, strict=True):
+            if entry.is_shared:
+                shared[entry.param].append(x)
+            elif entry.leaf.kind == "follows":
+                self._leaves[entry.number].copy_(x)
             else:
-                self._leaves[i] = x
+                self._leaves[entry.number] = x
+        first = self._layout.paths[0]
+        self._shared = {
+            path: tuple(shared[path if self._apart else first]) for path in self._shared
+        }
 
     def _fitting(self, entry: _Entry, leaf: Tensor, value: Any) -> Tensor:
         """This rank's part of a value that is to take a leaf's place; of one at an owner, which
@@ -262,8 +271,8 @@ class _ByRows:
             f"{i:09}": PlacedLeaf(shape, leaves[i].dtype or torch.float32, cuts)
             for i, shape in self.shapes.items()
         }
-        boxes = {i: specs[f"{i:09}"].boxes(placed.sizes)[self._rank] for i in leaves}
-        self._here = {i: tuple(b - a for a, b in box) for i, box in boxes.items()}
+        boxes = [spec.boxes(placed.sizes)[self._rank] for spec in specs.values()]
+        self._here = [tuple(b - a for a, b in box) for box in boxes]
         layout = placed_layout(specs, placed.sizes)
         self._exchange = Exchange(layout, range(len(specs)), placed.group)
         self._owners = [leaf.owner for leaf in leaves.values()]
@@ -276,8 +285,8 @@ class _ByRows:
                 here[n] = state[i].reshape(self.shapes[i])
         empty = [state[i].new_empty(0) for i in self._leaves]
         pieces = self._exchange.from_owners(here, empty, self._owners)
-        rows = zip(self._leaves, pieces, strict=True)
-        return {i: piece.view(self._here[i]) for i, piece in rows}
+        rows = zip(self._leaves, pieces, self._here, strict=True)
+        return {i: piece.view(shape) for i, piece, shape in rows}
 
     def from_rows(self, rows: list[Tensor]) -> dict[int, Tensor]:
         """By position, the whole leaf at its owner, and nothing of it, (0,), elsewhere.
