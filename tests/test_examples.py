@@ -180,6 +180,7 @@ def test_finetune_prints_the_same_losses_on_1_and_2_ranks(
     assert losses["1"] == pytest.approx(losses["2"], abs=1e-5)
 
 
+@THOROUGH
 def test_plan_decoder(run_example: RunExample) -> None:
     """What it prints is in planning/test_plan_decoder.py."""
     counts = ["--layers", "2", "--width", "8", "--vocab", "100"]

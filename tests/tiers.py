@@ -70,7 +70,7 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
 
 
 def drawn(
-    *strategies: Any, quick: int = 8, thorough: int = 16, full: int = 500, **named: Any
+    *strategies: Any, quick: int = 4, thorough: int = 16, full: int = 500, **named: Any
 ) -> Callable[[Test], Test]:
     """Hypothesis's `given`, with a number of examples per tier.
 

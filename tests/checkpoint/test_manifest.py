@@ -135,7 +135,7 @@ def load_hostile(root: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", ["saved", "old"])
-@drawn(data=st.data(), quick=20, thorough=100)
+@drawn(data=st.data(), quick=8, thorough=100)
 def test_any_value_in_any_place(
     request: pytest.FixtureRequest, version: str, data: st.DataObject
 ) -> None:
@@ -151,8 +151,7 @@ def test_any_value_in_any_place(
     load_hostile(root, sealed(json.dumps(rows).encode()))
 
 
-@settings(max_examples=100)
-@given(data=st.data())
+@drawn(data=st.data(), quick=30, thorough=200)
 def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None:
     """Pieces and sizes off by a little: overlaps, gaps, reads past the end. What is found covers
     all exactly once."""

@@ -495,7 +495,7 @@ SAME = {**HARMLESS, **RIGHT}
 SAME.pop("a half counter")  # no grade of equality is for it
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(SAME, (0, 1, 2, 3), n=8))
+@pytest.mark.parametrize(("name", "level"), crossed(SAME, (0, 1, 2, 3), n=12))
 def test_right_uses_pass_and_train_the_same(name: str, level: int) -> None:
     make = SAME[name]
     optimizer = optim.chain(make(), optim.scale(-0.01))

@@ -23,7 +23,7 @@ from tests.modules import Net, in_turn, seeded
 from tests.tiers import THOROUGH, tiers
 
 # A piece of a block has more words than those that a watch copies, where it looks at values
-WIDTH, DEPTH, ROWS = 128, 12, 2
+WIDTH, DEPTH, ROWS = 128, 8, 2
 UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it
 
 

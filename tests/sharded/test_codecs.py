@@ -280,16 +280,16 @@ def test_leaves_and_pieces_begin_at_blocks(policy: Any, num_ranks: int, aligned:
 
 
 def one_layer(precision: Any, level: int, ranks: int, **options: Any) -> tuple[Any, Any, float]:
-    """A plan and a description of an MLP's step of 1 M elements, and the bytes that it sends."""
+    """A plan and a description of an MLP's step of 260 k elements, and the bytes that it sends."""
     apply, params, _ = fz.functionalize(
-        nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))),
+        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))),
         units=nn.Linear,
         precision=precision,
     )
     step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
     group = CountingGroup(ranks)
     sharded = fz.shard(step, level=level, group=group, **options)
-    state, x = sharded.init(params), torch.ones(1, 512)
+    state, x = sharded.init(params), torch.ones(1, 256)
     # From the second step on the order of units is known, and nobody is looked at
     for _ in range(2):
         group.reset()
@@ -318,7 +318,7 @@ def test_bytes(level: int, share: float) -> None:
     assert f"by codecs: {names}\n" in str(planned) and "uint8" in str(planned)
     # Without a batch, too
     without = fz.plan(
-        fz.functionalize(nn.Linear(512, 512, bias=False), precision=policy)[1],
+        fz.functionalize(nn.Linear(256, 256, bias=False), precision=policy)[1],
         optim.sgd(0.1),
         level=level,
         ranks=4,

@@ -561,7 +561,7 @@ class MallocPeak(TorchDispatchMode):
         return result
 
 
-WIDTH, NUM_UNITS = 256, 12
+WIDTH, NUM_UNITS = 192, 10
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of its params
 P = NUM_UNITS * UNIT
 
@@ -685,7 +685,7 @@ def test_the_peak_falls_by_params_and_gradients(
 
 @pytest.mark.parametrize("level", thinned([3, 0]))
 def test_the_peak_falls_by_what_is_saved(level: int, tmp_path: Path) -> None:
-    rows = 512
+    rows = 384
     optimizer, saved = optim.sgd(0.1), NUM_UNITS * rows * WIDTH * 4  # bytes of the outputs of tanh
     plain = peak_of(optimizer, level, None, rows=rows)
     placed = peak_of(optimizer, level, {"saved": File(tmp_path)}, rows=rows)

@@ -217,11 +217,13 @@ def test_replicas(level: int, axes: Any) -> None:
     run_ranks(run, 4)
 
 
-@pytest.mark.parametrize("ranks", tiers([2], [3]))
-def test_processes(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "every"), tiers([(2, 3)], [(2, 1), (3, 1)], rows=True))
+def test_processes(ranks: int, every: int) -> None:
+    chosen = [*OPTIMIZERS][::every]
+
     def run() -> Any:
         group, found = fz.ProcessGroup(), []
-        for optimizer in OPTIMIZERS:
+        for optimizer in chosen:
             before, after = (fz.shard(step, level=3, group=group) for step in steps_of(optimizer))
             state, _ = before(before.init(PARAMS), part(X[0], group))
             state, _ = after(after.refit(state), part(X[1], group))
@@ -229,7 +231,7 @@ def test_processes(ranks: int) -> None:
         return found
 
     results = fz.launch(run, ranks, start_method="fork", timeout=200)
-    for i, optimizer in enumerate(OPTIMIZERS):
+    for i, optimizer in enumerate(chosen):
         first, second = steps_of(optimizer)
         state, _ = first(first.init(PARAMS), X[0])
         expected, _ = second(second.refit(state), X[1])

@@ -305,7 +305,7 @@ def test_donation_uses_the_old_storage(level: int) -> None:
 )
 def test_options_do_not_change_results(name: str, keeps: bool, donate: bool) -> None:
     step, params, buffers = build(name)
-    batches = ZOO[name].batches(3, 12)
+    batches = ZOO[name].batches(2, 12)
     expected = train(step, params, buffers, batches)
     for level in (1, 3):
         options = {"level": level, "donate": donate, "reshard_after_forward": not keeps}
@@ -636,9 +636,9 @@ def test_one_apply_for_all_thread_ranks() -> None:
     for level in LEVELS:
         runs = run_ranks(
             lambda group, k=level: train_sharded(
-                group, step, params, buffers, batches, even(12, 4), level=k
+                group, step, params, buffers, batches, even(12, 2), level=k
             ),
-            4,
+            2,
         )
         assert_equal_updates(expected, runs[0])
 

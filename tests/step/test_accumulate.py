@@ -107,12 +107,13 @@ def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
 
 
 @pytest.mark.parametrize(
-    ("weighted", "accumulate", "size"), tiers([(True, 2, 13)], [(False, 3, 36)], rows=True)
+    ("weighted", "accumulate", "size", "ranks"),
+    tiers([(True, 2, 13, (1, 3))], [(True, 2, 13, (2,)), (False, 3, 36, (1, 2, 3))], rows=True),
 )
-def test_sharded_equals_unsharded(weighted, accumulate, size):
+def test_sharded_equals_unsharded(weighted, accumulate, size, ranks):
     step, params, buffers = make(weighted, accumulate)
     assert_sharded_equals_unsharded(
-        step, params, buffers, make_batches(size), levels=(0, 1, 2, 3), ranks=(1, 2, 3)
+        step, params, buffers, make_batches(size), levels=(0, 1, 2, 3), ranks=ranks
     )
 
 
@@ -336,13 +337,14 @@ def test_any_data_on_any_rank_at_any_level(data):
         torch.testing.assert_close(seen, metrics, rtol=1e-12, atol=1e-15)
 
 
-def test_an_empty_batch_on_real_processes():
+@pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
+def test_an_empty_batch_on_real_processes(levels):
     step, params, buffers = make(True, 2)
     batches = make_batches(9, 3)
 
     def on_a_rank():
         group, found = fz.ProcessGroup(), []
-        for level in range(4):
+        for level in levels:
             sharded = fz.shard(step, level=level, group=group)
             state = sharded.init(params, buffers)
             for i, batch in enumerate(batches):

@@ -220,7 +220,7 @@ def history(step: Any, state: State, batches: Any) -> tuple[list[tuple[float, fl
     return found, state
 
 
-@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3), quick=4)
+@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3), quick=3)
 def test_the_scales_history_is_one_processs(
     level: int, ranks: int, power: int, interval: int
 ) -> None:
