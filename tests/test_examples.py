@@ -118,6 +118,7 @@ def test_property_test(run_example: RunExample) -> None:
     assert "equal" in run_example("property_test.py", "--examples", "3")
 
 
+@THOROUGH
 def test_clip_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExample) -> None:
     one, three = (
         run_example("clip.py", "--steps", "6", "--ranks", n, "--chunks", n) for n in ("1", "3")
@@ -203,6 +204,7 @@ def gan_losses(out: str) -> list[float]:
     return [float(x) for x in (*found, distance.split()[-1])]
 
 
+@THOROUGH
 def test_gan_prints_the_same_losses_on_1_and_3_ranks(run_example: RunExample) -> None:
     one, three = (gan_losses(run_example("gan.py", "--ranks", n, "--steps", "2")) for n in "13")
     assert len(one) == 3 and one == pytest.approx(three, abs=2e-9)

@@ -102,7 +102,7 @@ def in_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("at", thinned(range(1, NUM_CALLS + 2), 6))
+@pytest.mark.parametrize("at", thinned(range(1, NUM_CALLS + 2), 9))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
     be saved into."""
@@ -227,7 +227,7 @@ def test_the_slower_of_two_exports_overwrites_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", thinned(range(2, NUM_CALLS + 1), 5)
+    "at", thinned(range(2, NUM_CALLS + 1), 8)
 )  # the first makes the root, which is there
 def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
     """C3. The disk is full: the same error on every rank, nothing left over, and saving works again

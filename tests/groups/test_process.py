@@ -102,7 +102,7 @@ def test_collectives_through_copies_on_the_host() -> None:
             self.staged = not getattr(self, "staged", False)
             return self.staged
 
-    on_ranks(lambda: check_all(Staging()), 3)
+    on_ranks(lambda: check_all(Staging()), 2)
 
 
 def test_collectives_with_none_of_gloos_shortcuts() -> None:
@@ -113,7 +113,7 @@ def test_collectives_with_none_of_gloos_shortcuts() -> None:
         def _backend(self, tensor: torch.Tensor) -> str:
             return "native"
 
-    on_ranks(lambda: check_all(Native()), 3)
+    on_ranks(lambda: check_all(Native()), 2)
 
 
 def test_a_device_without_a_backend_is_named() -> None:

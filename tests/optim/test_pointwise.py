@@ -226,7 +226,7 @@ def test_purity(name: str) -> None:
         state = new
 
 
-@pytest.mark.parametrize("name", thinned(POINTWISE, 6))
+@pytest.mark.parametrize("name", thinned(POINTWISE, 9))
 def test_claims(name: str) -> None:
     check_claims(POINTWISE[name](), hostile_tree())
 

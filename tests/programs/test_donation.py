@@ -274,13 +274,15 @@ PROGRAMS = {
 
 
 BY_LEVEL = [[(name, level) for level in case.levels] for name, case in PROGRAMS.items()]
+ONE_LEVEL_EACH = [rows[i % len(rows)] for i, rows in enumerate(BY_LEVEL)]
 
 
 @pytest.mark.parametrize(
     ("name", "level"),
     tiers(
-        [rows[i % len(rows)] for i, rows in enumerate(BY_LEVEL)],
-        [row for i, rows in enumerate(BY_LEVEL) for row in rows if row != rows[i % len(rows)]],
+        ONE_LEVEL_EACH[::2],
+        ONE_LEVEL_EACH[1::2]
+        + [row for rows in BY_LEVEL for row in rows if row not in ONE_LEVEL_EACH],
         rows=True,
     ),
 )

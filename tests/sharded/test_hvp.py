@@ -88,7 +88,7 @@ def test_ranks(name: str, level: int, ranks: int) -> None:
         check(case, run_ranks(lambda group: on_rank(group, case, level, sizes), ranks))
 
 
-@pytest.mark.parametrize(("level", "ranks"), tiers([(3, 2)], [(2, 3), (1, 2)], rows=True))
+@pytest.mark.parametrize(("level", "ranks"), tiers(thorough=[(3, 2), (2, 3), (1, 2)], rows=True))
 def test_processes(level: int, ranks: int) -> None:
     def on_ranks() -> list[Any]:
         group = ProcessGroup()

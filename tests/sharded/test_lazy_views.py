@@ -178,8 +178,9 @@ def simple_step(
     return make
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize(("author", "level_and_ranks"), crossed(AUTHORS, LEVELS_AND_RANKS, n=5))
+@pytest.mark.parametrize(
+    ("author", "level_and_ranks", "last"), crossed(AUTHORS, LEVELS_AND_RANKS, [True, False], n=5)
+)
 def test_returned_by_a_transform(author: str, level_and_ranks: tuple[int, int], last: bool) -> None:
     parts = [optim.scale(-0.1), AUTHORS[author]()]
     assert_same(simple_step(lambda: optim.chain(*parts[:: 1 if last else -1])), *level_and_ranks)

@@ -122,8 +122,10 @@ def linear_loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
     return ((x @ whole["w"] + whole["b"]) ** 2).mean()
 
 
-@pytest.mark.parametrize("shard_size", [None, 2])
-def test_a_training_step_with_noise(shard_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shard_size"), tiers([(1, None), (3, None), (4, 2)], [(2, None)], rows=True)
+)
+def test_a_training_step_with_noise(ranks: int, shard_size: int | None) -> None:
     optimizer = optim.chain(optim.add_noise(0.1, 0.55), optim.adamw(0.01))
     batches = list(torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(0)).double())
     assert_sharded_equals_unsharded(
@@ -131,7 +133,7 @@ def test_a_training_step_with_noise(shard_size: int | None) -> None:
         net(),
         None,
         batches,
-        ranks=(4,) if shard_size else (1, 2, 3),
+        ranks=(ranks,),
         shard_size=shard_size,
     )
 

@@ -138,7 +138,7 @@ NUM_LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTIMIZERS, 2))
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, 3))
 def test_launches_per_block(name: str) -> None:
     launches = per_block(OPTIMIZERS[name]())
     assert launches.total() == NUM_LAUNCHES[name], dict(launches)
@@ -243,9 +243,13 @@ def two_means(seen: list[int]) -> optim.Transform:
 
 
 @pytest.mark.parametrize(
-    ("room", "expected"), [(IN_CACHE, [6]), (1, [1] * 6)], ids=["a cache", "one by one"]
+    ("room", "expected", "donate"),
+    tiers(
+        [(IN_CACHE, [6], True), (1, [1] * 6, False)],
+        [(IN_CACHE, [6], False), (1, [1] * 6, True)],
+        rows=True,
+    ),
 )
-@pytest.mark.parametrize("donate", [True, False])
 def test_an_update_sees_many_flats_at_a_time(
     room: int, expected: list[int], donate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
