@@ -375,6 +375,7 @@ STEPS = {
         lambda p, b, x: loss_fn(
             tree_map(lambda leaf: leaf.detach().requires_grad_(), fz.unshard(p)), b, x
         ),
+        levels=(None, 0, 1, 2, 3),
     ),
     "loss: fewer buffers": Stepping(
         lambda step: first(step, buffers={"n": torch.ones(2)}),

@@ -41,7 +41,6 @@ from tests.modules import Net, seeded
 from tests.tiers import crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
-SECONDS = 10  # in which a failure must have reached every rank; in practice milliseconds
 
 
 def build(name: str = "mlp", optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:

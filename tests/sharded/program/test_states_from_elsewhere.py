@@ -49,7 +49,11 @@ def test_trees_that_users_put_together(level: int) -> None:
         other = optim.sgd(0.1, momentum=0.9).init(state.value.net).tree
         with pytest.raises(StructureError, match=r"state\.opt does not have the tree structure"):
             sharded(state.replace(opt=other), rows(group))
-        for use in (lambda given: sharded(given, rows(group)), sharded.unshard):
+        for use in (
+            lambda given: sharded(given, rows(group)),
+            sharded.unshard,
+            lambda given: fz.describe(sharded, given),
+        ):
             with pytest.raises(StructureError, match=r"state\.net has been replaced by a whole"):
                 use(state.replace(net=weights("a", "b")))
 
