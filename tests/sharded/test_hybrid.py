@@ -13,7 +13,7 @@ from torch import nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
+from functorch_zero.errors import GroupError, PeerError, StructureError
 from functorch_zero.groups import (
     CheckedGroup,
     CountingGroup,
@@ -247,31 +247,6 @@ def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
             )
 
 
-@pytest.mark.parametrize("processes", [False, True])
-def test_a_failing_rank_ends_all_also_those_that_share_no_axis_with_it(processes: bool) -> None:
-    def run(group: Any) -> str:
-        step, params, buffers = build(trainable=lambda path, leaf: True)
-
-        def failing(p: Any, b: Any, batch: Any) -> Any:
-            if group.rank == 3:
-                raise ArithmeticError("bad batch")
-            return step.loss_fn(p, b, batch)
-
-        sharded = fz.shard(
-            fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard_size=2)
-        )
-        state = sharded.init(params, buffers)
-        try:
-            sharded(state, make_batches(1)[0])
-        except (ArithmeticError, GroupError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    told = on_processes(run, 4) if processes else run_ranks(run, 4)
-    assert told[3] == "ArithmeticError: bad batch"
-    assert all("rank 3 failed" in text and "bad batch" in text for text in told[:3])
-
-
 def test_the_ranks_of_a_reordered_group() -> None:
     numbers = [2, 0, 3, 1]
 
@@ -323,19 +298,6 @@ def test_a_mesh_of_a_checked_group_is_checked() -> None:
     assert all("the ranks called different collectives" in told for told in run_ranks(run, 4))
     with pytest.raises(TypeError, match="Reordered can't be divided"):
         HybridGroup(CheckedGroup(Reordered(CountingGroup(4), [0, 1, 2, 3])), shard_size=2)
-
-
-def test_ranks_with_other_meshes_hear_of_it() -> None:
-    def run(group: Any) -> str:
-        step, params, buffers = build()
-        with pytest.raises(MismatchError) as caught:
-            fz.shard(step, level=3, group=group, donate=group.rank == 0).init(params, buffers)
-        return str(caught.value)
-
-    assert all(
-        "donate" in text
-        for text in run_ranks(lambda group: run(HybridGroup(group, shard_size=2)), 4)
-    )
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
@@ -402,34 +364,6 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
     for i in range(len(PLACES)):
         assert_same_on_all_ranks([r[i] for r in runs])
         assert_equal_updates(expected, runs[0][i])
-
-
-@THOROUGH
-def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
-    def run(group: Any) -> Any:
-        step, params, buffers = build(trainable=lambda path, leaf: True)
-        failures = [True]
-
-        def flaky(p: Any, b: Any, batch: Any) -> Any:
-            if group.rank == 3 and failures:
-                failures.clear()
-                raise ArithmeticError("once")
-            return step.loss_fn(p, b, batch)
-
-        sharded = fz.shard(
-            fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard_size=2)
-        )
-        state = sharded.init(params, buffers)
-        with pytest.raises((ArithmeticError, GroupError)):
-            sharded(state, make_batches(1)[0])
-        state, _ = sharded(state, make_batches(1)[0])
-        return sharded.unshard(state).params
-
-    step, params, buffers = build(trainable=lambda path, leaf: True)
-    expected, _ = step(step.init(params, buffers), make_batches(1)[0])
-    for found in (*on_processes(run, 4), *run_ranks(run, 4)):
-        for path, leaf in expected.params.items():
-            torch.testing.assert_close(found[path], leaf, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("failing", tiers([1, 4], [0, 2, 3, 5]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,9 +13,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch
-from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import (
     Run,
@@ -29,14 +26,13 @@ from tests.compare import (
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
 from tests.runtime.test_skipped_units import (
     half_chosen,
-    ordered,
     skipping,
     skipping_net,
     some_rows_reach,
     with_negative_half,
 )
 from tests.runtime.test_unit import batches_of, build
-from tests.tiers import THOROUGH, thinned, tiers
+from tests.tiers import THOROUGH, tiers
 
 LEVELS = (0, 1, 2, 3)
 ROWS = 12
@@ -160,35 +156,6 @@ def test_derivatives_inside_the_loss(levels: tuple[int, int]) -> None:
         assert_equal_updates(expected, runs[0][level])
 
 
-@pytest.mark.parametrize("level", thinned(LEVELS[::-1]))
-def test_an_exception_in_one_ranks_loss_ends_all(level: int) -> None:
-    def run(group: Any) -> str:
-        loss_fn, params, buffers = ZOO["mlp"].build()
-
-        def failing(p: Any, b: Any, batch: Any) -> Any:
-            result = loss_fn(p, b, batch)
-            if group.rank == 1:
-                raise ArithmeticError("bad batch")
-            return result
-
-        try:
-            step, batches = train_step(failing, optim.sgd(0.1)), ZOO["mlp"].batches(1, 12)
-            train_sharded(group, step, params, buffers, batches, [6, 6], level=level)
-        except (ArithmeticError, PeerError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    start = time.monotonic()
-    told, own = on_processes(run, 2)
-    assert (
-        own == "ArithmeticError: bad batch"
-        and "PeerError" in told
-        and "bad batch" in told
-        and "rank 1" in told
-    )
-    assert time.monotonic() - start < 20
-
-
 @THOROUGH
 def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
     """It takes part in the others' collectives all the same, gathers of backward included,
@@ -241,43 +208,3 @@ def test_leaves_without_elements() -> None:
     )
     for level in LEVELS:
         assert_equal_updates(expected, runs[0][level], unused=("none",), tolerance=1e-5)
-
-
-def test_ranks_that_differ_hear_of_it_at_init() -> None:
-    def run(group: Any) -> str:
-        loss_fn, params, buffers = ZOO["mlp"].build()
-        step = train_step(loss_fn, optim.adamw(0.1 if group.rank else 0.01))
-        try:
-            shard(step, level=3, group=group).init(params, buffers)
-        except MismatchError as error:
-            return str(error)
-        return "nothing"
-
-    for message in on_processes(run, 2):
-        assert (
-            "optimizer" in message
-            and "0.01 on rank 0 and 0.1 on rank 1" in message
-            and "Remedy" in message
-        )
-
-
-@pytest.mark.parametrize("level", tiers([3], [2]))
-def test_ranks_that_enter_units_in_another_order(level: int) -> None:
-    """Of equal size: gloo itself would add the wrong tensors and say nothing."""
-
-    def run(group: Any) -> str:
-        apply, params, buffers = build(ordered)
-        step = train_step(
-            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
-            optim.sgd(0.1),
-        )
-        try:
-            train_sharded(
-                group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level
-            )
-        except GroupError as error:
-            return str(error)
-        return "nothing"
-
-    for message in on_processes(run, 2):
-        assert "different units" in message and "path a" in message and "Remedy" in message
