@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ from optree import tree_map
 from torch import Tensor, nn
 
 from functorch_zero import optim
+from functorch_zero.compress import Blocks
 from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.precision import Precision
 from functorch_zero.sharded.agreement import agree, first_difference
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.loop import broadcast
 from functorch_zero.step.train import train_step
 from functorch_zero.tree import content_digests
+from tests.places import Away
+from tests.sharded.test_seams import Rounded
 from tests.tiers import drawn
 
 
@@ -31,6 +36,7 @@ class Given:
     def __init__(self) -> None:
         self.width, self.bias, self.dtype, self.seed, self.frozen = 4, True, torch.float32, 0, False
         self.units: Any = None
+        self.precision: Any = None
         self.optimizer: Callable[[], optim.Transform] = lambda: optim.adamw(1e-3)
         self.options: dict[str, Any] = {"level": 1}
         self.buffers: dict[str, Tensor] = {"count": torch.zeros(2)}
@@ -42,18 +48,31 @@ class Given:
             first = nn.Sequential(nn.Linear(3, self.width, bias=self.bias), nn.Tanh())
             model = nn.Sequential(first, nn.Linear(self.width, 1))
         model[0].requires_grad_(not self.frozen)
-        _, params, _ = functionalize(model.to(self.dtype), self.units)
+        _, params, _ = functionalize(model.to(self.dtype), self.units, precision=self.precision)
         step = train_step(
             lambda p, b, x: p["1.weight"].sum(), self.optimizer(), accumulate=self.accumulate
         )
         shard(step, group=group, **self.options).init(params, self.buffers)
 
 
-def changed(name: str, value: Any) -> Callable[[Given], None]:
-    return lambda given: setattr(given, name, value)
+LAST = 2  # the rank that differs
+Change = Callable[[Given, int], None]  # of what a rank is given
 
 
-DIFFERENCES = {
+def changed(name: str, value: Any) -> Change:
+    return lambda given, rank: setattr(given, name, value) if rank == LAST else None
+
+
+def other(name: str, value: Any, of_last: Any) -> Change:
+    return lambda given, rank: setattr(given, name, of_last if rank == LAST else value)
+
+
+def other_options(option: str, value: Any, of_last: Any, level: int = 1) -> Change:
+    """Another value of one option of `shard`."""
+    return other("options", *({"level": level, option: own} for own in (value, of_last)))
+
+
+DIFFERENCES: dict[str, tuple[Change, str]] = {
     "shape": (
         changed("width", 5),
         r"layout of params\.leaves\.0\.0\.weight\.shape is \[4, 3\] on rank 0 and \[5, 3\]",
@@ -91,13 +110,37 @@ DIFFERENCES = {
         changed("options", {"level": 0}),
         r"level is oss on rank 0 and replicated on rank 2",
     ),
+    "level of a leaf": (
+        other_options("level", {"": 3, "0": 0}, {"": 3, "0": 1}),
+        r"level\.0 is replicated on rank 0 and oss on rank 2",
+    ),
+    "precision": (
+        changed("precision", Precision(compute=torch.bfloat16)),
+        r"params\.precision\.0\.0\.\w+ is absent on rank 0 and bfloat16, gathered",
+    ),
+    "codec": (
+        other("precision", *(Precision(gather=Blocks(block=size)) for size in (64, 128))),
+        r"gathered as int8 by 64.* on rank 0 and .*int8 by 128",
+    ),
     "donate": (
-        changed("options", {"level": 1, "donate": False}),
+        other_options("donate", True, False),
         r"options\.donate is True on rank 0 and False",
     ),
     "buffer rule": (
-        changed("options", {"level": 1, "sync_buffers": "local"}),
+        other_options("sync_buffers", "mean", "local"),
         r"options\.sync_buffers",
+    ),
+    "reduction": (
+        other_options("reduction", Rounded(torch.float32), Rounded(torch.bfloat16), level=3),
+        r"options\.reduction.*bfloat16",
+    ),
+    "reduce_bucket": (
+        other_options("reduce_bucket", 1000, 1001),
+        r"options\.reduce_bucket is 1000 on rank 0 and 1001",
+    ),
+    "place of a layer": (
+        other_options("place", *({"state": {unit: Away()}} for unit in "01"), level=3),
+        r"options\.place of state",
     ),
     "buffers": (
         changed("buffers", {"count": torch.zeros(3)}),
@@ -116,8 +159,7 @@ def test_a_difference_is_named_on_every_rank(what: str) -> None:
 
     def run(group: Any) -> str:
         given = Given()
-        if group.rank == 2:
-            change(given)
+        change(given, group.rank)
         with pytest.raises(MismatchError, match=message) as caught:
             given.init(group)
         assert "Remedy" in str(caught.value) and f"this is rank {group.rank}" in str(caught.value)
@@ -126,6 +168,27 @@ def test_a_difference_is_named_on_every_rank(what: str) -> None:
     start = time.monotonic()
     messages = run_ranks(run, 3)
     assert len(set(messages)) == 1 and time.monotonic() - start < 10
+
+
+class Constant:
+    """A schedule that is an object, or its method."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+
+    def __call__(self, count: Tensor) -> float:
+        return self.rate
+
+    def method(self, count: Tensor) -> float:
+        return self.rate
+
+
+def constant(count: Tensor, rate: float) -> float:
+    return rate
+
+
+def with_keyword(rate: float) -> Any:
+    return lambda count, *, own=rate: own
 
 
 def own_scale(factor: float) -> optim.Transform:
@@ -157,6 +220,10 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[float], optim.Transform], str]] = {
         lambda x: optim.sgd(lambda count: x if count < 1000 else 0.0),
         r"optimizer\.sgd\.learning_rate\..*<lambda>\.x is",
     ),
+    "in a partial": (lambda x: optim.sgd(partial(constant, rate=x)), "learning_rate.* is"),
+    "in an object": (lambda x: optim.sgd(Constant(x)), "learning_rate.* is"),
+    "in a method's object": (lambda x: optim.sgd(Constant(x).method), "learning_rate.* is"),
+    "in a keyword": (lambda x: optim.sgd(with_keyword(x)), "learning_rate.* is"),
 }
 
 

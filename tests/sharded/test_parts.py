@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout.levels import LevelRule
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -276,17 +276,6 @@ def test_wrong_levels_are_refused() -> None:
     state = fz.shard(step, level={"": 3}, group=group).init(params, buffers)
     with pytest.raises(StructureError, match="got levels by leaf, all of them 3, "):
         fz.shard(step, level=3, group=group)(state, make_batches(1)[0])
-
-
-def test_ranks_that_were_given_other_levels_hear_of_it() -> None:
-    def run(group: Any) -> str:
-        step, params, buffers = build()
-        rule = {"": 3, "0": group.rank}
-        with pytest.raises(MismatchError) as caught:
-            fz.shard(step, level=rule, group=group).init(params, buffers)
-        return str(caught.value)
-
-    assert all("level.0 is" in message for message in run_ranks(run, 2))
 
 
 def test_a_later_pattern_counts_and_an_inner_one_first() -> None:

@@ -206,15 +206,3 @@ def test_patterns_that_name_nothing() -> None:
     for given in ({"0": "cpu"}, {0: Away()}, {"0": Away}):
         with pytest.raises(TypeError, match=r"place\['state'\] must be .*patterns.*Remedy"):
             fz.shard(step, level=3, group=group, place={"state": given})
-
-
-def test_a_layer_that_a_rank_places_elsewhere_is_told() -> None:
-    forward, params = model()
-    step = fz.train_step(lambda p, b, x: forward(p, x).square().mean(), optim.adamw(0.1))
-
-    def run(group: Any) -> None:
-        place = {"state": {f"{group.rank}": Away()}}
-        with pytest.raises(fz.errors.MismatchError, match="place of state"):
-            fz.shard(step, level=3, group=group, place=place).init(params)
-
-    run_ranks(run, 2)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, PeerError
+from functorch_zero.errors import PeerError
 from functorch_zero.groups import (
     CheckedGroup,
     CountingGroup,
@@ -344,17 +344,6 @@ def test_what_does_not_go_together(options: Any, error: Any, words: str) -> None
 def test_wrong_numbers_of_bytes(value: Any) -> None:
     with pytest.raises(ValueError, match="a number of bytes"):
         fz.shard(linears(1, 4)[0], level=1, group=CountingGroup(2), reduce_bucket=value)
-
-
-def test_ranks_with_other_buckets_say_so() -> None:
-    step, params, _ = linears(2, 4)
-
-    def run(group: Any) -> None:
-        sharded = fz.shard(step, level=1, group=group, reduce_bucket=1000 + group.rank)
-        sharded.init(params)
-
-    with pytest.raises(MismatchError, match="reduce_bucket"):
-        run_ranks(run, 2)
 
 
 def test_units_without_elements() -> None:

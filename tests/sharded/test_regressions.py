@@ -3,7 +3,6 @@ agree on."""
 
 from __future__ import annotations
 
-import functools
 import gc
 from typing import Any
 
@@ -251,44 +250,6 @@ def test_a_dtype_may_be_chosen_by_path(parts: list[Any], level: int) -> None:
         ):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b)
-
-
-def _schedule(count: Tensor, rate: float) -> float:
-    return rate
-
-
-class _Constant:
-    def __init__(self, rate: float):
-        self.rate = rate
-
-    def __call__(self, count: Tensor) -> float:
-        return self.rate
-
-    def method(self, count: Tensor) -> float:
-        return self.rate
-
-
-def _with_keyword(rate: float) -> Any:
-    return lambda count, *, own=rate: own
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda r: functools.partial(_schedule, rate=r),
-        _Constant,
-        lambda r: _Constant(r).method,
-        _with_keyword,
-    ],
-    ids=["partial", "object", "method", "keyword"],
-)
-def test_ranks_whose_schedules_hold_other_numbers_are_found_out(make: Any) -> None:
-    def run(group: fz.Group) -> None:
-        optimizer = optim.sgd(make(0.1 * (group.rank + 1)))
-        fz.shard(fz.train_step(square, optimizer), level=0, group=group).init({"w": trained(3)})
-
-    with pytest.raises(fz.errors.MismatchError, match="learning_rate"):
-        run_ranks(run, 2)
 
 
 def test_an_eval_batch_without_weight_counts_for_nothing_unsharded_too() -> None:
