@@ -17,7 +17,6 @@ from functorch_zero.model import buffer_copies
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.buffers import ask_changes, synchronize
-from functorch_zero.sharded.options import check_sync_buffers
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -133,11 +132,6 @@ def test_a_write_in_backward_to_a_buffer_that_a_device_knows(
     new["b"][1] = 2  # it is sent in any case
     with pytest.raises(StructureError, match=r"a buffer was written to in backward.*path a"):
         changes.flags(0, look=kind == "past its version")
-
-
-def test_unknown_rules_are_refused() -> None:
-    with pytest.raises(ValueError, match="buffers must be one of"):
-        check_sync_buffers(train_step(lambda *given: given[0]["w"].sum(), optim.sgd(0.1)), "sum")
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
@@ -391,19 +385,20 @@ def test_another_shape_or_dtype_is_refused(level: int, change: Any, got: str) ->
 
     def run(group: Any, rule: Any = "mean") -> Any:
         def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
-            if group.rank == group.size - 1:
+            if group is None or group.rank == group.size - 1:
                 buffers["a"] = change(buffers["a"])
             return (params["w"] * x).sum()
 
-        step = shard(
-            train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, sync_buffers=rule
-        )
+        step: Any = train_step(loss_fn, optim.sgd(0.1))
+        if group is not None:
+            step = shard(step, level=level, group=group, sync_buffers=rule)
         state = step.init({"w": torch.ones(3, requires_grad=True)}, {"a": torch.ones(2)})
         return step(state, torch.ones(3))[0].buffers["a"]
 
     with pytest.raises(StructureError, match=rf"shape or dtype: path a.*got {got}.*on rank 1"):
         run_ranks(run, 2)
-    assert torch.equal(run_ranks(run, 1)[0], change(torch.ones(2)))
+    for alone in (run(None), *run_ranks(run, 1)):
+        assert torch.equal(alone, change(torch.ones(2)))
     for n, buffer in enumerate(run_ranks(lambda group: run(group, "local"), 2)):
         assert torch.equal(buffer, change(torch.ones(2)) if n else torch.ones(2))
 

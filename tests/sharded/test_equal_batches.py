@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optree import tree_map
 from torch import Tensor
 
 import functorch_zero as fz
@@ -16,7 +15,7 @@ from functorch_zero import optim
 from functorch_zero.errors import EqualBatchesWarning
 from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.sharded import equal_batches
-from tests.tiers import crossed, thinned
+from tests.tiers import thinned
 
 F64 = torch.float64
 PARAMS = {"w": torch.ones(5, 61, dtype=F64, requires_grad=True)}
@@ -29,19 +28,13 @@ def loss(params: Any, buffers: Any, batch: Any) -> Tensor:
     return (torch.as_tensor(batch["x"]) @ params["w"]).square().mean()
 
 
-def program(params: Any, batch: Any) -> Any:
-    value, grads = fz.value_and_grad(lambda p, batch: loss(p, {}, batch))(params, batch)
-    return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
+def new_step() -> Any:
+    return fz.train_step(loss, optim.sgd(0.1))
 
 
-STEPS: dict[str, Any] = {
-    "training step": lambda: fz.train_step(loss, optim.sgd(0.1)),
-    "program": lambda: fz.program_step(program, init=lambda params: params),
-}
-
-
-def caught(step: Any, batch_of: Any, ranks: int = 2, level: int = 3, mesh: Any = None) -> list[str]:
+def caught(batch_of: Any, ranks: int = 2, level: int = 3, mesh: Any = None) -> list[str]:
     """The messages of the warnings in five steps."""
+    step = new_step()
 
     def run(group: Any) -> None:
         own = fz.shard(step, level=level, group=group if mesh is None else mesh(group))
@@ -56,12 +49,11 @@ def caught(step: Any, batch_of: Any, ranks: int = 2, level: int = 3, mesh: Any =
     return [str(warning.message) for warning in found]
 
 
-@pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize(
     ("ranks", "level"), thinned([(2, 3), (3, 0), (3, 1), (2, 2)], 2, rows=True)
 )
-def test_the_same_stream_on_every_rank_is_told_once(kind: str, ranks: int, level: int) -> None:
-    (message,) = caught(STEPS[kind](), lambda k, x, rank: {"x": x}, ranks, level)
+def test_the_same_stream_on_every_rank_is_told_once(ranks: int, level: int) -> None:
+    (message,) = caught(lambda k, x, rank: {"x": x}, ranks, level)
     assert "all ranks were given the same batches, 3 in turn" in message and "Remedy" in message
 
 
@@ -78,9 +70,9 @@ RIGHT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), crossed([*RIGHT], [*STEPS]))
-def test_right_streams(name: str, kind: str) -> None:
-    assert not caught(STEPS[kind](), RIGHT[name])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_streams(name: str) -> None:
+    assert not caught(RIGHT[name])
 
 
 def test_ranks_that_are_declared_to_hold_the_same_data() -> None:
@@ -90,14 +82,13 @@ def test_ranks_that_are_declared_to_hold_the_same_data() -> None:
     def by_part(k: int, x: Tensor, rank: int) -> Any:
         return {"x": x.chunk(2)[rank // 2]}
 
-    step = STEPS["training step"]()
-    assert not caught(step, by_part, ranks=4, mesh=copies)
-    assert not caught(step, lambda k, x, rank: {"x": x}, ranks=2, mesh=copies)
-    assert caught(step, lambda k, x, rank: {"x": x}, ranks=4, mesh=copies)
+    assert not caught(by_part, ranks=4, mesh=copies)
+    assert not caught(lambda k, x, rank: {"x": x}, ranks=2, mesh=copies)
+    assert caught(lambda k, x, rank: {"x": x}, ranks=4, mesh=copies)
 
 
 def test_ranks_that_are_not_there_give_no_batches() -> None:
-    step = fz.shard(STEPS["training step"](), level=3, group=CountingGroup(2))
+    step = fz.shard(new_step(), level=3, group=CountingGroup(2))
     state = step.init(PARAMS)
     for x in BATCHES:
         state, _ = step(state, {"x": x})
@@ -109,5 +100,5 @@ def test_nothing_is_read_once_ranks_have_differed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         equal_batches, "content_digests", lambda tree: read.append(tree) or digests(tree)
     )
-    assert not caught(STEPS["training step"](), RIGHT["parts"])
+    assert not caught(RIGHT["parts"])
     assert len(read) == 2  # by each rank, in the first step

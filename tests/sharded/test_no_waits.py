@@ -133,15 +133,15 @@ CASES = {
 }
 
 
-def device_state(step: Any, params: Any, buffers: Any) -> Any:
+def device_state(step: Any, *given: Any) -> Any:
     """A state on the device: all but the seed, and counts other than the buffers'."""
-    whole = step.unshard(step.init(params, buffers))
+    whole = step.unshard(step.init(*given))
 
     def moved(x: Tensor) -> Tensor:
         return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
 
     on_device = tree_map(lambda x: moved(x) if x.dim() else x, whole)
-    return step.shard(on_device.replace(buffers=tree_map(moved, whole.buffers)))
+    return step.shard(on_device.replace(buffers=tree_map(moved, whole.value.buffers)))
 
 
 def let_meta_be_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,14 +242,7 @@ def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     options: dict[str, Any] = {"level": level, "donate": donate, "group": CountingGroup(2)}
     step = fz.shard(fz.program_step(program, init=init), **options)
-    whole = step.unshard(step.init(params))
-
-    def moved(x: Tensor) -> Tensor:
-        return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
-
-    value = tree_map(lambda x: moved(x) if x.dim() else x, whole.value)
-    value = value._replace(buffers=tree_map(moved, whole.value.buffers))
-    state, found = step.shard(whole.replace(value=value)), Counter[str]()
+    state, found = device_state(step, params), Counter[str]()
     read: list[Tensor] = []  # whose values are digested
     monkeypatch.setattr(ledger, "content_word", lambda leaf, look: str(read.append(leaf)))
     for number in range(LAST + 1):

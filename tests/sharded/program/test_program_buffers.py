@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +11,12 @@ from optree import tree_map
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.step.program import GradientOptions, LossCall
 from functorch_zero.testing.equality import assert_equal_values
 from tests.tiers import crossed
 
 LEVELS, RANKS = [0, 1, 2, 3], [1, 2, 3]
-sgd = optim.sgd(0.1, momentum=0.9)
 
 
 def net(seed: int, *layers: nn.Module) -> tuple[Any, Any, Any]:
@@ -41,12 +38,6 @@ def updates(first: Any, after: Any) -> Any:
     for path, leaf in moved.items():
         assert torch.count_nonzero(leaf), f"{path} does not move"
     return moved
-
-
-class Trained(NamedTuple):
-    params: Any
-    buffers: Any
-    opt_state: Any
 
 
 # Against the same program on whole trees: buffers whose means over ranks are those of the batch
@@ -205,43 +196,22 @@ def test_what_is_refused() -> None:
     def run(group: Any) -> None:
         params = fz.shard_tree(plain_params, level=3, group=group)
         check(calls(params))
+        local = {"level": 3, "group": group, "sync_buffers": "local"}
+        step, grad = fz.program_step(average_program, init=average_init), fz.value_and_grad
         check(
             {
-                "sharded tree in buffers=.*Remedy": lambda: fz.value_and_grad(returning)(
+                r"sharded tree in buffers=.*on rank \d\. Remedy": lambda: grad(returning)(
                     params, buffers=params
                 ),
-                "sharded tree in batch=.*Remedy": lambda: fz.value_and_grad(weighted_loss)(
+                r"sharded tree in batch=.*on rank \d\. Remedy": lambda: grad(weighted_loss)(
                     params, batch={"teacher": params}
                 ),
-                "each rank its own buffers": lambda: fz.shard(
-                    fz.program_step(average_program, init=average_init),
-                    level=3,
-                    group=group,
-                    sync_buffers="local",
-                ),
+                "each rank its own buffers": lambda: fz.shard(step, **local),
             }
         )
 
     check(calls(plain_params))
     run_ranks(run, 2)
-
-
-def test_errors_about_named_arguments_name_the_rank() -> None:
-    def run(group: Any) -> None:
-        sharded = fz.shard_tree(plain_params, level=3, group=group)
-        for call, error in [
-            (LossCall(plain, (), buffers=sharded), StructureError),
-            (LossCall(plain, (), batch={"teacher": sharded}), StructureError),
-            (LossCall(plain, (), options=GradientOptions(2)), TypeError),
-        ]:
-            with pytest.raises(error, match=r"on rank 5\. Remedy"):
-                call.check(5)
-            # One process has no ranks
-            with pytest.raises(error) as raised:
-                call.check()
-            assert "rank" not in str(raised.value).partition("Remedy")[0]
-
-    run_ranks(run, 1)
 
 
 def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
@@ -290,71 +260,3 @@ def test_integers_of_the_first_rank_that_counts(
         calls = (0, 0)
     values = {"a": [2 + added, added - 3], "b": [7 + added, 300 + added]}
     assert run_ranks(run, 2) == [(*calls, values)] * 2
-
-
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
-@pytest.mark.parametrize("num_gradients", [None, 1])
-def test_a_param_that_is_returned_as_a_buffer_is_as_it_was(
-    level: int, ranks: int, rule: Any, num_gradients: int | None
-) -> None:
-    """The update of a step that donates writes over the param."""
-
-    def loss(params: Any, buffers: Any) -> Any:
-        return params["w"].square().sum(), fz.Aux(buffers={"target": params["w"]})
-
-    def program(value: Trained) -> Any:
-        params, buffers, opt_state = value
-        (mean, _, buffers), grads = fz.value_and_grad(loss)(params, buffers=buffers)
-        params, opt_state = sgd.apply(grads, opt_state, params)
-        return Trained(params, buffers, opt_state), {"loss": mean}
-
-    def init(params: Any, buffers: Any) -> Trained:
-        return Trained(params, buffers, sgd.init(params))
-
-    options: Any = {"buffers": ["buffers"], "num_gradients": num_gradients}
-    step = fz.program_step(program, init=init, **options)
-    first = {"w": rows(4, 50).requires_grad_()}, {"target": rows(4, 50)}
-
-    def targets(step: Any) -> list[Tensor]:
-        state, found = step.init(*first), []
-        for _ in range(4):
-            state, _ = step(state)
-            found.append(state.value.buffers["target"].clone())
-        return found
-
-    expected, given = targets(step), {"level": level, "sync_buffers": rule, "donate": True}
-    for found in run_ranks(lambda group: targets(fz.shard(step, group=group, **given)), ranks):
-        assert_equal_values(expected, found)
-
-
-@pytest.mark.parametrize("ranks", [None, 1, 2])
-def test_buffers_that_stay_and_that_grow(ranks: int | None) -> None:
-    """Nobody copies those that a loss leaves as they are. Where nothing is sent, one may become of
-    another shape, whole or sharded."""
-
-    def loss(params: Any, *, buffers: Any, batch: Tensor) -> Tensor:
-        buffers["seen"] = torch.cat([buffers["seen"], batch])
-        return (params["w"] * batch).sum()
-
-    def program(value: Any, batch: Tensor) -> Any:
-        results, grads = fz.value_and_grad(loss)(value.params, buffers=value.buffers, batch=batch)
-        params, opt_state = sgd.apply(grads, value.opt_state, value.params)
-        return Trained(params, results[2], opt_state), {"loss": results[0]}
-
-    def first(params: Any, buffers: Any) -> Trained:
-        return Trained(params, buffers, sgd.init(params))
-
-    def run(group: Any) -> None:
-        whole = fz.program_step(program, init=first, buffers=["buffers"])
-        local = {"group": group, "sync_buffers": "local", "donate": True}
-        step = whole if ranks is None else fz.shard(whole, level=1, **local)
-        buffers = {"seen": torch.zeros(2), "mask": torch.ones(2)}
-        state = step.init({"w": torch.ones(2, requires_grad=True)}, buffers)
-        mask = state.value.buffers["mask"]
-        for _ in range(2):
-            state, _ = step(state, torch.ones(2))
-        assert state.value.buffers["seen"].tolist() == [0, 0, 1, 1, 1, 1]
-        assert ranks is None or state.value.buffers["mask"] is mask
-
-    run_ranks(run, ranks or 1)
