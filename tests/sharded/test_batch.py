@@ -464,26 +464,6 @@ def test_evaluations(level: int) -> None:
     assert run_ranks(run, 3) == [(pytest.approx(expected, rel=1e-12), [])] * 3
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_programs(level: int) -> None:
-    (data,) = batches(1)
-    apply, params, _ = seeded(lambda: fz.functionalize(two_towers().to(D), units=["a", "b"]))
-    loss = loss_of(apply, barlow_twins)
-    of_params = lambda params, batch: loss(params, {}, batch)
-    value, grads = fz.value_and_grad(of_params)(params, batch=data)
-
-    def run(group: Any) -> Any:
-        tree = fz.shard_tree(params, level=level, group=group)
-        own = split(data, [5, 3])[group.rank]
-        found, sharded = fz.value_and_grad(of_params)(tree, batch=own)
-        return found, fz.unshard(sharded)
-
-    for found, got in run_ranks(run, 2):
-        torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
-        for name in grads:
-            torch.testing.assert_close(got[name], grads[name], rtol=1e-12, atol=1e-13)
-
-
 def test_outside_of_a_programs_losses() -> None:
     """In the program's own code no rows of other ranks can be asked for."""
     (data,) = batches(1)

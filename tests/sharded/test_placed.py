@@ -265,26 +265,6 @@ def test_what_lies_elsewhere_is_moved(donate: bool, tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
-def test_an_evaluation_brings_the_state(tmp_path: Path) -> None:
-    optimizer = optim.schedule_free_adamw(0.01)
-    step = fz.train_step(linear_loss, optimizer)
-    check = fz.eval_step(
-        lambda p, b, x: {"loss": linear_loss(p, b, x)}, params=optim.schedule_free_eval_params
-    )
-    x = make_batches()[0]
-
-    def run(group: Any) -> None:
-        losses = []
-        for place in (None, {"state": Away()}, {"state": File(tmp_path)}):
-            options: dict[str, Any] = {"level": 1, "group": group, "place": place}
-            sharded, evaluated = fz.shard(step, **options), fz.shard(check, **options)
-            state = train(sharded, sharded.init(make_params()), make_batches(), group)
-            losses.append(evaluated(state, x)["loss"])
-        assert losses[0] == losses[1] == losses[2]
-
-    run_ranks(run, 2)
-
-
 def test_a_skipped_step_moves_nothing(tmp_path: Path) -> None:
     disk, group = Counted(tmp_path), fz.groups.SingleRank()
     step = fz.shard(adamw_step(nonfinite="skip"), level=3, group=group, place={"state": disk})
@@ -458,15 +438,6 @@ def test_replaced_params_are_moved(level: int, tmp_path: Path) -> None:
             assert_equal_values(expected, whole_later, grade=EXACT)
 
     run_ranks(run, 2)
-
-
-def test_places_that_bring_copies_are_refused_for_params() -> None:
-    for kind in ("params", "gradients"):
-        step = fz.shard(
-            adamw_step(), level=3, group=fz.groups.SingleRank(), place={kind: Copied("")}
-        )
-        with pytest.raises(NotImplementedError, match=rf"{kind}.*brings copies.*Remedy"):
-            step.init(make_params())
 
 
 # Tensors that autograd saves

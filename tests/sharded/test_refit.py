@@ -452,22 +452,6 @@ def test_wrong_input_is_refused() -> None:
         second.refit(state, wide)
 
 
-def test_a_state_of_all_leaves_together_is_refused() -> None:
-    first, second = (
-        fz.train_step(loss, optim.contrib.full_matrix_adagrad(0.1, whole_tree=True), trainable=rule)
-        for rule in (ends, middle)
-    )
-
-    def run(group: Any) -> None:
-        before, after = (fz.shard(step, level=2, group=group) for step in (first, second))
-        with pytest.raises(StructureError, match=r"all leaves together"):
-            after.refit(before.init(PARAMS))
-
-    run_ranks(run, 2)
-    with pytest.raises(StructureError, match=r"all leaves together"):
-        second.refit(first.init(PARAMS))
-
-
 class Remembering(Summed):
     """A reduction that keeps a tensor between steps."""
 
@@ -575,36 +559,6 @@ def test_init_and_refit_of_a_program_leave_its_other_states_valid() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("name", ["full_matrix_adagrad", "lbfgs"])
-def test_a_tensor_of_all_leaves_is_refused_though_it_keeps_its_shape(name: str) -> None:
-    optimizer = {
-        "full_matrix_adagrad": optim.contrib.full_matrix_adagrad(0.1, whole_tree=True),
-        "lbfgs": optim.lbfgs(0.1, memory_size=2),
-    }[name]
-    # Of one size: the optimizer's matrices have the same shapes for both
-    params = {"a": torch.ones(2, 2), "b": torch.ones(4)}
-
-    def summed(params: Any, buffers: Any, x: Tensor) -> Tensor:
-        return (params["a"].sum() + params["b"].sum()) * x.mean()
-
-    first, second = (
-        fz.train_step(summed, optimizer, trainable=lambda path, leaf, own=own: path == own)
-        for own in "ab"
-    )
-
-    def run(group: Any) -> None:
-        before, after = (fz.shard(step, level=2, group=group) for step in (first, second))
-        state = before.init(params)
-        before.refit(state)  # the same leaves are trained
-        with pytest.raises(StructureError, match="all leaves together"):
-            after.refit(state)
-
-    run_ranks(run, 2)
-    first.refit(first.init(params))
-    with pytest.raises(StructureError, match="all leaves together"):
-        second.refit(first.init(params))
-
-
 def squared(params: Any, buffers: Any, x: Tensor) -> Tensor:
     return sum((leaf - 1).square().sum() for leaf in optree.tree_leaves(params)) * x.mean()
 
@@ -637,6 +591,7 @@ def test_names_of_leaves_hide_no_tensor_of_all_leaves(name: str, old: str, new: 
     params = [torch.zeros(4), torch.zeros(4)]
     with pytest.raises(StructureError, match="all leaves together"):
         refits(params, optimizer, old, new)
+    refits(params, optimizer, old, old)  # the same leaves are trained
 
 
 def test_a_leaf_of_the_name_of_a_state_s_field() -> None:

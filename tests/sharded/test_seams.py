@@ -1,6 +1,5 @@
 """Seams, each proved by a double that is given through a constructor: a reduction that keeps its
-rounding error, state elsewhere than its params, and a second axis whose ranks hold the same
-data."""
+rounding error, and state elsewhere than its params; and how a mesh is shown."""
 
 from __future__ import annotations
 
@@ -230,7 +229,9 @@ def test_accumulated_gradients_are_sent_or_kept() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize(("mesh", "level"), crossed([None, {}, {"same_data": "replicate"}], [1, 3]))
+@pytest.mark.parametrize(
+    ("mesh", "level"), crossed([None, {}, {"same_data": "replicate"}], [0, 1, 3])
+)
 def test_weighted_gradients_are_sent_or_kept(level: int, mesh: Any) -> None:
     """What is kept is of means: a step's weights are no others'."""
     batches = make_batches()
@@ -400,85 +401,37 @@ def test_the_proof_takes_seams(tmp_path: Path) -> None:
         assert_sharded_equals_unsharded(*args, reduction=ROUNDED, ranks=(2,), levels=(3,))
 
 
-# A second axis whose ranks hold the same data
+# How a mesh is shown
 
-SAME = [("replicate", 1), ("shard", 2)]  # the axis, and the ranks along the shard axis: 2 in all
-
-
-def line_of(same_data: str, shard_size: int) -> str:
-    """The mesh of two ranks, as it is shown."""
-    return f"replicate {2 // shard_size} x shard {shard_size}; same data along {same_data}"
-
-
-@pytest.mark.parametrize(("same_data", "shard_size"), SAME)
-def test_a_second_axis_of_the_same_data(same_data: Any, shard_size: int, tmp_path: Path) -> None:
-    """Three steps on two ranks of one part of the batch, saved, and loaded on three."""
-    batches = make_batches()
-    unsharded = adamw_step()
-    expected = unsharded.init(make_params())
-    for x in batches:
-        expected, _ = unsharded(expected, x)
-
-    def run(group: Any) -> Any:
-        mesh = HybridGroup(group, shard_size=shard_size, same_data=same_data)
-        assert (mesh.data.rank, mesh.data.size) == (0, 1)
-        step = fz.shard(adamw_step(), level=3, group=mesh)
-        state = train(step, step.init(make_params()), batches, mesh.data)
-        checkpoint.save(tmp_path, step, state)
-        assert f"mesh: {line_of(same_data, shard_size)}" in str(fz.describe(step, state))
-        return step.unshard(state)
-
-    def load(group: Any) -> None:
-        step = fz.shard(adamw_step(), level=3, group=group)
-        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
-        assert_equal_values(whole, step.unshard(state), grade=EXACT)
-
-    whole = run_ranks(run, 2)[0]
-    assert_equal_values(expected, whole, grade="reordered")
-    run_ranks(load, 3)
-    options: dict[str, Any] = {"ranks": 2, "shard_size": shard_size, "same_data": same_data}
-    for batch in (None, batches[0]):
-        planned = fz.plan(make_params(), adamw_step(), level=3, batch=batch, **options)
-        assert f"mesh         {line_of(same_data, shard_size)}" in str(planned)
-        assert json.loads(planned.to_json())["mesh"] == line_of(same_data, shard_size)
+MESHES: dict[str, dict[str, Any]] = {
+    "replicate 2 x shard 1": {"shard_size": 1},
+    "replicate 2 x shard 1; same data along replicate": {
+        "shard_size": 1,
+        "same_data": "replicate",
+    },
+    "replicate 1 x shard 2; same data along shard": {"shard_size": 2, "same_data": "shard"},
+}
 
 
-def test_a_mesh_is_shown_without_the_same_data_too() -> None:
+@pytest.mark.parametrize("line", MESHES)
+def test_a_mesh_is_shown(line: str) -> None:
     def run(group: Any) -> str:
-        step = fz.shard(adamw_step(), level=3, group=HybridGroup(group, shard_size=1))
+        step = fz.shard(adamw_step(), level=3, group=HybridGroup(group, **MESHES[line]))
         return str(fz.describe(step, step.init(make_params())))
 
-    assert "mesh: replicate 2 x shard 1" in run_ranks(run, 2)[0].splitlines()
-    for shard_size, shown in ((1, True), (2, False), (None, False)):
-        planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, shard_size=shard_size)
-        assert ("mesh" in str(planned)) == shown, "one axis, or a mesh of one replica, has no line"
+    assert f"mesh: {line}" in run_ranks(run, 2)[0].splitlines()
+    for batch in (None, make_batches()[0]):
+        planned = fz.plan(
+            make_params(), adamw_step(), level=3, batch=batch, ranks=2, **MESHES[line]
+        )
+        assert f"mesh         {line}" in str(planned)
+        assert json.loads(planned.to_json())["mesh"] == line
 
 
-def test_both_together(tmp_path: Path) -> None:
-    """Three steps on two ranks, saved, and loaded on three."""
-    batches = make_batches(4)
-
-    def seams() -> dict[str, Any]:
-        place = {"state": fz.places.File(tmp_path)}
-        return {"reduction": ROUNDED, "place": place}
-
-    def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
-        step = fz.shard(adamw_step(), level=3, group=group, **seams())
-        state = step.init(make_params())
-        if not new:
-            state = checkpoint.load(tmp_path / "saved", step, like=state).state
-            assert_equal_values(whole, step.unshard(state), grade="reordered")
-        state = train(step, state, batches, group)
-        checkpoint.save(tmp_path / "saved", step, state)
-        text = str(fz.describe(step, state))
-        assert all(f"{name}=" in text for name in ("reduction", "place of state"))
-        return step.unshard(state)
-
-    whole = run_ranks(lambda group: run(group, batches[:3], new=True), 2)[0]
-    last = run_ranks(lambda group: run(group, batches[3:], new=False), 3)[0]
-    assert int(last.step) == 4
-    planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, **seams())
-    assert planned.parts and planned.stored and planned.sent_bytes
+@pytest.mark.parametrize("shard_size", [2, None])
+def test_one_axis_or_a_mesh_of_one_replica_has_no_line(shard_size: int | None) -> None:
+    planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, shard_size=shard_size)
+    assert "mesh" not in str(planned)
 
 
 def test_processes_give_what_threads_give(tmp_path: Path) -> None:

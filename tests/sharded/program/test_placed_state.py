@@ -167,18 +167,6 @@ def test_outside_of_a_step() -> None:
     run_ranks(run, 2)
 
 
-def test_a_copied_state_is_brought() -> None:
-    def run(group: Any) -> None:
-        storage = Away()
-        sharded = fz.shard(program_of(adamw), level=1, group=group, place=places_of(storage))
-        state = sharded.init(FIRST)
-        mapped = tree_map(lambda x: x, state)
-        one, other = (sharded.unshard(train(sharded, s, BATCHES[:2])) for s in (state, mapped))
-        assert_equal_values(one, other, grade=EXACT)
-
-    run_ranks(run, 2)
-
-
 def test_a_state_that_the_program_needs_later_stays() -> None:
     """An average of the old and the new state."""
 

@@ -280,27 +280,6 @@ def weighing(weight: float) -> Callable[..., Any]:
     return lambda params, x: (loss(params, x), fz.Aux(weight=weight))
 
 
-def test_losses_of_other_weights_follow_one_another() -> None:
-    """What is kept of one is added to the other in units of means."""
-
-    def weighted(value: Value, x: Tensor) -> Any:
-        _, grads = fz.value_and_grad(weighing(4096.0))(value.first, x)
-        first = descended(value.first, grads)
-        _, grads = fz.value_and_grad(twice)(first, x)
-        _, of_second = fz.value_and_grad(weighing(0.25))(value.second, x)
-        return Value(descended(first, grads), descended(value.second, of_second)), {}
-
-    batches = make_batches()
-
-    def run(group: Any) -> None:
-        for level in (0, 3):
-            step = fz.program_step(weighted, init=Value)
-            sharded = fz.shard(step, level=level, group=group, reduction=ROUNDED)
-            check_conserved(sharded, train(sharded, first_of(sharded), batches), batches)
-
-    run_ranks(run, 2)
-
-
 def test_a_batch_without_weight_sends_what_is_kept_as_it_is() -> None:
     """It was divided by no weight, and so by as much as it had been multiplied by."""
 
