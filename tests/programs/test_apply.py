@@ -12,7 +12,7 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
-from functorch_zero.testing import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import part
 from tests.tiers import crossed
 
@@ -84,20 +84,4 @@ def test_a_state_may_be_what_its_transform_was_given(kind: str, kept: str) -> No
         return new, {"loss": mean}
 
     step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
-    expected = step.init(FIRST)
-    for x in BATCHES:
-        expected, _ = step(expected, x)
-
-    def run(group: Any) -> Any:
-        wholes = []
-        for level in (0, 1, 3):
-            sharded = fz.shard(step, level=level, group=group)
-            state = sharded.init(FIRST)
-            for x in BATCHES:
-                state, _ = sharded(state, part(x, group))
-            wholes.append(sharded.unshard(state))
-        return wholes
-
-    for wholes in run_ranks(run, 2):
-        for whole in wholes:
-            assert_equal_values(expected.value, whole.value)
+    assert_sharded_equals_unsharded(step, FIRST, BATCHES, levels=[0, 1, 3], ranks=[2])

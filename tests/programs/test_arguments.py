@@ -10,14 +10,10 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError
-from functorch_zero.groups import SingleRank
 from functorch_zero.testing import assert_equal_values
 
 sgd = optim.sgd(0.1)
-apply, PARAMS, _ = fz.functionalize(
-    nn.Linear(3, 2), precision=fz.Precision(compute=torch.bfloat16, output=torch.float32)
-)
+apply, PARAMS, _ = fz.functionalize(nn.Linear(3, 2))
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -59,41 +55,8 @@ def test_arguments_by_their_names() -> None:
         step.refit(by_name, PARAMS, net=PARAMS)
 
 
-def test_a_state_that_has_lost_policies() -> None:
-    state = step.init(**trees())
-    plain = state.value._replace(net=dict(state.value.net))
-    with pytest.raises(StructureError, match=r"lost the model's Precision.*path net\.weight"):
-        step(state.replace(value=plain), X)
-
-
 def test_leaves_that_stay_are_the_states_own() -> None:
     state = step.init(**trees())
     after, _ = step(state, X)
     assert after.value.other["a"] is state.value.other["a"]
     assert after.value.net["weight"] is not state.value.net["weight"]
-
-
-def test_buffers_begin_in_no_graph() -> None:
-    given = trees() | {"seen": {"n": 2 * torch.ones(3, requires_grad=True)}}
-    seen = step.init(**given).value.seen["n"]
-    assert not seen.requires_grad and seen.tolist() == [2, 2, 2]
-
-
-def test_trees_that_are_cut_already() -> None:
-    pieces = fz.shard_tree({"a": torch.ones(2)}, level=3, group=SingleRank())
-    with pytest.raises(StructureError, match="a sharded tree lies in other, whose leaves must be"):
-        step.init(**trees() | {"other": pieces})
-
-
-def test_an_unsharded_step_in_a_sharded_one_is_refused() -> None:
-    inner = step.init(**trees())
-
-    def around(value: Any, x: Tensor) -> Any:
-        step(inner, x)
-        return value, {}
-
-    outer = fz.program_step(around, init=lambda net: net)
-    outer(outer.init(PARAMS), X)  # right in one process
-    sharded = fz.shard(outer, level=0, group=SingleRank())
-    with pytest.raises(StructureError, match="a gradient was asked of a tree that is not sharded"):
-        sharded(sharded.init(PARAMS), X)

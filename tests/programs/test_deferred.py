@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.local import part
-from tests.runtime.test_memory import LiveBytes
 
 X = torch.randn(8, 3, dtype=torch.float64)
 optimizer = optim.adamw(0.1)
@@ -80,16 +79,6 @@ def test_one_tree_may_have_its_values() -> None:
         assert_equal_values(first.value, got.value, grade="bitwise")
 
 
-def test_ranks_that_make_other_values_hear_of_it() -> None:
-    def run(group: Any) -> None:
-        values = VALUES | {"teacher": fz.deferred_init(TEACHER, group.rank)}
-        sharded = fz.shard(step, level=3, group=group)
-        with pytest.raises(MismatchError, match=r"deferred values of teacher\.0\.bias"):
-            sharded.init(student, teacher, values=values)
-
-    run_ranks(run, 2)
-
-
 def test_wrong_values_are_refused() -> None:
     for made in (step, fz.shard(step, level=3, group=CountingGroup(2))):
         with pytest.raises(
@@ -101,22 +90,3 @@ def test_wrong_values_are_refused() -> None:
         for values in ({"student": VALUES["teacher"]}, VALUES["teacher"]):
             with pytest.raises(StructureError, match="another shape"):
                 made.init(student, teacher, values=values)
-
-
-WIDTH, DEPTH, RANKS = 512, 12, 24
-UNIT = WIDTH * WIDTH * 8  # bytes
-
-
-def test_the_peak_is_one_unit() -> None:
-    """Beside what the rank keeps, params and momentum: a unit, and a megabyte or so for digests."""
-    model = on_meta(*[WIDTH] * (DEPTH + 1))
-    _, params, _ = fz.functionalize(model)
-    momentum = optim.sgd(0.1, momentum=0.9)
-    deep = fz.program_step(program, init=lambda net: (net, momentum.init(net)))
-    sharded = fz.shard(deep, level=3, group=CountingGroup(RANKS))
-    with LiveBytes() as live:
-        state = sharded.init(params, values={"net": fz.deferred_init(model)})
-    held = 2 * DEPTH / RANKS  # units
-    assert live.now / UNIT == pytest.approx(held, rel=0.05)
-    assert 1 <= live.peak / UNIT <= held + 1.1 + 5 * 2**20 / UNIT
-    del state

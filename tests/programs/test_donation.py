@@ -17,7 +17,7 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
-from functorch_zero.testing import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import local_leaves, part
 from tests.runtime.test_memory import LiveBytes
 from tests.tiers import tiers
@@ -449,14 +449,15 @@ def test_a_gradient_that_is_taken_once_more_counts_once() -> None:
     assert run_ranks(run, 2) == [2, 2]
 
 
+def fails_late(value: Any, x: Tensor, fails: bool) -> Any:
+    made = simple(value, x)
+    if fails:
+        raise ValueError("after the update")
+    return made
+
+
 def test_a_failure_after_the_first_write_loses_the_state() -> None:
     """The error speaks of no later state: the step that wrote has made none."""
-
-    def fails_late(value: Any, x: Tensor, fails: bool) -> Any:
-        made = simple(value, x)
-        if fails:
-            raise ValueError("after the update")
-        return made
 
     step = fz.program_step(fails_late, init=init)
 
@@ -611,12 +612,6 @@ def test_a_metric_keeps_its_value(level: int) -> None:
 def test_a_first_step_that_fails_on_one_rank_is_taken_again(level: int) -> None:
     """The other ranks have counted their gradients by then, and the one that fails hasn't."""
 
-    def fails_late(value: Any, x: Tensor, fails: bool) -> Any:
-        value, metrics = simple(value, x)
-        if fails:
-            raise ValueError("after the update")
-        return value, metrics
-
     step = fz.program_step(fails_late, init=init)
     expected = step.init(FIRST)
     for x in BATCHES:
@@ -652,15 +647,9 @@ def test_a_leaf_that_is_read_after_a_gradient_keeps_its_values(level: int) -> No
         return *init(params), tree_map(lambda p: p.detach().clone(), params)
 
     step = fz.program_step(program, init=first)
-    expected = step.init(FIRST)
-    for x in BATCHES:
-        expected, _ = step(expected, x)
-
-    def run(group: Any) -> Any:
-        return trained_by(step, group, level, donate=True)[0]
-
-    for value in run_ranks(run, 2):
-        assert_equal_values(expected.value, value)
+    assert_sharded_equals_unsharded(
+        step, FIRST, BATCHES, levels=[level], ranks=[2], donate=True, unused=["2.frozen"]
+    )
 
 
 @pytest.mark.parametrize("level", [1, 3])

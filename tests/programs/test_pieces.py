@@ -12,7 +12,7 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import DonatedError, StructureError
-from functorch_zero.groups import HybridGroup, run_ranks
+from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import part
 from tests.tiers import crossed, thinned, tiers
@@ -63,18 +63,8 @@ def test_sharded_equals_unsharded(level: Any) -> None:
 
 @pytest.mark.parametrize(("level", "state_axes"), crossed([1, 3], ["shard", "both"]))
 def test_over_a_mesh(level: int, state_axes: Any) -> None:
-    expected = run_plain(STEP, BATCHES)
-
-    def run(group: Any) -> Any:
-        mesh = HybridGroup(group, shard_size=2)
-        step = fz.shard(STEP, level=level, group=mesh, state_axes=state_axes)
-        state = step.init(FIRST)
-        for x in BATCHES:
-            state, metrics = step(state, part(x, group))
-        return step.unshard(state).value, metrics
-
-    for found in run_ranks(run, 4):
-        assert_equal_values(expected, found)
+    options: dict[str, Any] = {"shard_size": 2, "state_axes": state_axes}
+    assert_sharded_equals_unsharded(STEP, FIRST, BATCHES, levels=[level], ranks=[4], **options)
 
 
 @pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-import functorch_zero as fz
 from functorch_zero.errors import GroupError
-from functorch_zero.groups import CountingGroup, counted, run_ranks
+from functorch_zero.groups import counted, run_ranks
 from tests.means import average
 from tests.tiers import drawn
 
@@ -101,16 +100,3 @@ def test_two_collectives() -> None:
 
     expected = [("all_reduce", torch.float64, 32), ("all_reduce", torch.int64, 32)]
     assert run_ranks(run, 2) == [expected] * 2
-
-
-def test_means_of_a_programs_gradient_set_out_before_its_backward() -> None:
-    group = CountingGroup(2)
-    params = fz.shard_tree({"w": torch.ones(4, requires_grad=True)}, level=1, group=group)
-    group.reset()
-    fz.value_and_grad(lambda params: params["w"].square().sum())(params)
-    calls = [(call.kind, call.dtype) for call in group.calls]
-    assert calls == [
-        ("all_reduce", torch.float64),
-        ("reduce_scatter", torch.float32),
-        ("all_reduce", torch.int64),
-    ]

@@ -646,13 +646,6 @@ def test_other_rows_on_one_rank() -> None:
         assert all("fz.batch.all_rows" in text for text in failing(make, level, kind=GroupError))
 
 
-def test_no_warning_of_unequal_parts() -> None:
-    """The loss of all rows is right by any numbers of them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(lambda: given(clip), [5, 3], level=1)
-
-
 # Processes
 
 

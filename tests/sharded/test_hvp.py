@@ -17,7 +17,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.testing.equality import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP, ZOO, Batch, Case, even, split, uneven
 from tests.modules import seeded
 from tests.runtime.test_memory import WIDTH, LiveBytes, deep
@@ -55,14 +55,18 @@ def with_weights(case: Case) -> tuple[Any, Any]:
     return loss, params
 
 
+def drawn_product(hvp: Any, params: Any, *args: Any, **named: Any) -> Any:
+    """The loss, the whole gradients and the product, of `fz.hvp(loss)` and a drawn vector."""
+    vector = fz.random.normal(fz.zero_updates(params), seed=1)
+    found, grads, product = hvp(params, vector, *args, **named)
+    return found, fz.unshard(grads), fz.unshard(product)
+
+
 def on_rank(group: Any, case: Case, level: Any, sizes: list[int]) -> Any:
     loss, params = with_weights(case)
     (batch,) = case.batches(1, ROWS)
     sharded = fz.shard_tree(params, level=level, group=group)
-    vector = fz.random.normal(fz.zero_updates(sharded), seed=1)
-    own = split(batch, sizes)[group.rank]
-    (value, metrics), grads, product = fz.hvp(loss)(sharded, vector, own)
-    return value, metrics, fz.unshard(grads), fz.unshard(product)
+    return drawn_product(fz.hvp(loss), sharded, split(batch, sizes)[group.rank])
 
 
 def check(case: Case, results: list[Any]) -> None:
@@ -70,7 +74,7 @@ def check(case: Case, results: list[Any]) -> None:
     vector = fz.random.normal(fz.zero_updates(params), seed=1)
     expected, of_loss, of_hessian = plain(case, vector)
     (_, seen), *_ = fz.hvp(loss)(params, vector, case.batches(1, ROWS)[0])
-    for value, metrics, grads, product in results:
+    for (value, metrics), grads, product in results:
         assert_equal_values(expected, value)
         assert_equal_values(seen, metrics)
         for found, wanted in (grads, of_loss), (product, of_hessian):
@@ -159,13 +163,11 @@ def test_micro_batches_and_buffers(level: int) -> None:
 
     def run(group: Any) -> Any:
         sharded = fz.shard_tree(params, level=level, group=group)
-        vector = fz.random.normal(fz.zero_updates(sharded), seed=1)
         own = batch.split(sizes)[group.rank]
-        found, grads, product = product_of(sharded, vector, buffers=buffers, batch=own)
-        return found, fz.unshard(grads), fz.unshard(product)
+        return drawn_product(product_of, sharded, buffers=buffers, batch=own)
 
-    vector = fz.random.normal(fz.zero_updates(params), seed=1)
-    alone = [product_of(params, vector, buffers=buffers, batch=part) for part in batch.split(sizes)]
+    parts = batch.split(sizes)
+    alone = [drawn_product(product_of, params, buffers=buffers, batch=part) for part in parts]
 
     def mean(one: Tensor, two: Tensor) -> Tensor:
         return (8 * one + 4 * two) / 12
@@ -192,12 +194,9 @@ def test_precision(level: int) -> None:
         return apply(params, {}, x)[0].float().square().mean()
 
     def run(group: Any) -> Any:
-        sharded = fz.shard_tree(params, level=level, group=group)
-        vector = fz.random.normal(fz.zero_updates(sharded), seed=1)
-        value, grads, product = fz.hvp(loss)(sharded, vector, x)
-        return value, fz.unshard(grads), fz.unshard(product)
+        return drawn_product(fz.hvp(loss), fz.shard_tree(params, level=level, group=group), x)
 
-    expected = fz.hvp(loss)(params, fz.random.normal(fz.zero_updates(params), seed=1), x)
+    expected = drawn_product(fz.hvp(loss), params, x)
     assert expected[2]["layers.0.weight"].dtype == torch.float32
     for found in run_ranks(run, 1):
         assert_equal_values(expected, found, grade="bitwise")
@@ -221,8 +220,7 @@ def test_recomputed_units_and_a_tree_that_is_read(level: int) -> None:
             student = fz.shard_tree(student, level=level, group=group)
             teacher = fz.shard_tree(teacher, level=3, group=group)
             own = x.chunk(group.size)[group.rank]
-        vector = fz.random.normal(fz.zero_updates(student), seed=1)
-        return [fz.unshard(tree) for tree in fz.hvp(loss)(student, vector, teacher, own)[1:]]
+        return drawn_product(fz.hvp(loss), student, teacher, own)
 
     expected = product(None)
     for found in run_ranks(lambda group: product(torch.nn.Linear, group), 2):
@@ -256,18 +254,8 @@ def test_a_program_of_two_trees(level: Any) -> None:
 
     step = fz.program_step(program, init=Pair)
     x = torch.randn(6, 3, dtype=torch.float64)
-    expected, metrics = step(step.init(left, right), x)
-    assert not torch.equal(expected.value.right["norm.bias"], right["norm.bias"])
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=level, group=group)
-        state, found = sharded(sharded.init(left, right), x)
-        return sharded.unshard(state), found
-
     # One rank: others would draw other numbers for their parts of the batch
-    for whole, found in run_ranks(run, 1):
-        assert_equal_values(expected, whole)
-        assert_equal_values(metrics, found)
+    assert_sharded_equals_unsharded(step, left, right, [x], levels=[level], ranks=[1])
 
 
 class Kept(NamedTuple):
@@ -288,15 +276,7 @@ def test_zero_updates_are_moments_of_a_programs_own(level: int) -> None:
         return Kept(fz.apply_updates(value.params, updates), mean), {"loss": found}
 
     step = fz.program_step(program, init=lambda params: Kept(params, fz.zero_updates(params)))
-    expected, _ = step(step.init(params), batch)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=level, group=group)
-        state, _ = sharded(sharded.init(params), split(batch, even(ROWS, 2))[group.rank])
-        return sharded.unshard(sharded.shard(sharded.unshard(state)))
-
-    for whole in run_ranks(run, 2):
-        assert_equal_values(expected, whole)
+    assert_sharded_equals_unsharded(step, params, [batch], levels=[level], ranks=[2])
 
 
 def test_zero_updates_of_a_tree_that_is_read_only() -> None:
@@ -403,12 +383,9 @@ def test_ranks_that_use_other_layers(level: int) -> None:
 
     def run(group: Any) -> Any:
         sharded = fz.shard_tree(params, level=level, group=group)
-        vector = fz.random.normal(fz.zero_updates(sharded), seed=1)
-        own = x.chunk(2)[group.rank]
-        return [fz.unshard(t) for t in fz.hvp(loss)(sharded, vector, own, group.rank)[1:]]
+        return drawn_product(fz.hvp(loss), sharded, x.chunk(2)[group.rank], group.rank)
 
-    vector = fz.random.normal(fz.zero_updates(params), seed=1)
-    expected = [*fz.hvp(of_both)(params, vector)[1:]]
+    expected = drawn_product(fz.hvp(of_both), params)
     for found in run_ranks(run, 2):
         assert_equal_values(expected, found)
 

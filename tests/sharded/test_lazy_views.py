@@ -216,11 +216,6 @@ def test_given_in_a_state(names: str, change: str, at: tuple[int, int]) -> None:
     assert_same(simple_step(momentum, names), *at, change=detached)
 
 
-@pytest.mark.parametrize(("names", "at"), crossed(["ab", "a"], LEVELS_AND_RANKS))
-def test_gradients(names: str, at: tuple[int, int]) -> None:
-    assert_same(simple_step(lambda: optim.sgd(0.1), names), *at)
-
-
 @pytest.mark.parametrize("level", [0, 3])
 def test_moved_in_place(level: int) -> None:
     """The same objects, at the same place."""

@@ -69,19 +69,6 @@ def test_a_frozen_param_can_become_a_buffer(level: int) -> None:
         assert type(copy) is Tensor and copy.tolist() == [1, 1]
 
 
-def test_buffers_given_back_unchanged_cost_no_traffic() -> None:
-    group = fz.groups.CountingGroup(4)
-    step = fz.shard(
-        fz.train_step(lambda p, b, x: (square(p, b, x), fz.Aux(buffers=b)), optim.sgd(0.1)),
-        level=0,
-        group=group,
-    )
-    state = step.init({"w": trained(3)}, {"table": torch.zeros(1000)})
-    group.reset()
-    step(state, None)
-    assert max(call.num_elements for call in group.calls) < 1000
-
-
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
 @pytest.mark.parametrize("optimizer", [optim.adamw(0.1), optim.muon(0.1)])
 def test_a_state_that_fits_is_not_looked_at_leaf_by_leaf(
@@ -116,20 +103,6 @@ def test_one_step_serves_trees_with_other_units() -> None:
             b, _ = step(b, None)
 
     run_ranks(run, 2)
-
-
-def test_a_step_that_ranks_took_differently_leaves_no_trace() -> None:
-    def loss(params: Any, buffers: Any, batch: Any) -> Tensor:
-        return square({name: params[name] for name in batch}, buffers, batch)
-
-    def run(group: fz.Group) -> float:
-        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=3, group=group)
-        state = step.init({name: {"w": trained(8)} for name in "abc"})
-        with pytest.raises(fz.errors.GroupError, match="use different units"):
-            step(state, "ab" if group.rank else "ac")
-        return float(step(state, "ab")[1]["loss"])
-
-    assert len(set(run_ranks(run, 2))) == 1
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))

@@ -107,22 +107,6 @@ def test_a_closure() -> None:
     assert_like_torch(*models)
 
 
-def test_params_without_gradients_rest_as_in_torch() -> None:
-    """Some never have one; one has none any more; and a step without any is none."""
-    models = build(), build()
-    optimizers = optim.to_torch(adamw, models[0], lr=0.1), torch_adamw(models[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for n, batch in enumerate(batches()):
-            optimizer.zero_grad()
-            if n != 1:
-                loss_of(model, batch).backward()
-            model.blocks[0].gate.weight.grad = None
-            if n > 2:
-                model.head.bias.grad = None
-            optimizer.step()
-    assert_like_torch(*models)
-
-
 @pytest.mark.parametrize("name", tiers(["clip+adamw", "adafactor"], ["soap", "lamb"]))
 def test_resting_params_are_as_if_frozen(name: str) -> None:
     """In no norm, and with no count."""

@@ -412,30 +412,6 @@ def test_a_tree_of_a_step_that_failed_on_one_rank_is_refused() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize(("donate", "level"), crossed([False, True], LEVELS))
-def test_a_value_that_one_rank_changes_between_steps_is_refused(donate: bool, level: int) -> None:
-    def program(value: Any, x: Tensor) -> Any:
-        params, state = value
-        mean, grads = fz.value_and_grad(loss)(params, x)
-        return adam.apply(grads, state, params), {"loss": mean}
-
-    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
-
-    def run(group: Any) -> None:
-        sharded, x = fz.shard(step, level=level, group=group, donate=donate), part(X, group)
-        for n in range(2):
-            state = sharded.init(FIRST)
-            for _ in range(5):
-                state, _ = sharded(state, x)
-            changed = [*state.value]
-            k = 1 + group.rank
-            changed[n] = tree_map(lambda leaf, k=k: leaf.detach() * k, changed[n])
-            with pytest.raises(MismatchError, match=rf"the value's tree '{n}'.* on rank 0 and"):
-                sharded(state.replace(value=(*changed,)), x)
-
-    run_ranks(run, 2)
-
-
 LOGGING: dict[str, int] = {}  # the thread of the rank that reads leaves
 
 

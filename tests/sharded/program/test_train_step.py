@@ -44,7 +44,8 @@ def test_a_step_sends_two_messages(level: int, asked: str, donate: bool) -> None
         assert num == 2 + ("metrics" in options)
 
 
-def test_a_state_that_one_rank_has_changed() -> None:
+@pytest.mark.parametrize(("level", "donate"), crossed([3, 0, 1, 2], [True, False]))
+def test_a_state_that_one_rank_has_changed(level: int, donate: bool) -> None:
     """Nothing is sent at the end of a step. What a step is given is in its gradient's words, which
     come before the first write: in a step that isn't looked at (3), too."""
     apply, params, buffers = fz.functionalize(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -61,7 +62,7 @@ def test_a_state_that_one_rank_has_changed() -> None:
         return state.replace(**{field: changed})
 
     def run(group: Any) -> None:
-        step = fz.shard(train, level=3, group=group, donate=True)
+        step = fz.shard(train, level=level, group=group, donate=donate)
         state, own = step.init(params, buffers), torch.arange(12.0).view(4, 3) + group.rank
         for _ in range(3):
             state, _ = step(state, own)
