@@ -151,9 +151,7 @@ def _own_numbers(means: MeansUnderWay) -> dict[str, float]:
     return dict(zip(own, torch.stack(on_device).tolist(), strict=True))
 
 
-def _pack(
-    values: Sequence[Tensor], weight: Tensor | float | None, device: torch.device
-) -> Tensor:
+def _pack(values: Sequence[Tensor], weight: Tensor | float | None, device: torch.device) -> Tensor:
     """Whether the weight isn't 0, the weight, each value times it, and zeros: (a multiple of
     `WIDTH`,) float64."""
     own = [1.0 if weight is None else weight, 1.0, *values]

@@ -194,7 +194,7 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     import_into(tensors, allow_missing=True)
     with pytest.raises(StructureError, match=r"it has more, which `like` lacks \(aliases=apply"):
         import_into({**tensors, "norm.bias": bias, "more": bias})
-    with pytest.raises(StructureError, match=r"it has m0, m1, m2, m3, m4 and 2 more, which"):
+    with pytest.raises(StructureError, match=r"it has m0, m1, m2, m3, m4, and 2 more, which"):
         import_into({**tensors, "norm.bias": bias} | {f"m{i}": bias for i in range(7)})
     with pytest.raises(StructureError, match=r"norm\.bias has shape \(1, 5\), expected \(5,\)"):
         import_into({**tensors, "norm.bias": bias[None]})
