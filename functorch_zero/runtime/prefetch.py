@@ -30,7 +30,8 @@ class Overlap:
         gather_at: the ask at which the units ahead begin to be gathered.
         settle_at: the ask at which a rank waits for the reductions under way; None: it waits no
             earlier than it must.
-        num_under_way: the number of units whose reductions may be under way at a time.
+        num_under_way: the number of units whose reductions may be under way at a time. At level 0
+            all may: a sum takes the place of its flat there.
         distance: the number of units ahead that are being gathered, in forward and in backward; at
             least 1. Each more takes a unit's memory.
     """
