@@ -13,7 +13,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import optree
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
@@ -231,25 +230,15 @@ def _local_leaf(path: str, leaf: Tensor, spot: _Spot) -> LocalLeaf:
 def _spots(step: Step, state: State) -> list[_Spot]:
     """The spot of every leaf, in flatten order. Buffers, counters and seeds are the same on every
     rank."""
-    # State is a pytree: the same tree, with a spot in place of each leaf
-    spots = tree_map(lambda leaf: _EVERYWHERE, as_local(state))
-    # Of an unsharded step every leaf stays everywhere, on its one rank
-    if isinstance(step, ShardedStep):
-        axes = step.options.axes
-        value = tree_map(lambda node: _node_spots(node, axes), state.value, is_leaf=is_on_engine)
-        parts = _in_tree(state.parts, _parts_spots(step, state))
-        spots = spots.replace(value=value, parts=parts)
-    # A spot is a tuple, which optree would go into
-    listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=_is_spot)
-    return listed
+    # On one rank every leaf is everywhere
+    if not isinstance(step, ShardedStep):
+        return [_EVERYWHERE] * len(optree.tree_leaves(state))
+    axes, nodes = step.options.axes, optree.tree_leaves(state.replace(parts=None), is_on_engine)
+    # The parts are a state's last leaves
+    return [x for node in nodes for x in _node_spots(node, axes)] + _parts_spots(step, state)
 
 
-def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
-    """The spots of a tree's leaves, in the tree's structure."""
-    return optree.tree_structure(as_local(tree)).unflatten(spots)
-
-
-def _node_spots(node: Any, axes: Axes) -> Any:
+def _node_spots(node: Any, axes: Axes) -> list[_Spot]:
     """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
     in_pieces = True  # else as params are held between steps
     placed: Sequence[tuple[Any, ...] | None]  # (extent, whether every rank has all of it, ...)
@@ -262,13 +251,10 @@ def _node_spots(node: Any, axes: Axes) -> Any:
         # Frozen leaves have neither gradients nor updates, and a tree that is read only has none
         placed = [(extent, is_whole) for leaf, extent, is_whole in rows if leaf is not None]
     else:
-        return _EVERYWHERE
+        return [_EVERYWHERE]
     # One of the copies along the replicate axis. Pieces that are cut over both axes have none.
     saved = axes.replicate.rank == 0 or (axes.both and in_pieces)
-    spots: list[_Spot] = []
-    for place in placed:
-        spots.append(_EVERYWHERE if place is None else _Spot(place[0], place[1], saved))
-    return _in_tree(node, spots)
+    return [_EVERYWHERE if place is None else _Spot(place[0], place[1], saved) for place in placed]
 
 
 def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
@@ -290,12 +276,10 @@ def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:
         extents = [own.bucket.extent(k, axes.piece_number) for k in range(len(own.keys))]
         return [_Spot(extent, False) for extent in extents]
 
-    spots: list[_Spot] = optree.tree_leaves(parts.by_leaf(spots_of), is_leaf=_is_spot)
+    spots: list[_Spot] = optree.tree_leaves(
+        parts.by_leaf(spots_of), is_leaf=lambda x: isinstance(x, _Spot)
+    )
     return spots
-
-
-def _is_spot(node: Any) -> bool:
-    return isinstance(node, _Spot)
 
 
 def runs_to_save(leaves: list[LocalLeaf], rank: int, num_ranks: int) -> list[Run]:

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import UnequalBatchesWarning, explain
@@ -337,12 +336,8 @@ def _leaves_of_trees(
         remedy="let init make the same of whole and of sharded trees. A whole tree's copy is not "
         "trained in init, so pass fz.zero_updates the tree itself",
     )
-
-    def of_node(node: Any) -> Any:
-        return tree_map(lambda leaf: is_held(node), as_local(node))
-
-    found: list[bool] = optree.tree_leaves(tree_map(of_node, state.value, is_leaf=is_on_engine))
-    return found
+    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+    return [is_held(node) for node in nodes for _ in optree.tree_leaves(as_local(node))]
 
 
 class Mesh(NamedTuple):
