@@ -95,7 +95,7 @@ def imagine(
         watch.begin()
         gc.collect()  # what `init` and the first call have left in cycles
         # Numbers of the first call's state, which an update remembers
-        watch.live.discount("state")
+        watch.live.discount_states()
         sizes = _adopt_held(watch, (trees, args), state, step.buffers)
         for elsewhere in places.values():
             elsewhere.begin()

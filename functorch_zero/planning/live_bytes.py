@@ -162,12 +162,12 @@ class LiveBytes(QuickDispatchMode):
                 own.kind = kind
                 self._count(kind, own.size)
 
-    def discount(self, kind: str) -> None:
-        """Memory of that kind that is alive counts no longer, until `adopt` says otherwise."""
-        self.total -= self.now[kind]
-        self.now[kind] = 0
+    def discount_states(self) -> None:
+        """States that are alive count no longer, until `adopt` says otherwise."""
         for own in self._storages.values():
-            own.kind = None if own.kind == kind else own.kind
+            if own.kind == "state":
+                self._count(own.kind, -own.size)
+                own.kind = None
 
     def kind_of(self, tensor: Tensor) -> Kind:
         """That of a tensor's storage."""

@@ -291,11 +291,8 @@ class Plan:
         (extra `plot`)."""
         figure_of_step(self.samples, title=self._title).savefig(path)
 
+    # At a prompt and in a notebook, too
     def __repr__(self) -> str:
-        # At a prompt and in a notebook, too
-        return str(self)
-
-    def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
         kinds += ["parts"] if self.parts else []  # seldom there
@@ -355,9 +352,6 @@ class Comparison:
     plans: Mapping[str, Plan]
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         rows = [["", *KINDS.values(), "peak"]]
         for label, made in self.plans.items():
             peak = made.peak

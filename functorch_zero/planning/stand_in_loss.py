@@ -95,17 +95,12 @@ def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
     Linear maps, convolutions and norms need their weights in backward and not their biases; a
     lookup needs none.
     """
-    lookups = set()  # paths of leaves that backward does not need
-    if isinstance(model, nn.Module):
-        for path, module in model.named_modules():
-            if isinstance(module, nn.Embedding):
-                lookups.add(f"{path}.weight".lstrip("."))
-
-    def is_saved(path: str) -> bool:
-        name = path.rpartition(".")[2]
-        return path not in lookups and not name.startswith("bias")
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    embeddings = [path for path, module in modules if isinstance(module, nn.Embedding)]
+    lookups = {f"{path}.weight".lstrip(".") for path in embeddings}
 
     def num_saved(unit: Unit) -> int:
-        return sum(is_saved(layout.leaves[n].path) for n in _made_on_use(layout, unit))
+        paths = {layout.leaves[n].path for n in _made_on_use(layout, unit)} - lookups
+        return sum(not path.rpartition(".")[2].startswith("bias") for path in paths)
 
     return num_saved

@@ -51,21 +51,18 @@ class Comparison:
         """The first difference that the grade does not allow, nor round-off as in the `jittered`
         runs."""
         try:
-            self._run(jittered)
+            # Of the oracle's run alone: the other's may be wrong
+            self._check_moves()
+            for k, want in enumerate(self.expected.steps):
+                at = {"step": k, **self.at}
+                # Rank 0 against the oracle; the others against rank 0, to the bit
+                self._compare_updates(k, self.got[0], jittered, at)
+                self._compare_others(k, jittered, at, want.others())
+                for rank in range(1, len(self.got)):
+                    self._compare_rank(k, rank, {**at, "rank": rank})
+            return None
         except AssertionError as error:
             return error
-        return None
-
-    def _run(self, jittered: Sequence[Run]) -> None:
-        # Of the oracle's run alone: the other's may be wrong
-        self._check_moves()
-        for k, want in enumerate(self.expected.steps):
-            at = {"step": k, **self.at}
-            # Rank 0 against the oracle; the others against rank 0, to the bit
-            self._compare_updates(k, self.got[0], jittered, at)
-            self._compare_others(k, jittered, at, want.others())
-            for rank in range(1, len(self.got)):
-                self._compare_rank(k, rank, {**at, "rank": rank})
 
     def explained(self, error: Unequal, shares: Shares) -> AssertionError:
         """A difference with its cause, and as a note that of another comparison of its step, in
