@@ -8,7 +8,7 @@ would make slowly, or not at all, are an exchange followed by a local sum in ran
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -201,14 +201,9 @@ class ProcessGroup(Collectives):
             return copy_alone(out, source)
         if self._must_stage(out):
             return through_host(partial(self._start, kind), given)
-        ways: dict[str, Callable[..., Work]] = {
-            "all_gather": self._all_gather,
-            "reduce_scatter": self._reduce_scatter,
-            "all_reduce": self._all_reduce,
-            "all_to_all": self._all_to_all,
-            "broadcast": self._broadcast,
-        }
-        return ways[kind](*given)
+        # `_all_gather` and the like
+        work: Work = getattr(self, f"_{kind}")(*given)
+        return work
 
     def _meet(self, kind: str, *payload: bytes) -> Any:
         """Two all-gathers of an exchange: the sizes, then padded bytes."""

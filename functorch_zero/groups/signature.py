@@ -42,4 +42,4 @@ class Signature(NamedTuple):
 def brought(arguments: Sequence[Any]) -> Tensor:
     """Of a collective's arguments, the tensor that this rank brings."""
     # Outputs come first
-    return next(x for x in reversed(arguments) if isinstance(x, Tensor))
+    return next(filter(Tensor.__instancecheck__, reversed(arguments)))
