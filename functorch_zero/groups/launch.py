@@ -119,7 +119,7 @@ def launch(
                 _interrupt(members)
                 raise
             # Those that have not reported are killed at once
-            _let_exit([members[report.rank] for report in reports])
+            _let_exit(members, reports)
     # Several ranks fail when one does: the cause is raised, not a consequence
     failed = [report for report in reports if report.error is not None]
     if failed:
@@ -344,7 +344,7 @@ def _interrupt(members: list[_Member]) -> None:
             os.kill(member.process.pid, signal.SIGINT)
     with contextlib.suppress(TimeoutError):
         reports = _watch(members, _SECONDS_AFTER_INTERRUPT, _SECONDS_AFTER_INTERRUPT)
-        _let_exit([members[report.rank] for report in reports])
+        _let_exit(members, reports)
 
 
 def _read_report(member: _Member) -> _Report:
@@ -378,11 +378,11 @@ def _exit_text(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-def _let_exit(members: list[_Member]) -> None:
+def _let_exit(members: list[_Member], reports: list[_Report]) -> None:
     """Give ranks that have reported a while, so that they may flush and close what they hold."""
     give_up = time.monotonic() + _SECONDS_TO_EXIT
-    for member in members:  # the time is shared by all of them
-        member.process.join(max(0.0, give_up - time.monotonic()))
+    for report in reports:  # the time is shared by all of them
+        members[report.rank].process.join(max(0.0, give_up - time.monotonic()))
 
 
 def _kill(members: list[_Member]) -> None:

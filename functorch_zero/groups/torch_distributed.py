@@ -188,8 +188,7 @@ def own_group(
     # Group ranks must be as in the parent, whatever the order of their world ranks. Older torch
     # lacks the option and sorts every group: there no parent is out of order
     order = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    with _process_outlives_errors():
-        return _new_group(ranks, timeout, backends, group_desc="functorch_zero", **order)
+    return _new_group(ranks, timeout, backends, group_desc="functorch_zero", **order)
 
 
 def named_group(
@@ -206,9 +205,9 @@ def named_group(
     # By torch's internals: no public function takes a name; see Note [eras] in `membership`
     backend = c10d.Backend(_config_of(backends))
 
-    def make() -> dist.ProcessGroup:
-        made: dist.ProcessGroup
-        made, _ = c10d._new_process_group_helper(
+    made = _made(
+        timeout,
+        lambda: c10d._new_process_group_helper(
             len(ranks),
             dist.get_rank(parent),
             ranks,
@@ -217,11 +216,8 @@ def named_group(
             name,
             timeout=timeout,
             group_desc="functorch_zero",
-        )
-        return made
-
-    with _process_outlives_errors():
-        made = _made(timeout, make)
+        )[0],
+    )
     # dist.get_rank and the like look here, and so does destroying the group
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
@@ -230,7 +226,8 @@ def named_group(
 def _made(timeout: timedelta, make: Callable[[], Any]) -> dist.ProcessGroup:
     """The group that `make` returns. Its ranks meet at torch's store, which may never answer."""
     # torch waits up to three times, and raises by itself where the store answers
-    made = within(3 * timeout.total_seconds() + SECONDS_TO_ANSWER, "make group", make)
+    with _process_outlives_errors():
+        made = within(3 * timeout.total_seconds() + SECONDS_TO_ANSWER, "make group", make)
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
 
