@@ -56,7 +56,8 @@ class ProcessGroup(Collectives):
         size: the number of ranks.
         ranks: their numbers in the default process group.
 
-    The way of each collective (N ranks, S bytes in the whole tensor, sent by each rank):
+    The way of each collective of a `Group` (N ranks, S bytes in the whole tensor, sent by each
+    rank):
 
     - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks
       over gloo is a swap, which does not copy this rank's own half.
