@@ -81,17 +81,10 @@ class Membership:
 
     # Coming
 
-    def connect(self) -> None:
-        """Connect to all ranks, which all call this."""
-        self._connecting(self.connections.connect)
-
-    def reduce_apart(self) -> None:
-        """As the group's."""
-        self._connecting(self.connections.reduce_apart)
-
-    def _connecting(self, call: Callable[[], None]) -> None:
+    def connect(self, by: Callable[[], None]) -> None:
+        """Connect to all ranks, which all call this, by a method of the connections."""
         try:
-            call()
+            by()
         except RuntimeError as error:
             raise LostPeerError(
                 f"rank {self.rank} could not connect to all ranks: {error}"

@@ -102,7 +102,7 @@ class ProcessGroup(Collectives):
         self.size = len(self.ranks)
         self._alone = self.size == 1 and self._copies_alone  # collectives are copies
         if not self._alone:
-            self._membership.connect()
+            self._membership.connect(self._connections.connect)
             self._membership.meet(self.exchange)
 
     def all_say(self, words: str, seconds: float) -> bool:
@@ -172,7 +172,7 @@ class ProcessGroup(Collectives):
         Over gloo alone they stay where they are.
         """
         if not self._alone:
-            self._membership.reduce_apart()
+            self._membership.connect(self._connections.reduce_apart)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
