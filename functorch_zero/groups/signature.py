@@ -42,4 +42,5 @@ class Signature(NamedTuple):
 def brought(arguments: Sequence[Any]) -> Tensor:
     """Of a collective's arguments, the tensor that this rank brings."""
     # Outputs come first
-    return next(filter(Tensor.__instancecheck__, reversed(arguments)))
+    found: Tensor = next(filter(Tensor.__instancecheck__, reversed(arguments)))
+    return found
