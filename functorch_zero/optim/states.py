@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,15 +55,13 @@ def state_metrics(state: Any) -> dict[str, Tensor]:
     A part reports when its state has a method `report() -> {name: tensor}`. Where several report
     the same name, each is followed by the part's dotted path in `state`.
     """
-    found: dict[str, dict[str, Tensor]] = {}  # by name, then by path
-    for path, part in _reporting(state, ""):
-        for name, value in part.report().items():
-            found.setdefault(name, {})[path] = value
+    reports = [(path, part.report()) for path, part in _reporting(state, "")]
+    nums = Counter(name for _, report in reports for name in report)
     metrics = {}  # metric's name -> 0-d tensor
-    for name, values in found.items():
-        for path, value in values.items():
+    for path, report in reports:
+        for name, value in report.items():
             # The root has no path to tell it by
-            alone = len(values) == 1 or not path
+            alone = nums[name] == 1 or not path
             metrics[name if alone else f"{name}.{path}"] = value
     return metrics
 
