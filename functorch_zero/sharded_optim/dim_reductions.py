@@ -112,8 +112,6 @@ def spread_over_piece(answer: Tensor, extent: Extent, dims: Shape) -> Tensor:
     if extent.box is not None:
         whole = answer.reshape(without(extent.shape, dims))
         return spread_over_piece(whole[_place_in_answer(extent.box, dims)], extent.in_box, dims)
-    if not extent.num_here:
-        return answer.new_empty(0)
     if len(dims) == len(extent.shape) > 0:
         # 0-d: a view, as many elements long as the piece
         return answer.expand(extent.num_here)

@@ -83,13 +83,10 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
         raise ValueError(explain(story, expected=list(constructors), got=needs, remedy=remedy))
 
     # Of as many arguments as ours have: constructors count them, and a pair may take others
-    def init_params(params: Any) -> Any:
-        return init(params)
-
-    def update_with_params(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return update(updates, state, params)  # type: ignore[no-any-return]
-
-    return constructors[needs](init_params, update_with_params)
+    return constructors[needs](
+        lambda params: init(params),
+        lambda updates, state, params: update(updates, state, params),
+    )
 
 
 class FromTorchState(NamedTuple):
