@@ -255,10 +255,9 @@ def _move(moves: Sequence[_Move], ferry: Ferry) -> None:
     written = {storage_id(into) for _, into in moves}
     found = []
     for home, _ in moves:
-        tensor = home.tensor.detach()
         # From one tensor of its place to another, by way of the params' device
-        if home.place.holds(tensor):
-            tensor = home.place.bring(tensor).wait()
+        here = home.place.bring(home.tensor).wait() if home.lies_there else home.tensor
+        tensor = here.detach()
         found.append(tensor.clone() if storage_id(tensor) in written else tensor)
     for (home, into), tensor in zip(moves, found, strict=True):
         ferry.leave(home.place, tensor, into)

@@ -70,7 +70,11 @@ OPTIMIZERS: dict[str, Any] = {
     "muon": lambda: optim.muon(0.01),
     "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01)),
     "schedule_free": lambda: optim.schedule_free_adamw(0.01),
-    # A kernel behind a part that reads its state by itself
+    # Wrappers bring the vectors of their own, around what asks for its own
+    "wraps": lambda: optim.sam(
+        optim.params_ema(optim.lookahead(optim.schedule_free(optim.lamb(0.01), 0.01), 2, 0.5), 0.9)
+    ),
+    # A kernel behind one of these
     "waits": lambda: optim.chain(optim.multi_steps(optim.trace(0.9), 2), optim.adamw(0.01)),
     "swaps": lambda: optim.chain(swapping(), optim.scale_by_learning_rate(0.01)),
 }
@@ -91,7 +95,9 @@ def swapping() -> Any:
 
 @pytest.mark.parametrize(
     ("name", "donate"),
-    crossed(["waits", "muon", "swaps", "adafactor", "lamb", "schedule_free"], [True, False]),
+    crossed(
+        ["schedule_free", "muon", "swaps", "adafactor", "waits", "wraps", "lamb"], [True, False]
+    ),
 )
 def test_states_of_every_kind(name: str, donate: bool, tmp_path: Path) -> None:
     """In files, and where they must be brought."""
