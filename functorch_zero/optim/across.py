@@ -381,11 +381,19 @@ def _one_or_all(answers: Iterable[Any]) -> Any:
 
 
 class Refusing:
-    """The `across` of a pointwise transform: it refuses every question."""
+    """The `across` of a pointwise transform: it refuses every question. Chains and wrappers call
+    the rest: all there is lies beside the params, is dense, and is run as it is."""
 
     def dense(self, updates: Tree) -> Tree:
-        """A chain's own, and no question of its links: there are no `Rows` here."""
         return updates
+
+    def beside(self, state: Any, params: Tree) -> Any:
+        return state
+
+    def run_pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return part.update(updates, state, params)
 
     def __getattr__(self, question: str) -> NoReturn:
         raise TransformError(

@@ -246,9 +246,13 @@ class Silent(Refusing):
 
     def __init__(self, across: PretendedRank):
         # Asked by chains, masks and labels rather than by the author of an update
-        self.extents, self.keep, self.beside = across.extents, across.keep, across.beside
-        self.run_pointwise = across.run_pointwise
+        self.extents, self.keep = across.extents, across.keep
         self._across = across
+
+    def run_pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return self._across.run_pointwise(part, updates, state, params)
 
     def select(self, mask: PyTree[bool]) -> Silent:
         return Silent(self._across.select(mask))

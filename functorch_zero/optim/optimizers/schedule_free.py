@@ -13,6 +13,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..across import Across
 from ..arithmetic import Number, Tree, elementwise, number
 from ..base import NumberOrSchedule, Transform, chain, step_count, value_of
 from ..naming import named
@@ -20,7 +21,7 @@ from ..schedules import warmup_constant_schedule
 from ..states import only_state
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights, coupled_decay
-from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
+from ..wrappers.wrappers import wrapper
 from .rmsprop import scale_by_rms
 
 
@@ -62,18 +63,18 @@ def schedule_free(
         weight_lr_power: see the formula; 0 weighs all steps alike.
     """
 
-    def init(params: Tree, inner_init: InnerInit) -> ScheduleFreeState:
+    def init(params: Tree, across: Across) -> ScheduleFreeState:
         return ScheduleFreeState(
             b1=number(b1),
             weight_sum=number(0.0),
             step_count=step_count() + 1,
             max_lr=number(0.0),
-            base_optimizer_state=inner_init(params),
+            base_optimizer_state=base_optimizer.init(params, across),
             z=tree_map(torch.clone, params),  # a copy: params may be donated to a step
         )
 
     def update(
-        updates: Tree, state: ScheduleFreeState, params: Tree, inner: InnerUpdate
+        updates: Tree, state: ScheduleFreeState, params: Tree, across: Across
     ) -> tuple[Tree, ScheduleFreeState]:
         # `step_count` began at 1: one ahead of the base optimizer's own count
         rate = number(value_of(learning_rate, state.step_count))
@@ -83,8 +84,10 @@ def schedule_free(
         # 0 while the learning rate is 0
         share = torch.where(weight_sum > 0, weight / weight_sum, number(0.0))
         # The base optimizer is given y, for its decay, but its steps move z
-        steps, inner_state = inner(updates, state.base_optimizer_state, params)
-        z = tree_map(torch.add, state.z, steps)
+        old = across.beside(state.z, params)
+        own = state.base_optimizer_state
+        steps, own = base_optimizer.update(updates, own, params, across)
+        z = tree_map(torch.add, old, steps)
 
         def move(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
             # x is not in the state: it follows from y and z
@@ -93,10 +96,8 @@ def schedule_free(
             x = x * (1 - share) + new_z * share
             return x * b1 + new_z * (1 - b1) - y
 
-        moves = elementwise(move, params, state.z, z)
-        return moves, ScheduleFreeState(
-            state.b1, weight_sum, state.step_count + 1, max_lr, inner_state, z
-        )
+        moves = elementwise(move, params, old, z)
+        return moves, ScheduleFreeState(state.b1, weight_sum, state.step_count + 1, max_lr, own, z)
 
     return wrapper(base_optimizer, init, update)
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...params import as_local
-from ..across import Across, Pointwise
+from ..across import Across
 from ..arithmetic import Tree, elementwise, number
-from ..base import Transform, of_pointwise, pointwise, step_count, value_of
+from ..base import Transform, pointwise, step_count, value_of
 from ..naming import arguments_of, named
 from ..states import find_states, only_state, replace_states
+from .wrappers import wrapper
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -116,7 +117,11 @@ def _injected(
     def scheduled(count: Tensor) -> dict[str, Tensor]:
         return {name: number(value_of(schedule, count)) for name, schedule in schedules.items()}
 
-    def begin(inner_state: Any) -> InjectHyperparamsState:
+    # Made of the first values, for all that doesn't depend on them: needs, structure, `init`
+    first = build(numbers | scheduled(step_count()))
+
+    def init(params: Tree, across: Across) -> InjectHyperparamsState:
+        inner_state = first.init(params, across)
         # The inner one reads its own state: a change of the outer numbers would not reach it
         if find_states(inner_state, InjectHyperparamsState):
             raise ValueError(
@@ -127,49 +132,17 @@ def _injected(
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
-    def run(
-        state: InjectHyperparamsState, inner: Callable[[Transform, Any], tuple[Tree, Any]]
-    ) -> tuple[Tree, Any]:
+    def update(
+        updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
+    ) -> tuple[Tree, InjectHyperparamsState]:
         # A schedule's value replaces that of the step before
         values = state.hyperparams | scheduled(state.count)
         # The transform is made anew of this step's values; nothing in it outlives the step
-        updates, inner_state = inner(build(values), state.inner_state)
+        now = build(values)
+        updates, inner_state = now.update(updates, state.inner_state, params, across)
         return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
-    def update_plain(
-        updates: Tree, state: InjectHyperparamsState, params: Tree
-    ) -> tuple[Tree, Any]:
-        def inner(now: Transform, own: Any) -> tuple[Tree, Any]:
-            assert now.plain is not None
-            return now.plain.update(updates, own, params)
-
-        return run(state, inner)
-
-    def update(
-        updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
-    ) -> tuple[Tree, Any]:
-        return run(state, lambda now, own: now.update(updates, own, params, across))
-
-    # Made of the first values, for all that doesn't depend on them: needs, structure, `init`
-    first = build(numbers | scheduled(step_count()))
-    bare = first.plain
-    # Pointwise inside: then so is this, and it runs by the bucket
-    if bare is not None:
-        plain = Pointwise(
-            lambda params: begin(bare.init(params)), update_plain, keeps_zeros=bare.keeps_zeros
-        )
-        return of_pointwise(plain, first)
-
-    def init(params: Tree, across: Across) -> InjectHyperparamsState:
-        return begin(first.init(params, across))
-
-    return Transform(
-        init,
-        update,
-        first.needs,
-        parts=(first,),
-        takes_rows=True,
-    )
+    return wrapper(first, init, update, has_own_work=False)
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..across import Across, Pointwise
+from ..across import Across, Pointwise, Refusing
 from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
 from ..base import (
     Needs,
@@ -31,15 +31,16 @@ from ..base import (
 from ..naming import named
 from ..states import only_state
 
-InnerInit = Callable[[Tree], Any]  # params -> state
-# (updates, state, params) -> (updates, state)
-InnerUpdate = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+# For functions of leaves: it answers nothing, and runs what is inside as it is
+_DIRECT: Any = Refusing()
 
 
 def wrapper(
     inner: Transform,
-    init: Callable[[Tree, InnerInit], Any],
-    update: Callable[[Tree, Any, Tree, InnerUpdate], tuple[Tree, Any]],
+    init: Callable[[Tree, Across], Any],
+    update: Callable[[Tree, Any, Tree, Across], tuple[Tree, Any]],
+    *,
+    has_own_work: bool = True,
 ) -> Transform:
     """A transform around another one, whose own work is elementwise.
 
@@ -47,24 +48,21 @@ def wrapper(
 
     Args:
         inner: the transform inside.
-        init: `(params, inner_init) -> state`.
-        update: `(updates, state, params, inner_update) -> (updates, state)`.
+        init: `(params, across) -> state`; it passes `across` on to `inner`, and asks it nothing.
+        update: `(updates, state, params, across) -> (updates, state)`, likewise; but for vectors of
+            its own, `across.beside`.
+        has_own_work: whether it works on leaves at all.
     """
-
-    def init_across(params: Tree, across: Across) -> Any:
-        return init(params, lambda p: inner.init(p, across))
-
-    def update_across(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        own = across.beside(state, params)
-        return update(updates, own, params, lambda u, s, p: inner.update(u, s, p, across))
-
     # Not of any grouping inside, so `across` runs it as it would alone
-    bare = inner.plain
-    if bare is None:
-        return Transform(init_across, update_across, inner.needs, parts=(inner,))
+    if inner.plain is None:
+        return Transform(init, update, inner.needs, (inner,), takes_rows=not has_own_work)
     # The wrapper's own work joins its inside: one pass over each bucket. Without `in_place`, since
     # a wrapper's own work is not in place
-    plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
+    plain = Pointwise(
+        lambda params: init(params, _DIRECT),
+        lambda updates, state, params: update(updates, state, params, _DIRECT),
+        keeps_zeros=inner.plain.keeps_zeros and not has_own_work,
+    )
     return of_pointwise(plain, inner)  # `inner` for whoever checks the parts
 
 
@@ -76,17 +74,20 @@ def named_chain(*transforms: tuple[str, Transform]) -> Transform:
     if len(set(names)) != len(names):
         raise ValueError(f"named_chain needs different names, got {names}")
 
-    def init(params: Tree, inner_init: InnerInit) -> dict[str, Any]:
-        return dict(zip(names, inner_init(params), strict=True))
+    inner = chain(*(t for _, t in transforms))
+
+    def init(params: Tree, across: Across) -> dict[str, Any]:
+        return dict(zip(names, inner.init(params, across), strict=True))
 
     def update(
-        updates: Tree, state: dict[str, Any], params: Tree, inner: InnerUpdate
+        updates: Tree, state: dict[str, Any], params: Tree, across: Across
     ) -> tuple[Tree, dict[str, Any]]:
         # chain's state is a tuple, in the order of the names
-        updates, states = inner(updates, tuple(state[name] for name in names), params)
+        own = tuple(state[name] for name in names)
+        updates, states = inner.update(updates, own, params, across)
         return updates, dict(zip(names, states, strict=True))
 
-    return wrapper(chain(*(t for _, t in transforms)), init, update)
+    return wrapper(inner, init, update, has_own_work=False)
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -251,13 +252,15 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
         slow_step_size: how far the slow params go towards the fast ones, 0 to 1.
     """
 
-    def init(params: Tree, inner_init: InnerInit) -> LookaheadState:
-        return LookaheadState(step_count(), tree_map(torch.clone, params), inner_init(params))
+    def init(params: Tree, across: Across) -> LookaheadState:
+        fast_state = fast_optimizer.init(params, across)
+        return LookaheadState(step_count(), tree_map(torch.clone, params), fast_state)
 
     def update(
-        updates: Tree, state: LookaheadState, params: Tree, inner: InnerUpdate
+        updates: Tree, state: LookaheadState, params: Tree, across: Across
     ) -> tuple[Tree, LookaheadState]:
-        updates, fast_state = inner(updates, state.fast_state, params)
+        old = across.beside(state.slow, params)
+        updates, fast_state = fast_optimizer.update(updates, state.fast_state, params, across)
         count = state.steps_since_sync + 1
         # Meetings are computed in every step and taken in some, so no value is read on the host
         meets = count == sync_period  # 0-d bool, on the CPU
@@ -266,8 +269,8 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
             return add_scaled(slow, param + update - slow, slow_step_size)
 
         # slow + slow_step_size * (fast params after this step - slow)
-        met = elementwise(meet, state.slow, params, updates)
-        slow = tree_map(lambda m, s: pick(meets, m, s), met, state.slow)
+        met = elementwise(meet, old, params, updates)
+        slow = tree_map(lambda m, s: pick(meets, m, s), met, old)
         # At a meeting the params go to `met`, wherever the fast update would have led
         updates = tree_map(lambda m, p, u: pick(meets, m - p, u), met, params, updates)
         return updates, LookaheadState(torch.where(meets, 0, count), slow, fast_state)
@@ -296,16 +299,17 @@ def params_ema(inner: Transform, decay: NumberOrSchedule) -> Transform:
         decay: of the mean, per step; a number or a schedule. The mean begins at the first params.
     """
 
-    def init(params: Tree, inner_init: InnerInit) -> ParamsEmaState:
-        return ParamsEmaState(step_count(), tree_map(torch.clone, params), inner_init(params))
+    def init(params: Tree, across: Across) -> ParamsEmaState:
+        inner_state = inner.init(params, across)
+        return ParamsEmaState(step_count(), tree_map(torch.clone, params), inner_state)
 
     def update(
-        updates: Tree, state: ParamsEmaState, params: Tree, inner: InnerUpdate
+        updates: Tree, state: ParamsEmaState, params: Tree, across: Across
     ) -> tuple[Tree, ParamsEmaState]:
-        now = value_of(decay, state.count)
-        updates, inner_state = inner(updates, state.inner_state, params)
+        now, old = value_of(decay, state.count), across.beside(state.ema, params)
+        updates, inner_state = inner.update(updates, state.inner_state, params, across)
         # p + u: the params as they will be after this step
-        mean = elementwise(lambda m, p, u: ema(m, p + u, now), state.ema, params, updates)
+        mean = elementwise(lambda m, p, u: ema(m, p + u, now), old, params, updates)
         return updates, ParamsEmaState(state.count + 1, mean, inner_state)
 
     return wrapper(inner, init, update)
