@@ -48,14 +48,11 @@ class Named:
 
     def __repr__(self) -> str:
         # Those before the last of *args are positional, too
-        num_positional = 0
-        for i, key in enumerate(self.hyperparams, 1):
-            if key.isdigit():
-                num_positional = i
+        last = max((i for i, key in enumerate(self.hyperparams) if key.isdigit()), default=-1)
         arguments = []
         for i, (key, value) in enumerate(self.hyperparams.items()):
             printed = _printed(value)
-            arguments.append(printed if i < num_positional else f"{key}={printed}")
+            arguments.append(printed if i <= last else f"{key}={printed}")
         name = self.name.rpartition(".")[2] or type(self).__name__.lower()
         return f"{name}({', '.join(arguments)})"
 

@@ -243,7 +243,7 @@ def plan_of(state: Any) -> StatePlan:
     num_slots: Counter[int] = Counter()  # by param, of the leaves so far that follow it
     plan = []
     for leaf in leaves:
-        # Marked by `init_whole`: only its owner has it
+        # Made by `init_whole`: only its owner has it
         if isinstance(leaf, _AtOwner):
             shape, dtype = tuple(leaf.tensor.shape), leaf.tensor.dtype
             kind: Any = "rows" if leaf.owner == HOLDERS else "owned"
