@@ -339,18 +339,7 @@ def normed(of_all: bool = True, remat: bool = False, **options: Any) -> tuple[An
 def test_batch_norm_over_the_whole_batch(
     norm: str, level: str, sizes: list[int], remat: bool
 ) -> None:
-    data = batches(rows=8)
-    make = lambda: normed(remat=remat, **NORMS[norm])
-    expected = train(*make(), data)
-    got = run_ranks(
-        lambda group: train_sharded(group, *make(), data, sizes, level=LEVELS[level]), len(sizes)
-    )
-    assert_same_on_all_ranks(got)
-    assert_equal_updates(expected, got[0])
-    for name, buffer in expected.states[-1].buffers.items():
-        torch.testing.assert_close(
-            got[0].states[-1].buffers[name], buffer, rtol=1e-12, atol=1e-13, msg=name
-        )
+    check(lambda: normed(remat=remat, **NORMS[norm]), sizes, level=LEVELS[level])
 
 
 def test_batch_norm_of_one_value_per_feature() -> None:

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from optree import tree_map
 from torch import nn
 
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
-from tests.tiers import crossed
 
 DENSE = "sparse ones, of an embedding, are made dense"
 TABLES = "of tables, the rows that a loss looks up travel"
@@ -24,16 +22,10 @@ def embedded(rows: int, *, sparse: bool = False) -> nn.Module:
     return nn.Sequential(embedding, nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def step_of(program: bool, apply: Any) -> Any:
+def step_of(apply: Any) -> Any:
     def loss(params: Any, buffers: Any, x: Any) -> Any:
         return apply(params, buffers, x)[0].square().mean()
 
-    def of_value(params: Any, x: Any) -> Any:
-        value, grads = fz.value_and_grad(lambda p, x: loss(p, {}, x))(params, x)
-        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
-
-    if program:
-        return fz.program_step(of_value, init=lambda params: params)
     return fz.train_step(loss, optim.sgd(0.1))
 
 
@@ -49,38 +41,34 @@ def without_units(made: Any) -> list[str]:
     return [note for note in made.notes if not note.startswith("units found")]
 
 
-@pytest.mark.parametrize(("heavy", "program"), crossed([*MODELS], [False, True]))
-def test_descriptions_and_plans(heavy: str, program: bool) -> None:
+@pytest.mark.parametrize("heavy", MODELS)
+def test_descriptions_and_plans(heavy: str) -> None:
     apply, params, _ = fz.functionalize(MODELS[heavy])
-    step = step_of(program, apply)
+    step = step_of(apply)
     sharded = fz.shard(step, level=3, group=CountingGroup(2))
     described = fz.describe(sharded, sharded.init(params))
-    given: Any = (params,) if program else params
-    planned = fz.plan(given, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
+    planned = fz.plan(params, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
     for made in (described, planned):
         assert all(note in str(made) for note in made.notes)
         notes = without_units(made)
         assert DENSE in notes[0]
         named = [note for note in notes if HEAVY in note]
         assert len(named) == bool(heavy)
-        # A program's units begin with their tree's name
-        assert not heavy or f"{heavy} holds " in named[0] or "params holds " in named[0]
+        assert not heavy or f"{heavy} holds " in named[0]
 
 
 def test_the_share() -> None:
     apply, params, _ = fz.functionalize(embedded(64))
-    made = fz.plan(params, step_of(False, apply), level=3, ranks=2)
+    made = fz.plan(params, step_of(apply), level=3, ranks=2)
     assert f"unit 0 holds {512 / (512 + 144):.0%} {HEAVY}" in str(made)
 
 
-@pytest.mark.parametrize("program", [False, True])
-def test_tables_are_never_gathered(program: bool) -> None:
+def test_tables_are_never_gathered() -> None:
     apply, params, _ = fz.functionalize(embedded(64, sparse=True))
-    step = step_of(program, apply)
+    step = step_of(apply)
     sharded = fz.shard(step, level=3, group=CountingGroup(2))
     described = fz.describe(sharded, sharded.init(params))
-    given: Any = (params,) if program else params
-    planned = fz.plan(given, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
+    planned = fz.plan(params, step, level=3, ranks=2, batch=torch.zeros(4, dtype=torch.int64))
     for made in (described, planned):
         rows, dense = without_units(made)
         assert TABLES in rows and DENSE in dense
@@ -88,5 +76,5 @@ def test_tables_are_never_gathered(program: bool) -> None:
 
 def test_one_process_has_none() -> None:
     apply, params, _ = fz.functionalize(embedded(64))
-    step = step_of(False, apply)
+    step = step_of(apply)
     assert not fz.describe(step, step.init(params)).notes

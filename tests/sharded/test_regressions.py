@@ -34,6 +34,13 @@ def square(params: Any, buffers: Any, batch: Any) -> Tensor:
     return torch.stack([(p**2).sum() for p in tree_leaves(fz.unshard(params))]).sum()
 
 
+def prove(step: Any, params: Any, level: int) -> None:
+    """To the bit: both ranks have the gradients of one process."""
+    assert_sharded_equals_unsharded(
+        step, params, {}, [torch.ones(2)] * 2, levels=(level,), ranks=(2,), grade="bitwise"
+    )
+
+
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
 def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(
@@ -152,20 +159,7 @@ def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
 
     step = fz.train_step(square, optim.chain(optim.with_statistics(init, update), optim.sgd(0.1)))
     params = {"large": trained(30), "small": trained(10)}
-    expected, _ = step(step.init(params), None)
-
-    def run(group: fz.Group) -> fz.State:
-        sharded = fz.shard(step, level=level, group=group)
-        return sharded.unshard(sharded(sharded.init(params), None)[0])
-
-    for got in run_ranks(run, 2):
-        for a, b in zip(
-            tree_leaves((got.params, got.opt_state)),
-            tree_leaves((expected.params, expected.opt_state)),
-            strict=True,
-        ):
-            assert a.dtype == b.dtype
-            torch.testing.assert_close(a, b)
+    prove(step, params, level)
 
 
 def _wide(path: str) -> torch.dtype:
@@ -205,24 +199,7 @@ def test_a_dtype_may_be_chosen_by_path(parts: list[Any], level: int) -> None:
     step = fz.train_step(square, optimizer)
     params = {"wide": trained(5, 3), "other": trained(10)}
 
-    def two_steps(step: Any, state: fz.State) -> fz.State:
-        for _ in range(2):
-            state, _ = step(state, None)
-        return state
-
-    def run(group: fz.Group) -> fz.State:
-        sharded = fz.shard(step, level=level, group=group)
-        return sharded.unshard(two_steps(sharded, sharded.init(params)))
-
-    expected = two_steps(step, step.init(params))
-    for got in run_ranks(run, 2):
-        for a, b in zip(
-            tree_leaves((got.params, got.opt_state)),
-            tree_leaves((expected.params, expected.opt_state)),
-            strict=True,
-        ):
-            assert a.dtype == b.dtype
-            torch.testing.assert_close(a, b)
+    prove(step, params, level)
 
 
 def test_an_eval_batch_without_weight_counts_for_nothing_unsharded_too() -> None:

@@ -21,6 +21,7 @@ from functorch_zero.errors import NonFiniteError, StructureError
 from functorch_zero.groups import SingleRank, counted, run_ranks
 from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
+from functorch_zero.testing import assert_equal_updates as assert_equal_updates_of
 from tests.compare import (
     Run,
     assert_equal_updates,
@@ -574,7 +575,7 @@ def test_ranks_without_rows(level: int) -> None:
         return sharded.unshard(state).params
 
     for got in run_ranks(run, 3):
-        assert_equal_leaves(expected.states[-1].params, got, start=params)
+        assert_equal_updates_of(params, expected.states[-1].params, got)
 
 
 @pytest.mark.parametrize("level", thinned([3, 0, 1, 2], 4))
@@ -606,16 +607,6 @@ def test_beside_another_exchange(level: int) -> None:
     assert_equal_updates(train(step, params, {}, batches), runs[0])
 
 
-def assert_equal_leaves(expected: Any, got: Any, *, start: Any, tolerance: float = 1e-12) -> None:
-    """Compare the updates of all leaves."""
-    before = fz.named_leaves(start)
-    for path, want in fz.named_leaves(expected).items():
-        update, have = (want - before[path]).detach(), fz.named_leaves(got)[path].detach()
-        assert update.any(), path
-        worst = float((have - want).detach().abs().max() / update.abs().max())
-        assert worst <= tolerance, (path, worst)
-
-
 @pytest.mark.parametrize("ranks", thinned([3, 1, 2], 3))
 def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
     """Saved by two ranks with a table, loaded by any number at any level, and trained on."""
@@ -643,10 +634,10 @@ def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
     run_ranks(save, 2)
     for level in (TABLE, {"": 3, "emb": 1}, 0, 3):
         (got, *_) = run_ranks(lambda group, level=level: go_on(group, level, "first", ""), ranks)
-        assert_equal_leaves(expected.states[-1].params, got, start=params)
+        assert_equal_updates_of(params, expected.states[-1].params, got)
     run_ranks(lambda group: go_on(group, 3, "first", "second"), ranks)
     (got, *_) = run_ranks(lambda group: go_on(group, TABLE, "second", ""), 2)
-    assert_equal_leaves(expected.states[-1].params, got, start=params)
+    assert_equal_updates_of(params, expected.states[-1].params, got)
 
 
 def test_states_and_evaluations() -> None:
@@ -678,7 +669,7 @@ def test_states_and_evaluations() -> None:
         return sharded.unshard(sharded.refit(state, params, {})).params
 
     for got in run_ranks(run, 2):
-        assert_equal_leaves(whole.params, got, start=params)
+        assert_equal_updates_of(params, whole.params, got)
 
 
 def test_trees_of_the_same_rows_make_dense_flats_of_their_own() -> None:

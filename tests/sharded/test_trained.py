@@ -269,16 +269,17 @@ def test_params_go_from_a_step_to_another_that_trains_other_leaves(
             assert_equal_values(expected, moved)
 
 
+def apart(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return ((params["w"] - x) ** 2).mean()
+
+
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_leaves_in_two_states_are_not_written_over(level: int) -> None:
     """`tree_map` puts one state's leaves into another, which a step then takes, and both are used
     up."""
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
-        return ((params["w"] - x) ** 2).mean()
-
     def run(group: Any) -> None:
-        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+        step = fz.shard(fz.train_step(apart, optim.sgd(0.1)), level=level, group=group)
         first = {"w": torch.zeros(5, dtype=torch.float64).requires_grad_()}
         one, _ = step(step.init(first), torch.ones(5, dtype=torch.float64))
         other = step.init(first)
@@ -293,13 +294,10 @@ def test_leaves_in_two_states_are_not_written_over(level: int) -> None:
 def test_params_of_another_level_are_refused() -> None:
     """By steps; an evaluation reads them as they are cut."""
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
-        return ((params["w"] - x) ** 2).mean()
-
     def run(group: Any, before: int, after: int) -> None:
         params = {"w": torch.arange(5, dtype=torch.float64).requires_grad_()}
         steps = [
-            fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+            fz.shard(fz.train_step(apart, optim.sgd(0.1)), level=level, group=group)
             for level in (before, after)
         ]
         one, other = (step.init(params) for step in steps)
@@ -318,14 +316,11 @@ def test_params_of_another_level_are_refused() -> None:
 def test_what_tree_map_made_of_donated_params_is_refused(level: int, read: bool) -> None:
     """On the same storage, whether it was read before or not."""
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
-        return ((params["w"] - x) ** 2).mean()
-
     def run(group: Any) -> None:
         first = {"w": torch.zeros(6, dtype=torch.float64).requires_grad_()}
         x = torch.ones(6, dtype=torch.float64)
-        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
-        other = fz.shard(fz.train_step(loss, optim.sgd(0.2)), level=level, group=group)
+        step = fz.shard(fz.train_step(apart, optim.sgd(0.1)), level=level, group=group)
+        other = fz.shard(fz.train_step(apart, optim.sgd(0.2)), level=level, group=group)
         state, second = step.init(first), other.init(first)
         alias = tree_map(Tensor.detach, state.params)
         if read:
