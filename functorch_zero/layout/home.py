@@ -111,11 +111,6 @@ class Homes:
             return home
         return Home(leaves[0], leaves=leaves) if len(leaves) == 1 else None
 
-    def flat_of(self, leaves: Sequence[Any]) -> Any:
-        """Its flat."""
-        home = self.home_of(leaves)
-        return None if home is None else home.flat
-
     def replace(self, old: Sequence[Any], flat: Tensor, leaves: Sequence[Tensor]) -> None:
         """Note leaves that take the place of others, whose flat may go."""
         for leaf in old:

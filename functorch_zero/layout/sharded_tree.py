@@ -526,21 +526,25 @@ class ShardedTree(OnEngine):
         made._is_packed, made.leases = self._is_packed, self.leases
         return made
 
-    def as_read_only(self, read_only: bool) -> ShardedTree:
-        """A tree of these leaves that is read only, or isn't, whatever they say."""
-        is_so = read_only == self.holding.read_only
-        return self.held_as(self.holding if is_so else replace(self.holding, read_only=read_only))
+    @property
+    def holding_as_shown(self) -> Holding:
+        """The holding, read only where leaves that somebody has read are so: see `is_read_only`."""
+        read_only, holding = self.is_read_only, self.holding
+        is_so = read_only == holding.read_only
+        return holding if is_so else replace(holding, read_only=read_only)
 
-    def with_flats(self, flats: Sequence[Any], published: Sequence[Tensor | None]) -> ShardedTree:
-        """A tree held as this one is, with leaves in these flats: this one's, where they lie there
-        already.
+    def with_flats(
+        self, flats: Sequence[Any], published: Sequence[Tensor | None], holding: Holding
+    ) -> ShardedTree:
+        """A tree with leaves in these flats: this one's, where they lie there already.
 
-        `published`: of the same numbers, as of `note_published`.
+        `published`: of the same numbers, as of `note_published`; `holding`: of the same cut.
         """
         homes, made = self.known_homes, self
+        is_same = all(map(is_, flats, [home and home.flat for home in homes]))
         # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
-        if not all(map(is_, flats, [home and home.flat for home in homes])):
-            made = ShardedTree.of_flats(flats, self.holding)
+        if not is_same or holding is not self.holding:
+            made = ShardedTree.of_flats(flats, holding)
             for b, home in enumerate(homes):
                 # Another tree may have leaves of a flat that stays
                 if home is not None and home.flat is flats[b]:

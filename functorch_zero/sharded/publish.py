@@ -21,7 +21,7 @@ from ..layout.flat_buffers import (
 from ..layout.home import Home
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import Holding, ShardedTree
 from ..optim.apply_updates import check_no_complex_for_real
 from ..places import ByUnit
 from ..runtime.prefetch import PrefetchOrder
@@ -35,6 +35,7 @@ def publish(
     params: ShardedTree,
     flats: Sequence[Tensor],
     updates: ShardedTree | None,
+    holding: Holding,
     axes: Axes,
     *,
     donate: bool,
@@ -45,6 +46,7 @@ def publish(
     Args:
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
+        holding: of the result.
         empty: per bucket, makes a flat like another one, where params lie between steps.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
@@ -85,7 +87,7 @@ def publish(
     _finish([*started.values()])
     for b, publishing in started.items():
         published[b] = publishing.published
-    return params.with_flats(made, published)
+    return params.with_flats(made, published, holding)
 
 
 def _add(
@@ -238,7 +240,7 @@ def chosen_params(params: ShardedTree, chosen: PyTree[Tensor], axes: Axes) -> Sh
             own = cut(own_piece(flats[b], bucket, number), bucket, number)
             torch._foreach_copy_(own, [pieces[n] for n in bucket.leaves])
     beside = [torch.empty_like] * len(flats)
-    return publish(params, flats, None, axes, donate=True, empty=beside)
+    return publish(params, flats, None, params.holding, axes, donate=True, empty=beside)
 
 
 class SamePublished(SameUses):

@@ -425,7 +425,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if views is not None and views.flats is not None:
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
-            flats, trees = views.flats, lambda: (grads, own)
+            flats, trees = views.flats, (grads, own)
             return None, across.fused(*self._split, given, state, flats, trees, donate=True)
         pieces = self._pieces(locals_) if views is None else views.pieces
         # Only to the params themselves, and not to copies, may kernels add their updates

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 from ..groups import labelled
 from ..layout.extent import Rows
+from ..layout.flat_buffers import own_piece
 from ..layout.home import Home
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree
+from ..layout.sharded_tree import Holding, ShardedTree, pieces_of
 from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..profiling import ranged
@@ -32,30 +33,41 @@ class PreparedUpdate:
 
     Args:
         optimizer: whose update it is.
+        layout: how the params are cut.
+        options: those of `shard`.
+        brought: of states that lie in their place; see `StateHolding`.
+        donate: whether all that an update is given may be written over.
         fuse: whether a fused kernel may add the updates to the params itself.
 
     Attributes:
-        optimizer: as given.
-        layout: how the params are cut.
-        donates: whether all that an update is given may be written over.
+        optimizer, layout: as given.
+        donates: as `donate`.
         across: the answers to the optimizer's questions.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
         takes_rows: whether gradients of tables may be rows; not where all of the optimizer is a
             kernel or a pointwise function, of dense ones, nor where a NaN in one leaf may reach
             all others by a norm.
-        update_fn: of the optimizer, for `run`.
     """
 
-    def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
+    def __init__(
+        self,
+        optimizer: Transform,
+        layout: Layout,
+        options: Options,
+        brought: Callable[[Any], Any] | None,
+        *,
+        donate: bool,
+        fuse: bool,
+    ):
         group = options.axes.optimizer
-        self.layout, self.donates = layout, options.donate
+        self.layout, self.donates, self._brought = layout, donate, brought
         places = options.places.state
         self.ferry = Ferry(() if places is None else places.distinct)
         self._owned = UpdateFlats()
         self.across = Sharded(
             layout,
             labelled(group, "optimizer/update"),
-            donate=options.donate,
+            donate=donate,
             ferry=self.ferry,
             owned=self._owned,
         )
@@ -67,6 +79,7 @@ class PreparedUpdate:
         self.optimizer = optimizer
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
+        self._is_kernel = self._split is not None and self._split[0] is None
         self._fuses_on: dict[torch.device, bool] = {}
         plain = optimizer.plain
         is_of_all = self._split is not None or (plain is not None and not plain.keeps_zeros)
@@ -74,8 +87,8 @@ class PreparedUpdate:
         # Only rows of finite gradients: a factor that is no number makes NaNs of zeros, too
         self._needs_finite = _asks_statistics(optimizer)
         # Else kernels for some of the leaves may run, which write to params
-        adds = fuse and options.donate
-        self.update_fn = optimizer.update_and_add if adds else optimizer.update_fn
+        adds = fuse and donate
+        self._update_fn = optimizer.update_and_add if adds else optimizer.update_fn
 
     def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
@@ -91,88 +104,68 @@ class PreparedUpdate:
         own = [*map(leaves.__getitem__, self._cut)]
         return [*map(attrgetter("shape"), own)] if are_tensors(own) else None
 
-    def run_kernel(
-        self,
-        grads: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-        *,
-        donate: bool,
-        look: bool,
-    ) -> ShardedOptState:
-        """The optimizer's next state, of params to which its kernel adds the updates, where it
-        `fuses`."""
-        assert self._split is not None
-        # (piece,) each, those of params views of their own, to which a kernel writes. Frozen
-        # buckets have none
-        flats, own = optree.tree_leaves(grads.flats()), optree.tree_leaves(params.flats())
-
-        def trees() -> tuple[Any, Any]:
-            return grads.local_tree, params.local_tree
-
-        with self._running(grads, state, params, look=look, over=donate) as before:
-            after = self.across.fused(*self._split, flats, before, own, trees, donate=donate)
-            return self._next_state(state, before, after, over=donate)
-
     def run(
         self,
-        update: Callable[..., tuple[Any, Any]],
         grads: ShardedTree,
         state: ShardedOptState,
-        params: ShardedTree,
+        flats: Sequence[Tensor],
+        holding: Holding,
         *,
+        by_kernel: bool,
         look: bool,
         over: bool,
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        """The updates in pieces that are to be added, and the optimizer's next state, by an
-        `update_fn` of it. Collectives: those that the optimizer asks for.
+    ) -> tuple[ShardedTree | None, ShardedOptState]:
+        """The updates in pieces that are to be added, None where a kernel has added them, and the
+        optimizer's next state. Collectives: those that the optimizer asks for.
 
-        The state is given as it lies; of the next one, some leaves lie beside the params, and
-        others in their place already. With `look`, `placed` compares these to the bit.
+        Of the next state, some leaves lie beside the params, and others in their place already.
+        With `look`, `placed` compares these to the bit.
 
-        `over`: whether the state is used up, and what it makes may be written over its tensors in
-        their place."""
-        given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
-        own = params.local_tree
-        with self._running(grads, state, params, look=look, over=over) as before:
-            new, after = update(given, before, own, self.across)
-            same_structure(own, new, what="the optimizer's updates")
-            next_state = self._next_state(state, before, after, over=over)
-            updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
-            return updates, next_state
-
-    @contextmanager
-    def _running(
-        self,
-        grads: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-        *,
-        look: bool,
-        over: bool,
-    ) -> Iterator[Any]:
-        """Around an update of trees whose flats are known. Gives the state's tensors, as they
-        lie."""
+        Args:
+            flats: of the params, one per bucket, as `holding` says.
+            by_kernel: whether one kernel adds all updates to the flats; only where it `fuses`.
+            over: whether the state is used up, and what it makes may be written over its tensors
+                in their place.
+        """
+        if by_kernel:
+            given = optree.tree_leaves(grads.flats())  # (piece,) each
+        else:
+            given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
+        # A kernel alone sees no leaves
+        params = None if by_kernel and self._is_kernel else pieces_of(flats, holding)
+        own_homes = () if params is None else params.known_homes
         self.ferry.begin(look=look, over=over)
-        self._owned.begin(grads.known_homes, params.known_homes, state.homes())
+        self._owned.begin(grads.known_homes, own_homes, state.homes())
         try:
             with ranged("update"):
-                yield state.as_it_lies
+                before = state.for_updates(self._brought)
+                updates = None
+                if by_kernel:
+                    assert self._split is not None
+                    number = holding.sharding.piece_number
+                    rows = zip(flats, self.layout.buckets, strict=True)
+                    own = [
+                        own_piece(flat, bucket, number) for flat, bucket in rows if bucket.trainable
+                    ]
+                    trees = None if params is None else (grads.local_tree, params.local_tree)
+                    after = self.across.fused(*self._split, given, before, own, trees, donate=over)
+                else:
+                    assert params is not None
+                    view = params.local_tree
+                    new, after = self._update_fn(given, before, view, self.across)
+                    same_structure(view, new, what="the optimizer's updates")
+                    updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
+                same_structure(before, after, what="the optimizer's next state")
+                homes = self._owned.state.among(optree.tree_leaves(after))
+                # Leaves that stay as they are: their flats are those of a state that stays valid
+                if not over:
+                    still_valid = set(map(id, state.homes()))
+                    homes = [home for home in homes if id(home) not in still_valid]
+                lying = state.holding.lying(self._brought)
+                return updates, ShardedOptState(after, lying, homes)
         finally:
             # Else they would be alive until the next one
             self._owned.begin()
-
-    def _next_state(
-        self, state: ShardedOptState, before: Any, after: Any, *, over: bool
-    ) -> ShardedOptState:
-        """The tensors that an update has made of a state's, with the flats that are its own."""
-        same_structure(before, after, what="the optimizer's next state")
-        homes = self._owned.state.among(optree.tree_leaves(after))
-        # Leaves that stay as they are: their flats are those of a state that stays valid
-        if not over:
-            still_valid = set(map(id, state.homes()))
-            homes = [home for home in homes if id(home) not in still_valid]
-        return ShardedOptState(after, state.holding, homes)
 
     def _takes_rows_of(self, grads: ShardedTree) -> bool:
         if not self.takes_rows or not self._needs_finite:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from operator import not_
@@ -305,7 +305,7 @@ class Sharded(Across):
         updates: list[Tensor],
         state: Any,
         params: list[Tensor],
-        trees: Callable[[], tuple[Tree, Tree]],
+        trees: tuple[Tree, Tree] | None,
         *,
         donate: bool,
     ) -> Any:
@@ -317,16 +317,15 @@ class Sharded(Across):
             end: one that `fuses`.
             updates: the flats (piece,) that the gradients lie in, as `flats` gives them.
             params: those of the params.
-            trees: gives gradients and params leaf by leaf, which a kernel alone doesn't need.
+            trees: gradients and params leaf by leaf; None: for a kernel alone.
         """
         kernel, plain = end.fused, end.plain
         assert kernel is not None and plain is not None
-        if head is None:
+        if head is None or trees is None:
             return self._on_flats.fused(kernel, plain, updates, state, params, donate=donate)
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
-        grads, own = trees()
-        found, states = head.update(grads, tuple(before), own, self)
+        found, states = head.update(trees[0], tuple(before), trees[1], self)
         updates = self.flats(found)
         return (*states, self._on_flats.fused(kernel, plain, updates, last, params, donate=donate))
 

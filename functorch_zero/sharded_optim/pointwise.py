@@ -153,7 +153,10 @@ class PointwiseOnFlats:
         ferry, device = self._ferry, param_leaves[0].device
         old_state, owned = optree.tree_leaves(state), self._owned
         new_state, may_write_updates = list(old_state), self._may_write(new_updates)
-        own_state = self._own_of(old_state) if self._donate else set()
+        # The ids of flats, and of their leaves, that the state alone has
+        own_state = self._owned.state.ids if self._donate else set()
+        if self._donate == "state":  # the caller says so of all leaves
+            own_state = own_state.union(map(id, old_state))
         # The operands beside the updates: flats (piece,), and counts that groups share
         tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
 
@@ -211,20 +214,14 @@ class PointwiseOnFlats:
         if self._donate is not True:
             return False
         known = self._owned.updates
-        flats = [known.flat_of(_at(group.positions, updates)) for group in self._groups]
-        return all(x is not None for x in flats) and len({*map(id, flats)}) == len(flats)
+        homes = [known.home_of(_at(group.positions, updates)) for group in self._groups]
+        return None not in homes and len({id(home.flat) for home in homes if home}) == len(homes)
 
     def _flat_of(self, group: FlatGroup, leaves: Sequence[Tensor]) -> Tensor:
         """The flat of a group's updates or params: the known one, or a new one."""
         own = _at(group.positions, leaves)
         home = self._owned.updates.home_of(own) or self._owned.params.home_of(own)
         return group.pack(own) if home is None else home.flat
-
-    def _own_of(self, leaves: Sequence[Tensor]) -> set[int]:
-        """The ids of the flats, and of their leaves, that the state alone has, so that an update
-        may write over them. With donate="state" the caller says so of all leaves."""
-        own = self._owned.state.ids
-        return own.union(map(id, leaves)) if self._donate == "state" else own
 
     def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
         made = place.group.cut(flat)
@@ -287,7 +284,11 @@ class PointwiseOnFlats:
         ferry, device = self._ferry, params[0].device
         leaves = regrouping.full.flatten_up_to(state)
         flats = self._flats_of(regrouping, leaves, device, to_write=donate)
-        tensors, known = regrouping.tensors(flats, leaves), self._own_of(leaves)
+        if not (donate or ferry.places):
+            flats = [flat.clone() for flat in flats]
+            for flat, place in zip(flats, regrouping.following, strict=True):
+                self._put_state(flat, place, leaves)
+        tensors = regrouping.tensors(flats, leaves)
 
         def call(batch: _Batch, given: Sequence[Tensor]) -> None:
             # A plan's: a kernel works in place and takes no room
@@ -313,35 +314,29 @@ class PointwiseOnFlats:
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
-                    if flat is not here.stored or id(flat) not in known:
+                    if flat is not here.stored:
                         self._put_state(flat, place, leaves)
 
-        # One group at a time, where its state has a place
         if ferry.places:
+            # One group at a time
             in_turn(self._batches(plain, regrouping, -1), begin, run, ferry.ahead)
-            return regrouping.full.unflatten(leaves)
-        if not donate:
-            flats = [flat.clone() for flat in flats]
-            tensors = regrouping.tensors(flats, leaves)
-        # One call for all groups, where a kernel may launch once for many tensors
-        for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
-            call(batch, _at(batch.state, tensors))
-        for flat, place in zip(flats, regrouping.following, strict=True):
-            # A copy, where the leaves lay in no flat, or aren't donated
-            if id(flat) not in known and flat is not leaves[place.positions[0]]:
-                self._put_state(flat, place, leaves)
+        else:
+            # One call for all groups, where a kernel may launch once for many tensors
+            for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
+                call(batch, _at(batch.state, tensors))
         return regrouping.full.unflatten(leaves)
 
     def _flats_of(
         self,
         regrouping: _Regrouping,
-        leaves: Sequence[Tensor],
+        leaves: list[Tensor],
         device: torch.device,
         *,
         to_write: bool = False,
     ) -> list[Tensor]:
         """Of the full state's leaves, the flat (piece,) at each of `following`: the one that they
-        are cut from, or a new one that they are copied to."""
+        are cut from, or a new one that they are copied to. `to_write`: leaves are cut from it
+        then."""
         # Leaves that nobody else has, of all params: without a call for each, at every step
         if self._donate == "state" and self._are_leaves:
             own = [leaves[place.positions[0]] for place in regrouping.following]
@@ -350,13 +345,17 @@ class PointwiseOnFlats:
         found = []
         for place in regrouping.following:
             pieces = _at(place.positions, leaves)
-            flat = self._owned.state.flat_of(pieces)
-            if flat is None:
-                # A copy must be of what is brought, and stays beside the params
-                flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
+            home = self._owned.state.home_of(pieces)
+            if home is not None:
+                found.append(home.flat)
+                continue
+            # A copy must be of what is brought, and stays beside the params
+            flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
+            if to_write:
                 # A leaf from elsewhere may share elements with another one
-                if to_write and flat is pieces[0] and self._donate != "state":
+                if flat is pieces[0] and self._donate != "state":
                     flat = flat.clone()
+                self._put_state(flat, place, leaves)
             found.append(flat)
         return found
 

@@ -245,6 +245,11 @@ class ShardedOptState(OnEngine):
         self._check()
         return self._tree
 
+    def for_updates(self, brought: Callable[[Any], Any] | None) -> Any:
+        """This rank's part of the state in plain tensors: as it lies, where `brought` brings it
+        from there; else beside the params."""
+        return self.as_it_lies if self.holding.brought is brought else self.beside
+
     def with_local(self, tree: Any) -> ShardedOptState:
         """A state of other plain tensors, which lie where these do; some may be these."""
         return self.held_as(self.holding, tree)

@@ -101,13 +101,13 @@ def test_the_next_update_waits_for_the_copies_of_a_save(
     state = trained(step, params, buffers, 1)
     want = step.unshard(state)
     gpu = Played(monkeypatch)
-    update = PreparedUpdate.run_kernel
+    update = PreparedUpdate.run
 
     def noted(*args: Any, **named: Any) -> Any:
         gpu.done.append("update")
         return update(*args, **named)
 
-    monkeypatch.setattr(PreparedUpdate, "run_kernel", noted)
+    monkeypatch.setattr(PreparedUpdate, "run", noted)
     saving = checkpoint.async_save(tmp_path, step, state)
     # Copies start behind what the caller has queued: one wait for all, since each costs time here
     assert gpu.done == ["the copies' waits for the caller's"]

@@ -21,7 +21,7 @@ from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...layout.joined import Joined, join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree, is_held, pieces_of, shapes_of
+from ...layout.sharded_tree import ShardedTree, is_held, shapes_of
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
@@ -197,13 +197,6 @@ class ShardedEngine:
             old.use_up()
         return made
 
-    def own(self, state: ShardedOptState) -> ShardedOptState:
-        """A state as this engine's updates take it: in this engine's place, or beside the
-        params."""
-        if state.holding.brought is self._brought:
-            return state
-        return state.held_as(state.holding.lying(self._brought), state.beside)
-
     @compared
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -218,9 +211,11 @@ class ShardedEngine:
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             prepared = self._prepared(transform, updates, state, params)
-            look, run = is_looked_at(next(self._runs)), transform.update_fn
-            own, pieces = self.own(state), params.pieces()
-            new, after = prepared.run(run, updates, own, pieces, look=look, over=False)
+            flats, look = params.flats(), is_looked_at(next(self._runs))
+            new, after = prepared.run(
+                updates, state, flats, params.holding, by_kernel=False, look=look, over=False
+            )
+            assert new is not None
             return new, self.placed(after, by=prepared)
 
     @compared
@@ -243,84 +238,61 @@ class ShardedEngine:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad():
-            prepared = self._prepared(transform, grads, state, params)
-            scope = ranks_here()
+            prepared, scope = self._prepared(transform, grads, state, params), ranks_here()
+            layout, holding = params.sharding.layout, params.holding_as_shown
             donation = None if scope is None else scope.donation
+            # Params are used up then, and the state is where a kernel runs or it has a place; else
+            # those given stay as they are
             over = donation is not None and donation.takes(params, state, by_any=donate)
             # Where gradients are given away: in place, or by the unsharded step's own operators
             may_fuse = see is None and (over or not donate)
             # A user's own leaves of them stay
             if over and donate and not grads.are_leaves_shown:
-                layout = params.sharding.layout
                 prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
+                grads = grads.handed_on()
+            empty, flats = emptied(self.options.places.params, layout), params.flats()
             # Buckets may lie on several devices, each in its unit's place
-            devices = {flat.device for flat in params.flats()}
-            fuses = may_fuse and all(map(prepared.fuses, devices))
-            result = self._applied(prepared, grads, state, params, over=over, fuses=fuses, see=see)
+            fuses = may_fuse and all(map(prepared.fuses, {flat.device for flat in flats}))
+            uses_up = over and (fuses or is_placed(state) or prepared.donates)
+            if over and layout.publishes:
+                # The old ones go before new ones are made
+                params.note_published(
+                    [
+                        None if bucket.trainable else x
+                        for x, bucket in zip(params.published(), layout.buckets, strict=True)
+                    ]
+                )
+            if fuses and not over:
+                # The kernel writes to these
+                flats = copies_to_update(flats, layout, axes.piece_number, empty)
+            look = is_looked_at(next(self._runs))
+            try:
+                updates, made = prepared.run(
+                    grads, state, flats, holding, by_kernel=fuses, look=look, over=uses_up
+                )
+                if updates is not None:
+                    self._check_pieces(updates, params, some=True)
+                    if see is not None:
+                        # It may read params and state
+                        see(updates)
+            except BaseException:
+                # Some of it may be written over: tried again, the step would be another one
+                if uses_up:
+                    params.handed_on()
+                    state.use_up()
+                raise
+            if over:
+                params = params.handed_on()
+            self.announce("publish")
+            with ranged("publish"):
+                new = publish(
+                    params, flats, updates, holding, axes, donate=over or fuses, empty=empty
+                )
+            # Last: an update may lie in the old state, which is written over
+            after = self.placed(made, state if uses_up else None, by=prepared)
             if donation is not None and not over:
                 donation.note_update(params, state)
-            return result
-
-    def _applied(
-        self,
-        prepared: PreparedUpdate,
-        grads: ShardedTree,
-        state: ShardedOptState,
-        params: ShardedTree,
-        *,
-        over: bool,
-        fuses: bool,
-        see: Callable[[ShardedTree], object] | None,
-    ) -> tuple[ShardedTree, ShardedOptState]:
-        """The next params and state; `fuses`: by a kernel.
-
-        `over`: params are used up, and the state is where a kernel runs or it has a place; else
-        those given stay as they are. Gradients are used up where the update is one of all that it
-        is given.
-        """
-        axes, layout, read_only = self.options.axes, params.sharding.layout, params.is_read_only
-        empty, flats = emptied(self.options.places.params, layout), params.flats()
-        if fuses and not over:
-            # The kernel writes to these
-            flats = copies_to_update(flats, layout, axes.piece_number, empty)
-        own = pieces_of(flats, params.holding)
-        uses_up = over and (fuses or is_placed(state) or prepared.donates)
-        if prepared.donates:
-            grads = grads.handed_on()
-        if over:
-            # The old ones go before new ones are made
-            params.note_published(
-                [
-                    None if bucket.trainable else x
-                    for x, bucket in zip(params.published(), layout.buckets, strict=True)
-                ]
-            )
-        updates: ShardedTree | None = None
-        try:
-            look, given = is_looked_at(next(self._runs)), self.own(state)
-            if fuses:
-                made = prepared.run_kernel(grads, given, own, donate=over, look=look)
-            else:
-                run = prepared.update_fn
-                updates, made = prepared.run(run, grads, given, own, look=look, over=uses_up)
-                self._check_pieces(updates, params, some=True)
-                if see is not None:
-                    # It may read params and state
-                    see(updates)
-        except BaseException:
-            # Some of it may be written over: tried again, the step would be another one
-            if uses_up:
-                params.handed_on()
-                state.use_up()
-            raise
-        if over:
-            params = params.handed_on()
-        self.announce("publish")
-        with ranged("publish"):
-            new = publish(params, flats, updates, axes, donate=over or fuses, empty=empty)
-        # Last: an update may lie in the old state, which is written over
-        after = self.placed(made, state if uses_up else None, by=prepared)
-        return new.as_read_only(read_only), after
+            return new, after
 
     def description_of(self, transform: Transform) -> Any:
         """A transform as ranks compare it. Of one that they have compared it stays what it was: a
@@ -334,13 +306,12 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
-            read_only = params.is_read_only
+            holding, flats = params.holding_as_shown, params.flats()
             self._check_pieces(updates, params, some=True)
             empty = emptied(self.options.places.params, params.sharding.layout)
             self.announce("publish")
             with ranged("publish"):
-                made = publish(params, params.flats(), updates, axes, donate=False, empty=empty)
-            return made.as_read_only(read_only)
+                return publish(params, flats, updates, holding, axes, donate=False, empty=empty)
 
     @compared
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
@@ -589,8 +560,8 @@ class ShardedEngine:
         key = transform, id(layout), donate, fuse
         prepared = self._updates.get(key)
         if prepared is None:
-            options = replace(self.options, donate=donate, reduction=SUMMED)
-            prepared = PreparedUpdate(transform, layout, options, fuse=fuse)
+            given = transform, layout, self.options, self._brought
+            prepared = PreparedUpdate(*given, donate=donate, fuse=fuse)
             self._updates.note(key, prepared)
         return prepared
 
