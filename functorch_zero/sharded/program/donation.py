@@ -9,7 +9,7 @@ state is used up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 
@@ -20,24 +20,14 @@ from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...tree import storages
 
 
-class EarlierCalls:
+class EarlierCalls(NamedTuple):
     """The findings about a program of its calls so far, the same on all ranks. The next call
-    donates by them.
+    donates by them."""
 
-    Attributes:
-        num_gradients: the most that a call has taken, or will, as the program says; None: nobody
-            knows yet.
-        needed: by their places in the value, the nodes that a call has used after their update.
-    """
-
-    def __init__(self, num_gradients: int | None):
-        self.num_gradients = num_gradients
-        self.needed: set[int] = set()
-
-    def note(self, call: Donation) -> None:
-        """Note a call that has ended, and failed on no rank."""
-        self.num_gradients = max(call.num_taken, self.num_gradients or 0)
-        self.needed |= call.needed
+    # The most that a call has taken, or will, as the program says; None: nobody knows yet
+    num_gradients: int | None
+    # By their places in the value, the nodes that a call has used after their update
+    needed: frozenset[int] = frozenset()
 
 
 class Donation:
@@ -60,7 +50,6 @@ class Donation:
     Attributes:
         num_taken: the number of gradients so far; of those that have failed, and were taken once
             more, none counts.
-        needed: those of the earlier calls, and of this one.
     """
 
     def __init__(
@@ -70,21 +59,20 @@ class Donation:
         agree: Sequence[Callable[[], object]],
     ):
         self._nodes, self.num_taken = nodes, 0
-        self._num_gradients, self._agree = earlier.num_gradients, agree
-        self.needed = set(earlier.needed)
+        self._earlier, self._agree = earlier, agree
         # By id, the nodes that an update has left as they were, with the number of their uses then
         self._updated: dict[int, tuple[Any, int]] = {}
         self._agreed = False
 
-    def note_result(self, result: Any) -> None:
-        """Note the nodes that the program has used after their update, or returns, so that the next
-        step needs them."""
-        if not self._updated:
-            return
+    def findings(self, result: Any) -> EarlierCalls:
+        """The findings of all calls, this one among them, which has failed on no rank: the nodes
+        that the program has used after their update, or returns, are needed by the next step."""
+        num_gradients, needed = self._earlier
         returned = set(map(id, optree.tree_leaves(result, is_leaf=is_on_engine)))
         for node, num_uses in self._updated.values():
             if node.num_uses > num_uses or id(node) in returned:
-                self.needed.update(self._places_of(node))
+                needed = needed.union(self._places_of(node))
+        return EarlierCalls(max(self.num_taken, num_gradients or 0), needed)
 
     def note_update(self, params: ShardedTree, state: ShardedOptState) -> None:
         """Note that an update of both has ended, which has not written over them."""
@@ -100,7 +88,8 @@ class Donation:
 
         `by_any`: by an update that may write to any tensor of the state.
         """
-        if self._num_gradients is None or self.num_taken < self._num_gradients:
+        num_gradients, needed = self._earlier
+        if num_gradients is None or self.num_taken < num_gradients:
             return False
         if not self._agreed:
             for function in self._agree:
@@ -109,7 +98,7 @@ class Donation:
         for node in (params, state):
             places = self._places_of(node)
             # Leaves that the program has read are its own
-            if len(places) != 1 or node.are_leaves_shown or not self.needed.isdisjoint(places):
+            if len(places) != 1 or node.are_leaves_shown or not needed.isdisjoint(places):
                 return False
         of_others = set[int]()
         for node in self._nodes:

@@ -29,7 +29,7 @@ from zlib import crc32
 import optree
 from torch import Tensor
 
-from ...layout.piece import content_word, form_in_words, text_from
+from ...layout.piece import content_word, form_in_words
 from ...layout.sharded_tree import ShardedTree
 from ...params import OnEngine, is_on_engine, without_engines
 from ...step.loss import Metrics
@@ -117,17 +117,17 @@ class Ledger:
         self.leaf_words: dict[str, Callable[[], Any]] = {}
         self._compare, self._own = agreement.compare, agreement.own
         self._num_settled = 0  # gradients
-        self._is_calling = self._is_closed = False
+        self._is_calling = False
 
     @property
     def takes_calls(self) -> bool:
         """Whether calls are noted: not those that the library makes itself, which follow from
-        others, nor those after a gradient that has settled all."""
-        return not (self._is_calling or self._is_closed)
+        others; a training step's follow from the state that it is given."""
+        return not (self._is_calling or self.is_by_gradients)
 
     @contextmanager
-    def calling(self, call: LibraryCall) -> Iterator[None]:
-        """Around a call of the library: it is noted, and its results."""
+    def calling(self, call: LibraryCall) -> Iterator[str]:
+        """Around a call of the library, which is noted. Gives the origin of its results."""
         self.calls.append(call.words)
         place = f"call {len(self.calls)} ({call.name})"
         for n, node in enumerate(call.nodes, 1):
@@ -137,23 +137,23 @@ class Ledger:
             self.facts[f"{name} in {place}"] = words
         for path, leaf in {} if self._own else call.buffers.items():
             self._note_leaf(f"buffer {path!r} in {place}", leaf)
-        if self.look and not self.is_by_gradients:
+        if self.look:
             self._compare(self, "step/calls")
         self._is_calling = True
         try:
-            yield
+            yield f"{self._name} result of {place}"
         finally:
             self._is_calling = False
-        # Nobody asks by what call they were made, once all words are settled
-        if not self._is_closed:
-            name_results(call.made, f"{self._name} result of {place}")
 
     def note_given(self, nodes: Mapping[str, Any]) -> None:
-        """Note how the trees of the value were made that the step is given, by path: somebody may
-        have changed them between the steps."""
+        """Note how the nodes of the value were made that the step is given, by path: somebody may
+        have changed them between the steps. Of a program, what calls are given of the rest is noted
+        there."""
         for path, node in nodes.items():
             if is_on_engine(node):
                 self._note_story(f"the value's tree {path!r}", node)
+            elif self.is_by_gradients and not is_within(path, self._own):
+                self._note_leaf(f"the value's leaf {path!r}", node)
 
     def note_results(self, nodes: Mapping[str, Any], metrics: Metrics, num_draws: int) -> None:
         """Note the results of the step, after the calls that they follow from.
@@ -208,7 +208,6 @@ class Ledger:
         if not self.is_by_gradients:
             # The end of the step compares the batch
             return self._compare(self, label, flags=flags)
-        self._is_closed = True
         return self._compare(self, label, flags=flags, batch=batch)
 
     def settle_at_end(self, args: Sequence[Any]) -> None:
@@ -258,10 +257,7 @@ class LibraryCall:
     Attributes:
         name, settings: as given.
         nodes: the sharded trees and states among the arguments, and among those of a loss.
-        made: its result, once it has ended.
     """
-
-    made: Any = None
 
     def __init__(self, name: str, given: Sequence[Any], settings: Mapping[str, Any]):
         self.name, self.settings = name, settings
@@ -311,21 +307,6 @@ def name_results(made: Any, origin: str) -> None:
 def _nodes_among(tree: Any) -> list[Any]:
     """The sharded trees and states in a tree."""
     return [*filter(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))]
-
-
-def name_nodes(nodes: Mapping[str, Any], step: int, *, are_given: bool) -> None:
-    """Name the sharded trees and states in the value of a step by their paths.
-
-    `are_given`: to the program, now. Then those that the step before has made have names.
-    """
-    for path, node in nodes.items():
-        if is_on_engine(node):
-            # With the number, since a program may keep trees of earlier steps
-            origin = text_from(f"step {step}'s value", path)
-            if are_given:
-                node.named_from(node.origin or origin, place=path)
-            else:
-                node.named_from(origin)
 
 
 def _by_path(leaf_paths: Sequence[str], tell: Callable[[], Sequence[str]]) -> dict[str, str]:

@@ -6,6 +6,7 @@ knows it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -61,12 +62,10 @@ def compared(function: Function) -> Function:
             if isinstance(argument, LossCall):
                 settings["the options"] = {**vars(argument.options)}
         call = LibraryCall(function.__name__, given, settings)
-        if scope is not None:
-            with scope.ledger.calling(call):
-                call.made = function(*args, **kwargs)
-            return call.made
         # Before the call, which may use up what it is given
-        origin, made = call.origin, function(*args, **kwargs)
+        calling = nullcontext(call.origin) if scope is None else scope.ledger.calling(call)
+        with calling as origin:
+            made = function(*args, **kwargs)
         name_results(made, origin)
         return made
 

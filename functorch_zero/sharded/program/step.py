@@ -53,7 +53,7 @@ from ...step.state import check_state as check_is_state
 from ...step.trainable import check_trained
 from ...tree import check_tensors, own_copy, paths
 from ..background import BackgroundTasks
-from ..checks import check_not_donated, check_place
+from ..checks import check_place
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
 from ..options import Options
@@ -72,7 +72,7 @@ from .agreement import AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, PartsOfValues
-from .ledger import Agreement, Ledger, name_nodes
+from .ledger import Agreement, Ledger
 from .outline import structure_made_of
 from .scope import RanksScope
 from .value import (
@@ -294,7 +294,7 @@ class ShardedStep:
             check_same_ranks(state, self.options)
             refuse_parts(state, self.group.rank)
             agree_on_refit(state, unsharded_leaves(state.value), self.options)
-            nodes = _nodes_of(state, self._structure_of(state))
+            nodes = Nodes.of_state(state, self._structure_of(state))
             # The states of a program of any number of optimizers may be others
             if self.unsharded.is_training_step:
                 nodes.check_states(self.group.rank)
@@ -357,17 +357,16 @@ class ShardedStep:
         failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
-            as_given = self._checked(state)
-            given, number = as_given.as_noted(), int(state.step)
-            kept = None
-            # Parts that it doesn't keep are refused
-            if self.options.reduction.keeps or state.parts is not None:
-                kept = KeptTensors(self._parts.of(given), state.parts)
+            as_given, number = self._checked(state), int(state.step)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
             ledger.note_given(as_given.by_path)
+            given, kept = as_given.as_noted(number, are_given=True), None
+            # Parts that it doesn't keep are refused
+            if self.options.reduction.keeps or state.parts is not None:
+                kept = KeptTensors(self._parts.of(given), state.parts)
             donation, streams = None, Streams(state.seed, state.step)
             if self.options.donate:
                 assert state.sharding is not None
@@ -382,14 +381,11 @@ class ShardedStep:
                 donation=donation,
                 kept=kept,
             )
-            name_nodes(given.by_path, number, are_given=True)
             # A training step's program is the library's own, which writes to none of them
             compares = look and not self.unsharded.is_training_step
             unwritten = Unwritten(given.tensors, look=compares)
             with running(scope, given.device), noting_missing_graphs():
                 result = self.unsharded.program(given.value, *args)
-            if donation is not None:
-                donation.note_result(result)
             self.unsharded.check_taken(streams, rank)
             new, metrics = check_result(result, rank)
             made = given.next(new, rank, free=self.unsharded.free)
@@ -401,11 +397,10 @@ class ShardedStep:
                 ledger.note_results(made.by_path, metrics, streams.num_draws)
                 ledger.settle_at_end(args)
             if donation is not None:
-                self._earlier.note(donation)
+                self._earlier = donation.findings(result)
             # Once ranks have compared the value: that may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made
-            after = placed.as_noted()
-            name_nodes(after.by_path, number + 1, are_given=False)
+            after = placed.as_noted(number + 1)
             parts = None if kept is None else kept.next_parts(made, self._parts.of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
@@ -541,7 +536,7 @@ class ShardedStep:
 
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
-        nodes = _nodes_of(state, self._structure_of(state))
+        nodes = Nodes.of_state(state, self._structure_of(state))
         return self._parts.of(nodes.as_noted()).parts
 
     def check_state(self, state: State) -> None:
@@ -564,7 +559,7 @@ class ShardedStep:
                     )
                 )
             self._check_trained(structure)
-        return _nodes_of(state, structure)
+        return Nodes.of_state(state, structure)
 
     def _check_trained(self, structure: ValueStructure) -> None:
         """Raise if this step's `trainable` chooses other leaves than a state from elsewhere
@@ -573,15 +568,6 @@ class ShardedStep:
             rule = self.unsharded.trainable.get(path)
             if rule is not None and isinstance(noted, Holding):
                 check_trained(rule, without_values(noted.sharding.layout), self.group.rank)
-
-
-def _nodes_of(state: State, structure: ValueStructure | None) -> Nodes:
-    """The nodes of a state's value, in which users may have put bare trees."""
-    found = Nodes.of(state.value, structure)
-    check_not_donated(found.nodes, state.step)
-    if structure is None or found.noted is structure.nodes:
-        return found
-    return Nodes.of(structure.with_states(state.value), structure)
 
 
 def _structure_of(first: State) -> ValueStructure:

@@ -17,7 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import StructureError, explain
-from ...layout.piece import Piece, refuse
+from ...layout.piece import Piece, refuse, text_from
 from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
@@ -26,9 +26,10 @@ from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...sharded_optim.state_plan import state_like
 from ...step.program_step import check_next_value, device_of
 from ...step.refit import without_values
-from ...step.state import Trained
+from ...step.state import State, Trained
 from ...step.trainable import check_alike
 from ...tree import paths, select, settled
+from ..checks import check_not_donated
 from ..refit import without_values as leaves_without_values
 from ..state import part_of_state
 
@@ -44,10 +45,26 @@ class Nodes(NamedTuple):
     nodes: Sequence[Any]
 
     @classmethod
-    def of(cls, value: Any, structure: ValueStructure | None = None) -> Nodes:
+    def of(cls, value: Any) -> Nodes:
         nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        return cls(treedef, paths(value, is_on_engine), [None] * len(nodes), nodes)
+
+    @classmethod
+    def of_state(cls, state: State, structure: ValueStructure | None) -> Nodes:
+        """Those of a state, in whose value users may have put bare trees for optimizers' states.
+
+        Raises:
+            DonatedError: a step has taken the storage of one of them.
+            StructureError: as `ValueStructure.with_states`.
+        """
+        value = state.value
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        check_not_donated(nodes, state.step)
+        if structure is not None and structure.treedef != treedef:
+            value = structure.with_states(value)
+            nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
         if structure is None or structure.treedef != treedef:
-            return cls(treedef, paths(value, is_on_engine), [None] * len(nodes), nodes)
+            return cls.of(value)
         return cls(treedef, structure.paths, structure.nodes, nodes)
 
     @property
@@ -129,11 +146,29 @@ class Nodes(NamedTuple):
             if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
                 check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
 
-    def as_noted(self) -> Nodes:
+    def as_noted(self, step: int | None = None, *, are_given: bool = False) -> Nodes:
         """These nodes as is noted of their places: trees are trained, or read only, and have names,
         as they had in the first value, whatever their leaves say. Without a note, as each was
-        made."""
-        return self._replace(nodes=[*map(_as_noted, self.nodes, self.noted)])
+        made.
+
+        Args:
+            step: of whose value they are: it says where they come from, with their paths; None:
+                nobody asks.
+            are_given: to the program, now. What the step before has made says already where it
+                comes from.
+        """
+        found = []
+        for path, noted, node in zip(self.paths, self.noted, self.nodes, strict=True):
+            node = _as_noted(node, noted)
+            if step is not None and is_on_engine(node):
+                # With the number, since a program may keep trees of earlier steps
+                origin = text_from(f"step {step}'s value", path)
+                if are_given:
+                    node.named_from(node.origin or origin, place=path)
+                else:
+                    node.named_from(origin)
+            found.append(node)
+        return self._replace(nodes=found)
 
 
 class ValueStructure(NamedTuple):
