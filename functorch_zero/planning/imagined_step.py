@@ -35,7 +35,7 @@ from ..sharded.options import Options
 from ..sharded.placed import Stored, stored_flats
 from ..sharded.program.agreement import AgreementOfRanks
 from ..sharded.program.engine import ShardedEngine
-from ..sharded.program.gradient import agree_on, finish, is_fine
+from ..sharded.program.gradient import agree_on, finish
 from ..sharded.program.ledger import Ledger
 from ..sharded.program.passes import differentiate
 from ..sharded.program.step import ShardedStep
@@ -207,10 +207,9 @@ class _AnnouncedEngine:
         call.loss = self._watch.announced(call.loss)
         run = self._engine.open_gradient(call, tree)
         local = differentiate(run)
-        fine = is_fine(run, local)  # which the watch answers with yes
         self._watch.enter("metrics")
         with self._watch.live.paused():
-            agreed = agree_on(run, with_numbers(local, call.buffers, self._watch.live), fine=fine)
+            agreed = agree_on(run, with_numbers(local, call.buffers, self._watch.live))
         # The program's own code may not read the means either
         metrics = {"loss": local.outcome.loss.detach()}
         for name, value in local.outcome.metrics.items():

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
-import torch
 from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
 from ..groups.mesh import Axes
-from ..layout.extent import Rows
-from ..layout.flat_buffers import own_piece, to_tree, unpack
+from ..layout.flat_buffers import to_tree, unpack
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -119,28 +117,6 @@ def make_reduction(
         places=places,
         in_rows=frozenset(as_rows),
     )
-
-
-def grads_like(
-    params: ShardedTree, reduced: Mapping[int, Tensor | Rows], first_bucket: int
-) -> ShardedTree:
-    """Reduced gradients as a tree, cut as its params are: zeros for a bucket that no loss reached,
-    None where frozen.
-
-    Args:
-        reduced: by bucket, (piece,) or rows each.
-        first_bucket: the number there of the tree's first bucket.
-    """
-    flats: list[Tensor | Rows | None] = []
-    sharding = params.sharding
-    for b, (bucket, flat) in enumerate(zip(sharding.layout.buckets, params.flats(), strict=True)):
-        if not bucket.trainable:
-            flats.append(None)
-        elif first_bucket + b in reduced:
-            flats.append(reduced[first_bucket + b])
-        else:
-            flats.append(torch.zeros_like(own_piece(flat, bucket, sharding.piece_number)))
-    return ShardedTree.of_flats(flats, params.holding.in_pieces)
 
 
 def make_unit_flats(

@@ -27,6 +27,7 @@ from .loss import (
     constant,
     constants,
     naming_batch,
+    on_meta,
 )
 from .metrics import check_names
 from .program import read_only
@@ -214,7 +215,7 @@ def call_eval(
     # A plain mapping is metrics without a weight
     if isinstance(result, Mapping):
         check_metrics(result, rank)
-        check_has_values(result, params, rank)
+        check_has_values(result, rank, dry=on_meta(optree.tree_leaves(params)))
         return Evaluated(constants(result), None, rows)
     if not isinstance(result, Aux):
         got = type(result).__name__
@@ -224,7 +225,7 @@ def call_eval(
         )
     check_weight(result.weight, rank)
     check_metrics(result.metrics, rank)
-    check_has_values(result.metrics, params, rank)
+    check_has_values(result.metrics, rank, dry=on_meta(optree.tree_leaves(params)))
     if result.buffers is not None:
         raise StructureError(
             "an evaluation returned Aux(buffers=...), and it keeps the state as it is",

@@ -17,7 +17,7 @@ from ..model.casting import CastParams, as_reduced
 from ..model.untouched import Untouched
 from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
-from .loss import LossFn, Outcome, as_metric, call_loss, independent, untrained
+from .loss import LossFn, Outcome, as_metric, call_loss, independent, on_meta, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
 from .reminder import Reminder
 from .rng import MicroStreams
@@ -125,7 +125,7 @@ def _gradients(
     # One cast for both: trees that are only read may have policies too
     of_trees = None if round_sums is None else (round_sums, tree_map(lambda leaf: False, read))
     cast = CastParams((treedef.unflatten(own), read), look=look, round_sums=of_trees)
-    outcome = call_loss(loss_fn, cast.params, buffers, batch, differentiated=own)
+    outcome = call_loss(loss_fn, cast.params, buffers, batch, dry=on_meta(own))
     if look:
         refuse_reentrant_checkpoints(nodes_behind(outcome.loss))
         check_weight_value(outcome.weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -68,14 +68,14 @@ def call_loss(
     batch: Any,
     rank: int | None = None,
     *,
-    differentiated: PyTree[Tensor],
+    dry: bool,
 ) -> Outcome:
     """Call a user's loss, with copies of the buffers, and check its results.
 
     Args:
         loss_fn: called with params, copies of the buffers, and the batch.
         rank: for errors, if one is given.
-        differentiated: the tree among params whose gradients are taken, or the flats of it.
+        dry: whether a param whose gradient is taken is on the meta device.
     """
     check_records("a gradient", rank)
     old, treedef = optree.tree_flatten(buffers)
@@ -86,7 +86,7 @@ def call_loss(
     left = of_loss.left
     loss, given = check_loss(result, rank)
     aux = given or Aux()
-    check_has_values({"loss": loss, **aux.metrics}, differentiated, rank)
+    check_has_values({"loss": loss, **aux.metrics}, rank, dry=dry)
     if given is not None:
         _, as_given = result
         _note_given(as_given, left)
@@ -229,18 +229,17 @@ def _way_to_a_scalar(loss: Any) -> str:
     return "return the loss, or (loss, fz.Aux(metrics={...})) for other results"
 
 
-def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int | None) -> None:
-    """Raise if a result is on the meta device, and no param is: it would be read as uninitialised
-    memory.
+def check_has_values(results: Mapping[str, Any], rank: int | None, *, dry: bool) -> None:
+    """Raise if a result is on the meta device: it would be read as uninitialised memory.
 
     Args:
         results: the loss and metrics, by name.
-        params: those that are trained or evaluated. A tree on the meta device that a loss only
-            reads doesn't make it a dry run.
         rank: for the error.
+        dry: whether a param is there that is trained or evaluated. A tree on the meta device that
+            a loss only reads doesn't make it a dry run.
     """
-    empty = [name for name, x in results.items() if _on_meta(x)]
-    if not empty or any(map(_on_meta, optree.tree_leaves(params))):
+    empty = [name for name, x in results.items() if on_meta([x])]
+    if dry or not empty:
         return
     raise StructureError(
         "a result of the loss has no values: it was computed with tensors on the meta device, "
@@ -253,8 +252,9 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
     )
 
 
-def _on_meta(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.device.type == "meta"
+def on_meta(leaves: Iterable[Any]) -> bool:
+    """Whether one of them is a tensor without values, in a dry run say."""
+    return any(isinstance(x, Tensor) and x.device.type == "meta" for x in leaves)
 
 
 def check_records(what: str, rank: int | None = None) -> None:

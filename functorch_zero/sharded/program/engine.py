@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ...sharded_optim.across import Sharded
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
 from ...sharded_optim.state_plan import plan_state
 from ...step.backward import nodes_behind
-from ...step.loss import untrained
+from ...step.loss import on_meta, untrained
 from ...step.loss_calls import LossCalls
 from ...step.program import LossCall
 from ...step.scope import next_streams, scope_here
@@ -55,7 +56,6 @@ from .gradient import (
     LossTrees,
     agree_on,
     finish,
-    is_fine,
     no_updates,
 )
 from .kept import KeptTensors
@@ -402,8 +402,7 @@ class ShardedEngine:
         with failures, self.orders.forgotten_on_failure():
             run = self.open_gradient(call, tree)
             local = differentiate(run)
-            agreed = agree_on(run, local, fine=is_fine(run, local))
-            return finish(run, local, agreed)
+            return finish(run, local, agree_on(run, local))
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
         """Check a loss's arguments, and join the sharded trees among them: one pass runs over all,
@@ -416,11 +415,13 @@ class ShardedEngine:
         given = LossTrees(tree, call.args)
         joined, order = self.join(given.trees, given.trained)
         # Ranks that take gradients of other things, or in another order, find out in `agree_on`
-        log = [self._next_name_of(call.loss, given)]
+        name = getattr(call.loss, "__qualname__", type(call.loss).__name__)
+        log = [f"gradient {self._gradients.next() + 1} of {name} {given.in_words}"]
         if not any(bucket.trainable for bucket in joined.layout.buckets):
             raise untrained(self.rank)
         axes, places = self.options.axes, self.options.places.params
         flats = flats_of_pass(given.trees, order, axes, log, places)
+        trained = compress(flats, [bucket.trainable for bucket in joined.layout.buckets])
         # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(given.trees, call.data)
@@ -449,6 +450,7 @@ class ShardedEngine:
             log=log,
             kept=kept,
             look=look,
+            is_dry=on_meta(trained),
             scope=scope,
         )
 
@@ -473,16 +475,6 @@ class ShardedEngine:
         check_reduction(kept.reduction, loss_scale=call.options.scale is not None)
         # The step's own: another step may have cut the trees
         return replace(self.options, reduction=kept.reduction), kept
-
-    def _next_name_of(self, loss: Callable[..., Any], given: LossTrees) -> str:
-        """The name of the next gradient, which the ranks compare: its number, its loss and its
-        trees."""
-        # With the trees' serial numbers, the same on all ranks
-        at = " and ".join(tree.holding.label for tree in given.trees)
-        read = " and ".join(tree.holding.label for tree in given.read_only)
-        name = getattr(loss, "__qualname__", type(loss).__name__)
-        told = f"gradient {self._gradients.next() + 1} of {name} at {at}"
-        return f"{told}, which only reads {read}" if read else told
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]

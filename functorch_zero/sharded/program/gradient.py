@@ -21,6 +21,7 @@ from torch import Tensor
 from ...errors import StructureError, explain
 from ...groups import labelled
 from ...layout.extent import Rows
+from ...layout.flat_buffers import own_piece
 from ...layout.joined import Joined
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
@@ -36,10 +37,10 @@ from ...step.scope import gradient_in_words
 from ...step.weights import check_weight_value
 from ..average import MeansUnderWay, Report, report_of, report_without_words, words_of
 from ..buffers import Changes, apart_from, check_synchronizable, synchronize
-from ..grad_mean import in_range, to_means
+from ..grad_mean import to_means
 from ..nonfinite import refuse
 from ..options import Options
-from ..params import TreesAmong, grads_like
+from ..params import TreesAmong
 from .kept import KeptOfGradient
 from .ledger import Posted
 from .scope import RanksScope
@@ -82,9 +83,14 @@ class LossTrees(TreesAmong):
         ]
 
     @property
-    def read_only(self) -> list[ShardedTree]:
-        """Those of which no gradients are taken."""
-        return [*compress(self.trees, map(not_, self.trained))]
+    def in_words(self) -> str:
+        """Their labels, the same on all ranks, and which of them are only read."""
+        # With the trees' serial numbers
+        told = f"at {' and '.join(tree.holding.label for tree in self.trees)}"
+        read = [*compress(self.trees, map(not_, self.trained))]
+        if not read:
+            return told
+        return f"{told}, which only reads {' and '.join(tree.holding.label for tree in read)}"
 
     def layout_in_words(self, joined: Joined) -> Layout:
         """The layout of all trees, whose paths begin with the trees' names; that of the only one,
@@ -100,18 +106,32 @@ class LossTrees(TreesAmong):
         return [*compress(zip(self.trees, joined.first_buckets, strict=True), self.trained)]
 
     def gradients(self, reduced: Mapping[int, Tensor | Rows], joined: Joined) -> Any:
-        """The gradients of `tree`, in the form of pieces.
+        """The gradients of `tree`, cut as its trees are, in the form of pieces: zeros for a bucket
+        that no loss reached, None where frozen.
 
         Args:
-            reduced: by bucket of the joined layout, this rank's part (piece,) or (numel,).
+            reduced: by bucket of the joined layout, (piece,) or rows each.
             joined: the layouts of all trees as one.
         """
         grads = []
         # Those asked for come first
         asked = self.trees[: self._treedef_of_asked.num_leaves]
         for tree, on, first in zip(asked, self.trained, joined.first_buckets, strict=False):
+            if not on:
+                grads.append(no_updates(tree))
+                continue
             # As of a whole tree: None for leaves that are not trained
-            grads.append(grads_like(tree, reduced, first) if on else no_updates(tree))
+            found: list[Tensor | Rows | None] = []
+            rows = zip(tree.sharding.layout.buckets, tree.flats(), strict=True)
+            for b, (bucket, flat) in enumerate(rows, first):
+                if not bucket.trainable:
+                    found.append(None)
+                elif b in reduced:
+                    found.append(reduced[b])
+                else:
+                    own = own_piece(flat, bucket, tree.sharding.piece_number)
+                    found.append(torch.zeros_like(own))
+            grads.append(ShardedTree.of_flats(found, tree.holding.in_pieces))
         return self._treedef_of_asked.unflatten(grads)
 
 
@@ -131,6 +151,7 @@ class GradientRun:
     log: list[str]  # the gradient's number, and the collectives started since
     kept: KeptOfGradient | None  # by the reduction, of the trees; None: it keeps nothing
     look: bool  # whether the loss is looked at closely
+    is_dry: bool  # whether trained flats have no values, and so results needn't either
     scope: RanksScope | None  # of the program's step that it is in; None: it is in none
 
 
@@ -151,6 +172,7 @@ class LocalGradient(NamedTuple):
     changes: Changes  # of its buffers
     is_divided: bool  # whether gradients were divided by the weights' sum before they were reduced
     exchanged: bool  # whether the loss has seen rows of other ranks
+    fine: bool = True  # this rank's numbers are finite, or nobody looks
 
     @property
     def is_to_divide(self) -> bool:
@@ -158,22 +180,10 @@ class LocalGradient(NamedTuple):
         return self.outcome.weight is not None and not self.is_divided
 
 
-def is_fine(run: GradientRun, local: LocalGradient) -> bool:
-    """Whether this rank has found numbers that are finite; True where nobody looks, for which the
-    host would wait for the device."""
-    if not run.call.options.looks:
-        return True
-    layout, is_to_divide = run.joined.layout, local.is_to_divide
-    return in_range(local.reduced, layout, local.outcome, is_to_divide=is_to_divide)
-
-
-def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
+def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
     """Tell all ranks this one's findings, and learn theirs. One all-reduce of words, those of the
     ledger among them where gradients settle it; none in a program's step whose ledger takes them.
     See Note [words that wait] in `ledger`.
-
-    Args:
-        fine: as `is_fine` has found.
 
     Raises:
         NonFiniteError: loss or gradients are not finite on a rank, and the call refuses that.
@@ -187,7 +197,7 @@ def agree_on(run: GradientRun, local: LocalGradient, *, fine: bool) -> Agreed:
     check_synchronizable(old, new, rule, axes.data, axes.world.rank)
     flags = local.changes.flags(axes.world.rank, look=run.look)
     if run.call.options.looks:
-        flags = [*flags, not fine]
+        flags = [*flags, not local.fine]
     group = labelled(axes.world, "gradient/metrics")
     if run.scope is None:
         # Logs are compared here, when all collectives of the passes have started

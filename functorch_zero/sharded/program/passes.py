@@ -3,8 +3,8 @@ micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..average import start_means
 from ..batch_on_ranks import BatchOnRanks
 from ..buffers import ask_changes
 from ..checks import check_not_empty
-from ..grad_mean import LossSeed, loss_seed_of
+from ..grad_mean import LossSeed, in_range, loss_seed_of
 from ..params import make_unit_flats
 from .gradient import GradientRun, LocalGradient
 
@@ -58,7 +58,13 @@ def differentiate(run: GradientRun) -> LocalGradient:
         buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
     run.reminder.compare_parts(parts, outcomes[0].weight, axes.world.rank)
     assert local is not None
-    return local._replace(reduced=run.reduction.finish())
+    local = local._replace(reduced=run.reduction.finish())
+    if not run.call.options.looks:
+        return local
+    # The host waits for the device
+    is_to_divide = local.is_to_divide
+    fine = in_range(local.reduced, layout, local.outcome, is_to_divide=is_to_divide)
+    return local._replace(fine=fine)
 
 
 def _run_pass(
@@ -97,8 +103,10 @@ def _run_pass(
         with torch.enable_grad(), given_batch(batch):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
             mark_policies(params)
-            with ranged("loss"), hiding_trees(), one_pass.around_loss():
-                outcome = _called(run, params, buffers, part)
+            loss_fn, given = run.call.loss_fn(look=run.look, rank=rank), run.trees.with_lazy(params)
+            explaining = _explaining_lazy_params(rank)
+            with ranged("loss"), hiding_trees(), one_pass.around_loss(), explaining:
+                outcome = call_loss(loss_fn, given, buffers, part, rank, dry=run.is_dry)
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:
                 raise independent(rank)
@@ -202,16 +210,12 @@ def _detached(outcome: Outcome) -> Outcome:
     return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, left=(), lost=())
 
 
-def _called(run: GradientRun, params: PyTree[Any], buffers: PyTree[Any], part: Any) -> Outcome:
-    """The loss's outcome, with an error that explains where TorchScript or `nn.Parameter` was given
-    a lazy param."""
-    rank = run.options.axes.world.rank
-    # Trees that are only read are frozen here
-    buckets = zip(run.flats, run.joined.layout.buckets, strict=True)
-    trained = [flat for flat, bucket in buckets if bucket.trainable]
-    loss_fn, given = run.call.loss_fn(look=run.look, rank=rank), run.trees.with_lazy(params)
+@contextmanager
+def _explaining_lazy_params(rank: int) -> Iterator[None]:
+    """Around a loss: an error explains where TorchScript or `nn.Parameter` was given a lazy
+    param."""
     try:
-        return call_loss(loss_fn, given, buffers, part, rank, differentiated=trained)
+        yield
     except RuntimeError as error:
         if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
             raise StructureError(
