@@ -17,6 +17,7 @@ from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
+from ..params import is_on_engine
 from ..tree import PyTree, check_tensors, merge, named_leaves, same_structure
 from .loss import (
     Aux,
@@ -205,7 +206,7 @@ def call_eval(
         batch: those among them that are the batch, for errors.
         rank: for errors, too.
     """
-    params = args[0]
+    dry = on_meta(optree.tree_leaves(args[0], is_leaf=is_on_engine))
     with naming_batch(batch[0] if len(batch) == 1 else batch, given_to="evaluation"):
         result = fn(*args)
     rows: tuple[Any] | tuple[()] = ()
@@ -215,7 +216,7 @@ def call_eval(
     # A plain mapping is metrics without a weight
     if isinstance(result, Mapping):
         check_metrics(result, rank)
-        check_has_values(result, rank, dry=on_meta(optree.tree_leaves(params)))
+        check_has_values(result, rank, dry=dry)
         return Evaluated(constants(result), None, rows)
     if not isinstance(result, Aux):
         got = type(result).__name__
@@ -225,7 +226,7 @@ def call_eval(
         )
     check_weight(result.weight, rank)
     check_metrics(result.metrics, rank)
-    check_has_values(result.metrics, rank, dry=on_meta(optree.tree_leaves(params)))
+    check_has_values(result.metrics, rank, dry=dry)
     if result.buffers is not None:
         raise StructureError(
             "an evaluation returned Aux(buffers=...), and it keeps the state as it is",

@@ -39,7 +39,7 @@ from ...step.backward import nodes_behind
 from ...step.loss import on_meta, untrained
 from ...step.loss_calls import LossCalls
 from ...step.program import LossCall
-from ...step.scope import next_streams, scope_here
+from ...step.scope import next_streams
 from ...step.state import check_not_on_meta
 from ...tree import PyTree
 from ..agreement import agree
@@ -123,7 +123,7 @@ class ShardedEngine:
         """Whether the reduction of its trees' gradients keeps tensors between them."""
         return bool(self.options.reduction.keeps)
 
-    @compared
+    @compared("optimizer init", settles=True)
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: an exchange, which compares the
         transform, and those that it asks for.
@@ -133,31 +133,27 @@ class ShardedEngine:
             TransformError: a transform does what its `needs` says it does not.
         """
         axes = self.options.axes
-        failures = sharing_failures(
-            *axes.groups, call="optimizer init", settles=scope_here() is None
-        )
-        with failures, torch.no_grad():
-            self._check_held(params)
-            if params.is_read_only:
-                raise StructureError(
-                    explain(
-                        "an optimizer was asked for a state of a tree of which no leaf is trained",
-                        expected="leaves with requires_grad=True",
-                        got=params,
-                        rank=axes.world.rank,
-                        remedy="pass the params that are trained; of a copy that tree_map has "
-                        "made, tree_map(torch.Tensor.requires_grad_, copy)",
-                    )
+        self._check_held(params)
+        if params.is_read_only:
+            raise StructureError(
+                explain(
+                    "an optimizer was asked for a state of a tree of which no leaf is trained",
+                    expected="leaves with requires_grad=True",
+                    got=params,
+                    rank=axes.world.rank,
+                    remedy="pass the params that are trained; of a copy that tree_map has "
+                    "made, tree_map(torch.Tensor.requires_grad_, copy)",
                 )
-            layout = params.sharding.layout
-            description = described(transform)
-            # First: other transforms ask other questions, whose collectives would not meet
-            if transform is not self.agreed:
-                group = labelled(axes.world, "optimizer/agreement")
-                agree(group, {"optimizer": description})
-            self._descriptions.note(transform, description)
-            check_claims(transform, _trained_on_meta(layout))
-            return self.first_state(transform, params)
+            )
+        layout = params.sharding.layout
+        description = described(transform)
+        # First: other transforms ask other questions, whose collectives would not meet
+        if transform is not self.agreed:
+            group = labelled(axes.world, "optimizer/agreement")
+            agree(group, {"optimizer": description})
+        self._descriptions.note(transform, description)
+        check_claims(transform, _trained_on_meta(layout))
+        return self.first_state(transform, params)
 
     def first_state(self, transform: Transform, params: ShardedTree) -> ShardedOptState:
         """The optimizer's state, of a transform that all ranks have alike."""
@@ -197,7 +193,7 @@ class ShardedEngine:
             old.use_up()
         return made
 
-    @compared
+    @compared("optimizer update")
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, ShardedOptState]:
@@ -208,17 +204,15 @@ class ShardedEngine:
             StructureError: params, updates or new updates are not cut as they must be, or the state
                 is another transform's.
         """
-        groups = self.options.axes.groups
-        with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
-            prepared = self._prepared(transform, updates, state, params)
-            flats, look = params.flats(), is_looked_at(next(self._runs))
-            new, after = prepared.run(
-                updates, state, flats, params.holding, by_kernel=False, look=look, over=False
-            )
-            assert new is not None
-            return new, self.placed(after, by=prepared)
+        prepared = self._prepared(transform, updates, state, params)
+        flats, look = params.flats(), is_looked_at(next(self._runs))
+        new, after = prepared.run(
+            updates, state, flats, params.holding, by_kernel=False, look=look, over=False
+        )
+        assert new is not None
+        return new, self.placed(after, by=prepared)
 
-    @compared
+    @compared("optimizer apply")
     def apply(
         self,
         transform: Transform,
@@ -237,62 +231,59 @@ class ShardedEngine:
             StructureError: as `update`.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad():
-            prepared, scope = self._prepared(transform, grads, state, params), ranks_here()
-            layout, holding = params.sharding.layout, params.holding_as_shown
-            donation = None if scope is None else scope.donation
-            # Params are used up then, and the state is where a kernel runs or it has a place; else
-            # those given stay as they are
-            over = donation is not None and donation.takes(params, state, by_any=donate)
-            # Where gradients are given away: in place, or by the unsharded step's own operators
-            may_fuse = see is None and (over or not donate)
-            # A user's own leaves of them stay
-            if over and donate and not grads.are_leaves_shown:
-                prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
-                grads = grads.handed_on()
-            empty, flats = emptied(self.options.places.params, layout), params.flats()
-            # Buckets may lie on several devices, each in its unit's place
-            fuses = may_fuse and all(map(prepared.fuses, {flat.device for flat in flats}))
-            uses_up = over and (fuses or is_placed(state) or prepared.donates)
-            if over and layout.publishes:
-                # The old ones go before new ones are made
-                params.note_published(
-                    [
-                        None if bucket.trainable else x
-                        for x, bucket in zip(params.published(), layout.buckets, strict=True)
-                    ]
-                )
-            if fuses and not over:
-                # The kernel writes to these
-                flats = copies_to_update(flats, layout, axes.piece_number, empty)
-            look = is_looked_at(next(self._runs))
-            try:
-                updates, made = prepared.run(
-                    grads, state, flats, holding, by_kernel=fuses, look=look, over=uses_up
-                )
-                if updates is not None:
-                    self._check_pieces(updates, params, some=True)
-                    if see is not None:
-                        # It may read params and state
-                        see(updates)
-            except BaseException:
-                # Some of it may be written over: tried again, the step would be another one
-                if uses_up:
-                    params.handed_on()
-                    state.use_up()
-                raise
-            if over:
-                params = params.handed_on()
-            self.announce("publish")
-            with ranged("publish"):
-                new = publish(
-                    params, flats, updates, holding, axes, donate=over or fuses, empty=empty
-                )
-            # Last: an update may lie in the old state, which is written over
-            after = self.placed(made, state if uses_up else None, by=prepared)
-            if donation is not None and not over:
-                donation.note_update(params, state)
-            return new, after
+        prepared, scope = self._prepared(transform, grads, state, params), ranks_here()
+        layout, holding = params.sharding.layout, params.holding_as_shown
+        donation = None if scope is None else scope.donation
+        # Params are used up then, and the state is where a kernel runs or it has a place; else
+        # those given stay as they are
+        over = donation is not None and donation.takes(params, state, by_any=donate)
+        # Where gradients are given away: in place, or by the unsharded step's own operators
+        may_fuse = see is None and (over or not donate)
+        # A user's own leaves of them stay
+        if over and donate and not grads.are_leaves_shown:
+            prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
+            grads = grads.handed_on()
+        empty, flats = emptied(self.options.places.params, layout), params.flats()
+        # Buckets may lie on several devices, each in its unit's place
+        fuses = may_fuse and all(map(prepared.fuses, {flat.device for flat in flats}))
+        uses_up = over and (fuses or is_placed(state) or prepared.donates)
+        if over and layout.publishes:
+            # The old ones go before new ones are made
+            params.note_published(
+                [
+                    None if bucket.trainable else x
+                    for x, bucket in zip(params.published(), layout.buckets, strict=True)
+                ]
+            )
+        if fuses and not over:
+            # The kernel writes to these
+            flats = copies_to_update(flats, layout, axes.piece_number, empty)
+        look = is_looked_at(next(self._runs))
+        try:
+            updates, made = prepared.run(
+                grads, state, flats, holding, by_kernel=fuses, look=look, over=uses_up
+            )
+            if updates is not None:
+                self._check_pieces(updates, params, some=True)
+                if see is not None:
+                    # It may read params and state
+                    see(updates)
+        except BaseException:
+            # Some of it may be written over: tried again, the step would be another one
+            if uses_up:
+                params.handed_on()
+                state.use_up()
+            raise
+        if over:
+            params = params.handed_on()
+        self.announce("publish")
+        with ranged("publish"):
+            new = publish(params, flats, updates, holding, axes, donate=over or fuses, empty=empty)
+        # Last: an update may lie in the old state, which is written over
+        after = self.placed(made, state if uses_up else None, by=prepared)
+        if donation is not None and not over:
+            donation.note_update(params, state)
+        return new, after
 
     def description_of(self, transform: Transform) -> Any:
         """A transform as ranks compare it. Of one that they have compared it stays what it was: a
@@ -300,30 +291,28 @@ class ShardedEngine:
         known = self._descriptions.get(transform)
         return described(transform) if known is None else known
 
-    @compared
+    @compared("apply_updates")
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
-            self._check_held(params)
-            holding, flats = params.holding_as_shown, params.flats()
-            self._check_pieces(updates, params, some=True)
-            empty = emptied(self.options.places.params, params.sharding.layout)
-            self.announce("publish")
-            with ranged("publish"):
-                return publish(params, flats, updates, holding, axes, donate=False, empty=empty)
+        self._check_held(params)
+        holding, flats = params.holding_as_shown, params.flats()
+        self._check_pieces(updates, params, some=True)
+        empty = emptied(self.options.places.params, params.sharding.layout)
+        self.announce("publish")
+        with ranged("publish"):
+            return publish(params, flats, updates, holding, axes, donate=False, empty=empty)
 
-    @compared
+    @compared("dot")
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
-        with sharing_failures(*self.options.axes.groups, call="dot"), torch.no_grad():
-            self._check_pieces(a, a)
-            self._check_pieces(b, a)
-            # Of both, it is 0
-            if a.holding.read_only != b.holding.read_only:
-                self._refuse_no_updates(a)
-                self._refuse_no_updates(b)
-            return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
+        self._check_pieces(a, a)
+        self._check_pieces(b, a)
+        # Of both, it is 0
+        if a.holding.read_only != b.holding.read_only:
+            self._refuse_no_updates(a)
+            self._refuse_no_updates(b)
+        return self._across_of(a.sharding.layout).dot(a.local_tree, b.local_tree)
 
     def squares(self, name: str, tree: ShardedTree, first: ShardedTree) -> PyTree[Tensor]:
         """The sums of squares of this rank's parts of a tree's leaves, 0-d. No communication.
@@ -345,11 +334,10 @@ class ShardedEngine:
             self._refuse_no_updates(tree)
             return squares_of(tree.local_rows)
 
-    @compared
+    @compared("norms")
     def norms(self, squares: Mapping[str, PyTree[Tensor]], first: ShardedTree) -> dict[str, Tensor]:
         """The norms of whole trees, 0-d, by name, from these sums. One all-reduce."""
-        with sharing_failures(*self.options.axes.groups, call="norms"), torch.no_grad():
-            return roots_of_totals(squares, self._across_of(first.sharding.layout))
+        return roots_of_totals(squares, self._across_of(first.sharding.layout))
 
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
         """Zeros in pieces for trained leaves, None elsewhere. No communication.
@@ -381,25 +369,21 @@ class ShardedEngine:
             made.named_from(origin)
             return made
 
-    @compared
+    @compared("unshard", settles=True)
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
         optimizer's state one collective per leaf that is not here whole."""
         axes = self.options.axes.at("unshard")
-        # A step's ranks agree at its end, and its host need not wait
-        groups, settles = self.options.axes.groups, scope_here() is None
-        with sharing_failures(*groups, call="unshard", settles=settles), torch.no_grad():
-            if isinstance(tree, ShardedOptState):
-                layout, plan = tree.holding.sharding.layout, tree.holding.plan
-                return all_gather_state(tree.beside, plan, layout, axes.optimizer)
-            return all_gather_tree(tree, axes)
+        if isinstance(tree, ShardedOptState):
+            layout, plan = tree.holding.sharding.layout, tree.holding.plan
+            return all_gather_state(tree.beside, plan, layout, axes.optimizer)
+        return all_gather_tree(tree, axes)
 
-    @compared
+    @compared("value_and_grad")
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
-        failures = sharing_failures(*self.options.axes.groups, call="value_and_grad")
-        with failures, self.orders.forgotten_on_failure():
+        with self.orders.forgotten_on_failure():
             run = self.open_gradient(call, tree)
             local = differentiate(run)
             return finish(run, local, agree_on(run, local))

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
+
 from ...optim.base import Transform
 from ...step.program import LossCall
 from ...step.scope import StepScope, scope_here
+from ..failures import sharing_failures
 from .donation import Donation
 from .kept import KeptTensors
 from .ledger import Ledger, LibraryCall, name_results
@@ -42,31 +45,42 @@ def ranks_here() -> RanksScope | None:
     return scope if isinstance(scope, RanksScope) else None
 
 
-def compared(function: Function) -> Function:
+def compared(call: str = "", *, settles: bool = False) -> Callable[[Function], Function]:
     """Let ranks compare the calls of a function of the library, an engine's method say, made by a
-    program. See Note [words that wait] in `ledger`.
+    program. See Note [words that wait] in `ledger`. It runs without gradients.
 
     Outside of a program's step on ranks, and in its threads, nothing is noted, and trees are named
     by what they were made of.
+
+    Args:
+        call: in words, of an engine's method, whose failure other ranks are told; "": it tells them
+            itself.
+        settles: outside of steps, whose ranks agree at the end, whether it waits until its results
+            are right; see `sharing_failures`.
     """
 
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        scope = ranks_here()
-        if scope is not None and not scope.ledger.takes_calls:
-            return function(*args, **kwargs)
-        given, settings = (*args, *kwargs.values()), {}
-        for argument in given:
-            if isinstance(argument, Transform):
-                settings["the optimizer"] = args[0].description_of(argument)
-            if isinstance(argument, LossCall):
-                settings["the options"] = {**vars(argument.options)}
-        call = LibraryCall(function.__name__, given, settings)
-        # Before the call, which may use up what it is given
-        calling = nullcontext(call.origin) if scope is None else scope.ledger.calling(call)
-        with calling as origin:
-            made = function(*args, **kwargs)
-        name_results(made, origin)
-        return made
+    def decorated(function: Any) -> Any:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            scope, groups = ranks_here(), args[0].options.axes.groups if call else ()
+            waits = settles and scope_here() is None
+            with sharing_failures(*groups, call=call, settles=waits), torch.no_grad():
+                if scope is not None and not scope.ledger.takes_calls:
+                    return function(*args, **kwargs)
+                given, settings = (*args, *kwargs.values()), {}
+                for argument in given:
+                    if isinstance(argument, Transform):
+                        settings["the optimizer"] = args[0].description_of(argument)
+                    if isinstance(argument, LossCall):
+                        settings["the options"] = {**vars(argument.options)}
+                noted = LibraryCall(function.__name__, given, settings)
+                # Before the call, which may use up what it is given
+                own = nullcontext(noted.origin) if scope is None else scope.ledger.calling(noted)
+                with own as origin:
+                    made = function(*args, **kwargs)
+                name_results(made, origin)
+                return made
 
-    return run  # type: ignore[return-value]
+        return run
+
+    return decorated

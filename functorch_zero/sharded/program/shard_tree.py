@@ -36,7 +36,7 @@ def shard_tree(tree: PyTree[Tensor], *, layout_like: ShardedTree) -> ShardedTree
 def shard_tree(tree: PyTree[Tensor], *, layout_like: PyTree[Tensor]) -> PyTree[Tensor]: ...
 
 
-@compared
+@compared()
 def shard_tree(
     tree: PyTree[Tensor],
     *,
