@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import optree
 from torch import Tensor
@@ -95,31 +96,75 @@ class Engine(Protocol):
 
 
 class OnEngine:
-    """A tree that an engine works on: the base class of sharded ones, which `layout` defines.
+    """A tree that an engine works on: the base class of sharded ones, which `layout` defines. It
+    has the attributes of the tree that users see.
+
+    Args:
+        holding: how it is cut, and its engine.
 
     Attributes:
+        holding: as given.
+        origin: the call of the library that has made it, or the place in a program's value, in
+            words that are the same on all ranks; "" where nobody has named it. See Note [words] in
+            `layout.piece`.
+        place: its path in the value that a program was given; None: it isn't of that.
         num_uses: how often it was read so far, or given to a function of the library.
-        origin: where it comes from, in words that are the same on all ranks; "" where nobody has
-            named it.
     """
 
-    num_uses: int
-    origin: str
+    without_engine: ClassVar[str]  # the error of one that was pickled
+
+    def __init__(self, holding: Any):
+        self.holding = holding
+        self._shown: Any = None  # the tree as users see it, once somebody has read it
+        self.origin, self.num_uses = "", 0
+        self.place: str | None = None
+
+    @property
+    def tree(self) -> Any:
+        """This rank's part, as users see it."""
+        raise NotImplementedError
+
+    @property
+    def are_leaves_shown(self) -> bool:
+        """Whether somebody has read the leaves, which become pieces when that happens."""
+        return self._shown is not None
 
     @property
     def is_used_up(self) -> bool:
-        """Whether a step has taken its storage."""
+        """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
         raise NotImplementedError
 
     @property
     def engine(self) -> Engine:
         """The engine of the ranks that hold it."""
-        raise NotImplementedError
+        engine: Engine | None = self.holding.engine
+        if engine is None:
+            raise StructureError(self.without_engine)
+        return engine
 
     @property
     def of_rank(self) -> int:
-        """The rank whose part this is, for errors."""
-        raise NotImplementedError
+        """The rank whose part this is."""
+        rank: int = self.holding.sharding.rank
+        return rank
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        """The tree's own attributes, such as `items` of a dict, or a state's fields; private ones
+        are not looked up."""
+        # "_" also keeps copy and pickle from asking a half-made node for its tree, and the others
+        # the properties' own errors from beginning anew
+        if name.startswith("_") or name in ("holding", "tree"):
+            raise AttributeError(name)
+        return getattr(self.tree, name)
 
     @property
     def in_words(self) -> str:

@@ -374,7 +374,7 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[L
             if isinstance(node, ShardedTree):
                 # Of all buckets, also of those that several nodes have
                 for home in filter(None, own):
-                    home.end()
+                    home.handed_on()
             else:
                 node.use_up()
     tensors = [leaf for leaf in optree.tree_leaves(as_local(made)) if isinstance(leaf, Tensor)]

@@ -44,15 +44,11 @@ class Home(Lease):
     def __init__(self, flat: Any, kind: Any = None, leaves: Sequence[Any] | None = None):
         self.flat, self.kind, self.leaves = flat, kind, leaves
 
-    def end(self) -> None:
-        """Note that a step writes over the tensors."""
-        self.has_ended, self.flat, self.leaves, self.published = True, None, None, None
-
     def handed_on(self) -> Home:
         """Its flat in a home of its own, for somebody who writes over it; this one has ended."""
-        flat, leaves = self.flat, self.leaves
-        self.end()
-        return Home(flat, self.kind, leaves)
+        made = Home(self.flat, self.kind, self.leaves)
+        self.has_ended, self.flat, self.leaves, self.published = True, None, None, None
+        return made
 
     def is_of(self, leaves: Sequence[Any]) -> bool:
         """Whether just these are cut from it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import is_
@@ -177,27 +177,26 @@ class ShardedTree(OnEngine):
         holding: how it is cut.
 
     Attributes:
-        holding: as given.
-        origin: the call of the library that has made the tree, or the place in a program's value,
-            in words that are the same on all ranks. See Note [words] in `piece`.
-        place: its path in the value that a program was given; None: it isn't of that.
         leases: those of the leaves that somebody has read, or that `tree_map` has put here.
-        num_uses: how often it was read so far, or given to a function of the library.
+        holding, origin, place, num_uses: as of all nodes.
     """
 
+    holding: Holding
+    without_engine = (
+        "a sharded tree that was pickled has no group of ranks. Remedy: use the step that made its "
+        "state, or shard the whole tree again with fz.shard_tree"
+    )
+
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
-        # Pieces, for users. None: they are made of the local tensors when somebody asks for them
-        self._tree: Any = tree
+        super().__init__(holding)
+        # Pieces. None: they are made of the local tensors when somebody asks for them
+        self._shown = tree
         self._local: Any = None  # the local tensors, once they are cut
-        self.holding = holding
         # By bucket, where nobody has read the leaves; None: they are None, or lie anywhere
         self._homes: list[Home | None] = []
         self._is_packed = False  # whether no leaf lies anywhere
         self.leases: Sequence[Lease] = () if tree is None else leases_of(optree.tree_leaves(tree))
         self._made: AsMade | None = None  # its leaves, once somebody has read them
-        self.origin: str = ""
-        self.place: str | None = None
-        self.num_uses = 0
 
     @classmethod
     def of_local(
@@ -233,21 +232,6 @@ class ShardedTree(OnEngine):
     def sharding(self) -> Sharding:
         """How the tree is cut."""
         return self.holding.sharding
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the ranks that hold the tree."""
-        if self.holding.engine is None:
-            raise StructureError(
-                "a sharded tree that was pickled has no group of ranks. Remedy: use the step that "
-                "made its state, or shard the whole tree again with fz.shard_tree"
-            )
-        return self.holding.engine
-
-    @property
-    def of_rank(self) -> int:
-        """The rank whose part this is."""
-        return self.sharding.rank
 
     @property
     def tree(self) -> PyTree[Tensor]:
@@ -288,10 +272,10 @@ class ShardedTree(OnEngine):
         self.num_uses += 1
         self._check_not_used_up()
         # The pieces are made when somebody first reads them
-        if self._tree is None:
-            self._tree = self._as_pieces(self.local_tree)
+        if self._shown is None:
+            self._shown = self._as_pieces(self.local_tree)
             self.leases = [*self.leases, *filter(None, self._homes)]
-        return self._tree
+        return self._shown
 
     def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
         """Of local tensors the pieces, which require grad where leaves are trained."""
@@ -337,7 +321,7 @@ class ShardedTree(OnEngine):
         """This rank's part, in which gradients and updates of tables may be `Rows`, until somebody
         asks for all elements of one of them; else as `local_tree`."""
         self._check_not_used_up()
-        if self._tree is not None:
+        if self._shown is not None:
             return self.sharding.layout.treedef.unflatten(self._leaves())
         if self._local is None:
             layout = self.sharding.layout
@@ -355,7 +339,7 @@ class ShardedTree(OnEngine):
     def _make_dense(self) -> None:
         """Hold tensors in place of `Rows`."""
         layout = self.sharding.layout
-        if self._tree is not None or self.holding.form == "held" or not layout.has_tables:
+        if self._shown is not None or self.holding.form == "held" or not layout.has_tables:
             return
         leaves: list[Any] = layout.treedef.flatten_up_to(self.local_rows)
         homes = [*self._homes]  # trees of the same leaves share the list
@@ -415,16 +399,16 @@ class ShardedTree(OnEngine):
                     flat = holding.pack(own, bucket)
                 homes[b] = Home(flat, (holding.form, bucket))
         # Those of leaves that users have are not remembered: these may be written to
-        if self._tree is None:
+        if self._shown is None:
             self._homes, self._local, self.leases, self._is_packed = homes, None, (), True
         return homes
 
     @property
     def known_homes(self) -> list[Home | None]:
         """By bucket, that which its leaves are cut from; None: they are None, or lie anywhere."""
-        if self._tree is None:
+        if self._shown is None:
             return [*self._homes]
-        shown = self._shown()
+        shown = self._shown_leaves()
         homes: list[Home | None] = []
         for bucket in self.sharding.layout.buckets:
             home = home_of([shown[n] for n in bucket.leaves])
@@ -440,8 +424,10 @@ class ShardedTree(OnEngine):
         if self.is_uncut:
             return
         layout, holding = self.sharding.layout, self.holding
-        are_shown = self._tree is not None
-        leaves = self._shown() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
+        are_shown = self._shown is not None
+        leaves = (
+            self._shown_leaves() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
+        )
         columns = layout.places, holding.trained, holding.extents(), holding.are_whole()
         rows = zip(leaves, *columns, strict=True)
         for n, (leaf, (b, _), is_trained, extent, is_whole) in enumerate(rows):
@@ -472,7 +458,9 @@ class ShardedTree(OnEngine):
         """Per leaf of a held tree, in tree order, whether it is trained: as the tree was cut; of
         leaves that somebody has read, whether it requires grad, as of a whole tree."""
         self._check_not_used_up()
-        return requiring_grad(self._shown()) if self.are_leaves_shown else self.holding.trained
+        return (
+            requiring_grad(self._shown_leaves()) if self.are_leaves_shown else self.holding.trained
+        )
 
     @property
     def is_read_only(self) -> bool:
@@ -507,12 +495,7 @@ class ShardedTree(OnEngine):
     @property
     def is_uncut(self) -> bool:
         """Whether all leaves are cut from flats of its own, and nobody has read them."""
-        return self._is_packed and self._tree is None
-
-    @property
-    def are_leaves_shown(self) -> bool:
-        """Whether somebody has read the leaves, which become pieces when that happens."""
-        return self._tree is not None
+        return self._is_packed and self._shown is None
 
     def held_as(self, holding: Holding) -> ShardedTree:
         """A tree of these leaves under another holding of the same cut. Those of params that
@@ -521,7 +504,7 @@ class ShardedTree(OnEngine):
             return ShardedTree.of_homes(self.homes(), holding)
         if holding is self.holding:
             return self
-        made = ShardedTree(self._tree, holding)
+        made = ShardedTree(self._shown, holding)
         made._local, made._homes = self._local, self._homes
         made._is_packed, made.leases = self._is_packed, self.leases
         return made
@@ -533,13 +516,9 @@ class ShardedTree(OnEngine):
         is_so = read_only == holding.read_only
         return holding if is_so else replace(holding, read_only=read_only)
 
-    def with_flats(
-        self, flats: Sequence[Any], published: Sequence[Tensor | None], holding: Holding
-    ) -> ShardedTree:
-        """A tree with leaves in these flats: this one's, where they lie there already.
-
-        `published`: of the same numbers, as of `note_published`; `holding`: of the same cut.
-        """
+    def with_flats(self, flats: Sequence[Any], holding: Holding) -> ShardedTree:
+        """A tree with leaves in these flats, and a holding of the same cut: this one's leaves,
+        where they lie there already."""
         homes, made = self.known_homes, self
         is_same = all(map(is_, flats, [home and home.flat for home in homes]))
         # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
@@ -549,7 +528,6 @@ class ShardedTree(OnEngine):
                 # Another tree may have leaves of a flat that stays
                 if home is not None and home.flat is flats[b]:
                     made._homes[b] = home
-        made.note_published(published)
         return made
 
     def published(self) -> list[Tensor | None]:
@@ -600,35 +578,35 @@ class ShardedTree(OnEngine):
     def named_from(self, origin: str, *, place: str | None = None) -> None:
         """Note where the tree comes from: ranks have made it alike. The leaves that somebody has
         read are made anew for those who come later."""
-        if self._tree is not None:
+        if self._shown is not None:
             leaves, self._homes, self._is_packed = self._leaves(), self.known_homes, False
-            self._local, self._tree = self.sharding.layout.treedef.unflatten(leaves), None
+            self._local, self._shown = self.sharding.layout.treedef.unflatten(leaves), None
         self._made, self.origin, self.place = None, origin, place
 
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
-        if self._tree is None:
+        if self._shown is None:
             return story_from(self.origin, self.sharding.layout.paths)
-        return story_of(self._shown(), self._made)
+        return story_of(self._shown_leaves(), self._made)
 
     @property
     def leaf_paths(self) -> Sequence[str]:
         """Of all leaves, in tree order."""
         return self.sharding.layout.paths
 
-    def _shown(self) -> list[Any]:
+    def _shown_leaves(self) -> list[Any]:
         """The leaves that users see, in tree order; None where masked."""
-        leaves: list[Any] = self.sharding.layout.treedef.flatten_up_to(self._tree)
+        leaves: list[Any] = self.sharding.layout.treedef.flatten_up_to(self._shown)
         return leaves
 
     def _leaves(self) -> list[Any]:
         """The local tensors, in tree order; None where masked."""
         treedef = self.sharding.layout.treedef
-        if self._tree is None:
+        if self._shown is None:
             leaves: list[Any] = treedef.flatten_up_to(self.local_tree)
             return leaves
-        return [_local_of(leaf, self.holding.form) for leaf in self._shown()]
+        return [_local_of(leaf, self.holding.form) for leaf in self._shown_leaves()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Engine and memory of flats stay behind; see `Holding.__reduce__`
@@ -639,29 +617,12 @@ class ShardedTree(OnEngine):
         made: ShardedTree = optree.tree_map(own_copy, self)
         return made
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
-
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
             f"a sharded tree takes no assignment, and its leaf {key!r} was assigned to. Remedy: "
             "make a new tree, by tree_map, by optree.tree_map_with_path to go by the path, or by "
             "fz.apply_updates(params, updates)"
         )
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tree)
-
-    def __len__(self) -> int:
-        return len(self.tree)
-
-    def __getattr__(self, name: str) -> Any:
-        """The tree's own attributes, such as `items` of a dict; private ones are not looked up."""
-        # "_" also keeps copy and pickle from asking a half-made node for its tree, and the others
-        # the properties' own errors from beginning anew
-        if name.startswith("_") or name in ("holding", "tree"):
-            raise AttributeError(name)
-        return getattr(self.tree, name)
 
     def __repr__(self) -> str:
         """The whole leaves' shapes, without values: inside of a loss there are none to read."""

@@ -78,7 +78,8 @@ class ShardedEvalStep:
             batch = without_engines(args[0] if len(args) == 1 else args)
             look = is_looked_at(next(self.unsharded.calls))
             options = self.options
-            joined, order = self.engine.join(given.trees, [True] * len(given.trees))
+            holdings = [tree.holding for tree in given.trees]
+            joined, order = self.engine.join(holdings, [True] * len(holdings))
             flats = flats_of_pass(given.trees, order, options.axes, log, options.places.params)
             device = flats[0].device
             check_batch(batch, device, self.group.rank)

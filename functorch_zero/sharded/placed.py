@@ -201,7 +201,9 @@ def moved_tree(places: ByUnit, tree: ShardedTree, frozen: dict[int, Tensor]) -> 
             flat = now if bucket.trainable else frozen.setdefault(id(flat), now)
         flats.append(flat)
         published.append(None if whole is None else moved(place, whole))
-    return tree.with_flats(flats, published, tree.holding)
+    made = tree.with_flats(flats, tree.holding)
+    made.note_published(published)
+    return made
 
 
 def emptied(places: ByUnit | None, layout: Layout) -> list[Callable[[Tensor], Tensor]]:

@@ -87,7 +87,10 @@ def publish(
     _finish([*started.values()])
     for b, publishing in started.items():
         published[b] = publishing.published
-    return params.with_flats(made, published, holding)
+    after = params.with_flats(made, holding)
+    if layout.publishes:
+        after.note_published(published)
+    return after
 
 
 def _add(

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -138,23 +138,21 @@ class ShardedOptState(OnEngine):
         homes: the flats that leaves of it are cut from, and that nobody else has.
 
     Attributes:
-        holding: as given.
-        origin: the call of the library that has made the state, or the place in a program's value,
-            in words that are the same on all ranks. See Note [words] in `piece`.
-        place: its path in the value that a program was given; None: it isn't of that.
-        num_uses: how often it was read so far, or given to a function of the library.
         leases: its own, which pieces of it have, and those of leaves that `tree_map` has put here.
-        are_leaves_shown: whether somebody has read its leaves.
+        holding, origin, place, num_uses: as of all nodes.
     """
 
+    holding: StateHolding
+    without_engine = (
+        "an optimizer's state that was pickled has no group of ranks. Remedy: use the step that "
+        "made it, or optimizer.init(params) on the sharded tree again"
+    )
+
     def __init__(self, tree: Any, holding: StateHolding, homes: Sequence[Home] = ()):
-        self._tree, self.holding, self._homes = tree, holding, homes
-        self._shown: Any = None  # the tree as users see it, once somebody has read it
+        super().__init__(holding)
+        self._tree, self._homes = tree, homes
         self._made: AsMade | None = None  # its leaves, where the library has made them
-        self.origin: str = ""
-        self.place: str | None = None
         self.leases = [Lease()]
-        self.num_uses = 0
 
     @classmethod
     def of_shown(cls, tree: Any, holding: StateHolding) -> ShardedOptState:
@@ -210,11 +208,6 @@ class ShardedOptState(OnEngine):
     def is_used_up(self) -> bool:
         """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
         return any(map(has_ended, self.leases))
-
-    @property
-    def are_leaves_shown(self) -> bool:
-        """Whether somebody has read the leaves."""
-        return self._shown is not None
 
     def named_from(self, origin: str, *, place: str | None = None) -> None:
         """Note where the state comes from: ranks have made it alike. The leaves that somebody has
@@ -314,38 +307,6 @@ class ShardedOptState(OnEngine):
             lease.has_ended = True
         self._tree = self._shown = None
         self._homes = ()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the ranks that hold the state."""
-        if self.holding.engine is None:
-            raise StructureError(
-                "an optimizer's state that was pickled has no group of ranks. Remedy: use the step "
-                "that made it, or optimizer.init(params) on the sharded tree again"
-            )
-        return self.holding.engine
-
-    @property
-    def of_rank(self) -> int:
-        """The rank whose part this is."""
-        return self.holding.sharding.rank
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tree)
-
-    def __len__(self) -> int:
-        return len(self.tree)
-
-    def __getattr__(self, name: str) -> Any:
-        """The state's own fields; private ones are not looked up."""
-        # "_" also keeps copy and pickle from asking a half-made node for its tree, and "tree" the
-        # property's own error from beginning anew
-        if name.startswith("_") or name in ("holding", "tree"):
-            raise AttributeError(name)
-        return getattr(self.tree, name)
 
     def _replace(self, **changes: Any) -> ShardedOptState:
         """Of a NamedTuple: the state with other fields."""

@@ -22,7 +22,8 @@ from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...layout.joined import Joined, join_layouts
 from ...layout.layout import Layout
-from ...layout.sharded_tree import ShardedTree, is_held, shapes_of
+from ...layout.sharded_tree import Holding, ShardedTree, is_held, shapes_of
+from ...layout.sharding import Sharding
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
@@ -397,7 +398,9 @@ class ShardedEngine:
         """
         call.check(self.rank)
         given = LossTrees(tree, call.args)
-        joined, order = self.join(given.trees, given.trained)
+        for one in given.trees:
+            self._check_held(one)
+        joined, order = self.join([one.holding for one in given.trees], given.trained)
         # Ranks that take gradients of other things, or in another order, find out in `agree_on`
         name = getattr(call.loss, "__qualname__", type(call.loss).__name__)
         log = [f"gradient {self._gradients.next() + 1} of {name} {given.in_words}"]
@@ -461,14 +464,12 @@ class ShardedEngine:
         return replace(self.options, reduction=kept.reduction), kept
 
     def join(
-        self, trees: Sequence[ShardedTree], trained: Sequence[bool]
+        self, holdings: Sequence[Holding], trained: Sequence[bool]
     ) -> tuple[Joined, PrefetchOrder]:
         """The layouts of held trees as one, of which the trained trees' stay trainable; and the
         order in which the last pass over them gathered units."""
-        for sharded in trees:
-            self._check_held(sharded)
-        layouts = [sharded.sharding.layout for sharded in trees]
-        names = _prefixes([sharded.holding.name for sharded in trees])
+        layouts = [holding.sharding.layout for holding in holdings]
+        names = _prefixes([holding.name for holding in holdings])
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
         joined = self._joined.get(key)
@@ -514,7 +515,7 @@ class ShardedEngine:
         self._refuse_no_updates(updates)
         axes = self.options.axes
         is_sharded = isinstance(state, ShardedOptState)
-        if not is_sharded or not _follows(state, params):
+        if not is_sharded or not _follows(state.holding.sharding, params.sharding):
             raise StructureError(
                 explain(
                     "an optimizer was given a state that it has not made of these params",
@@ -594,9 +595,8 @@ def _prefixes(names: Sequence[str]) -> list[str] | None:
     return found
 
 
-def _follows(state: ShardedOptState, params: ShardedTree) -> bool:
+def _follows(of_state: Sharding, of_params: Sharding) -> bool:
     """Whether an optimizer's state is cut as the params are."""
-    of_state, of_params = state.holding.sharding, params.sharding
     same_rank = (of_state.rank, of_state.mesh) == (of_params.rank, of_params.mesh)
     ours, theirs = of_state.layout, of_params.layout
     # By identity first: comparing layouts takes longer

@@ -121,7 +121,7 @@ class Nodes(NamedTuple):
         if treedef != self.treedef:
             outline = self.treedef.unflatten(map(_structure_of, self.nodes))
             check_next_value(outline, value, rank)  # which names the difference
-        made = self._replace(nodes=[*map(_plain, nodes)])
+        made = self._replace(nodes=[x if is_on_engine(x) else _plain(x) for x in nodes])
         before, after = [*self.nodes], [*made.nodes]
         for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):
             if not is_on_engine(one) or type(one) is not type(two):
@@ -159,8 +159,11 @@ class Nodes(NamedTuple):
         """
         found = []
         for path, noted, node in zip(self.paths, self.noted, self.nodes, strict=True):
-            node = _as_noted(node, noted)
-            if step is not None and is_on_engine(node):
+            is_tree = is_on_engine(node)
+            # The usual case: a step has made it for this place, and nobody has read its leaves
+            if not is_tree or node.holding is not noted or node.are_leaves_shown:
+                node = _as_noted(node, noted)
+            if step is not None and is_tree:
                 # With the number, since a program may keep trees of earlier steps
                 origin = text_from(f"step {step}'s value", path)
                 if are_given:
@@ -281,9 +284,6 @@ def _state_like(noted: StateHolding) -> Any:
 
 
 def _as_noted(node: Any, noted: Any) -> Any:
-    # The usual case: a step has made it for this place, and nobody has read its leaves
-    if is_on_engine(node) and node.holding is noted and not node.are_leaves_shown:
-        return node
     # Pickled, it has lost its engine
     if isinstance(node, ShardedOptState) and node.holding.engine is None and _is_cut(noted):
         return node.on(noted.engine)
