@@ -7,7 +7,8 @@ through them, in one step and from step to step, whichever losses they are of.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 from ...errors import StructureError
 from ...layout.joined import join_layouts
@@ -44,6 +45,27 @@ class TrainedTrees:
         self.parts = ReductionParts(options.reduction, joined.layout, options.axes)
         self._first_buckets = dict(zip(layouts, joined.first_buckets, strict=True))
         self._rank = options.group.rank
+
+    @classmethod
+    def of(
+        cls, value: Nodes, nameless: str | None, options: Options, known: TrainedTrees | None
+    ) -> TrainedTrees:
+        """Those of a value whose trees know whether they are trained.
+
+        Args:
+            nameless: the place of a tree whose leaves keep their own paths.
+            options: those of `shard`.
+            known: of another value of the program, which mostly has the same trees.
+        """
+        layouts: dict[str, Layout] = {}
+        for path, node in value.by_path.items():
+            if _keeps(node):
+                layouts["" if path == nameless else path] = node.sharding.layout
+        if known is None or [*known.layouts] != [*layouts]:
+            return cls(layouts, options)
+        # By identity, since to compare layouts takes long
+        is_same = all(map(is_, known.layouts.values(), layouts.values()))
+        return known if is_same else cls(layouts, options)
 
     def buckets_of(self, place: str) -> dict[int, int]:
         """By number of a trained bucket in the tree of this place, its number among all."""
@@ -103,30 +125,6 @@ class TrainedTrees:
         return type(self.reduction).__name__
 
 
-class PartsOfValues:
-    """The `TrainedTrees` of a program's values. Those of the last value are kept: the next one has
-    the same.
-
-    Args:
-        options: those of `shard`.
-        nameless: the place of a tree whose leaves keep their own paths.
-    """
-
-    def __init__(self, options: Options, nameless: str | None):
-        self._options, self._nameless = options, nameless
-        self._known: TrainedTrees | None = None
-
-    def of(self, value: Nodes) -> TrainedTrees:
-        """Those of a value whose trees know whether they are trained."""
-        layouts: dict[str, Layout] = {}
-        for path, node in value.by_path.items():
-            if _keeps(node):
-                layouts["" if path == self._nameless else path] = node.sharding.layout
-        if self._known is None or not _same(self._known.layouts, layouts):
-            self._known = TrainedTrees(layouts, self._options)
-        return self._known
-
-
 def _keeps(node: Any) -> bool:
     """Whether this is a tree, in the form of params, whose gradients may be asked for, and go by
     the reduction. Those of a tree that `fz.shard_tree` has cut with a level of its own don't."""
@@ -136,12 +134,6 @@ def _keeps(node: Any) -> bool:
     # A pickled tree has none, and whatever is asked of it says so
     goes_by_reduction = engine is None or engine.keeps_tensors
     return goes_by_reduction and any(node.holding.trained)
-
-
-def _same(known: Mapping[str, Layout], layouts: Mapping[str, Layout]) -> bool:
-    """Whether these are layouts of the same trees: the same objects, since to compare them takes
-    long."""
-    return [*known] == [*layouts] and all(known[name] is layouts[name] for name in known)
 
 
 class KeptTensors:
@@ -195,26 +187,20 @@ class KeptTensors:
         return after.parts.parts_of(kept)
 
 
-class KeptOfGradient:
-    """The tensors that a reduction keeps of the trees of one gradient.
+class KeptOfGradient(NamedTuple):
+    """The tensors that a reduction keeps of the trees of one gradient."""
 
-    Args:
-        kept: of all trees, by bucket. It is written to.
-        numbers: by trained bucket of the gradient's pass, its number there.
-    """
-
-    def __init__(self, kept: dict[int, Kept], numbers: Mapping[int, int]):
-        self._kept, self._numbers = kept, numbers
+    kept: dict[int, Kept]  # of all trees, by bucket. It is written to
+    numbers: Mapping[int, int]  # by trained bucket of the gradient's pass, its number there
 
     @property
     def before(self) -> dict[int, Kept]:
         """Those that the reduction begins with, by bucket of the pass."""
-        return {b: self._kept[number] for b, number in self._numbers.items()}
+        return {b: self.kept[number] for b, number in self.numbers.items()}
 
     def replace(self, kept: Mapping[int, Kept]) -> None:
         """Note those that it has kept, by bucket of the pass."""
-        for b, number in self._numbers.items():
-            self._kept[number] = kept[b]
+        self.kept.update({number: kept[b] for b, number in self.numbers.items()})
 
 
 def _moved(value: Nodes, places: Sequence[str]) -> dict[str, str]:

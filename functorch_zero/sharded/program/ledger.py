@@ -155,23 +155,6 @@ class Ledger:
             elif self.is_by_gradients and not is_within(path, self._own):
                 self._note_leaf(f"the value's leaf {path!r}", node)
 
-    def note_results(self, nodes: Mapping[str, Any], metrics: Metrics, num_draws: int) -> None:
-        """Note the results of the step, after the calls that they follow from.
-
-        Args:
-            nodes: of the next value, by path.
-            metrics: by name, 0-d.
-            num_draws: of `fz.random`. Trees follow from them, and what losses are given.
-        """
-        self.facts = {"the number of draws of fz.random": num_draws} | self.facts
-        for path, node in nodes.items():
-            if is_on_engine(node):
-                self._note_story(f"the next value's tree {path!r}", node)
-            elif not is_within(path, self._own):
-                self._note_leaf(f"leaf {path!r}", node)
-        for name, metric in metrics.items():
-            self._note_leaf(f"metric {name!r}", metric)
-
     def _note_story(self, name: str, node: OnEngine) -> None:
         """Note how a tree was made, under a name of the tree."""
         story = node.story
@@ -210,12 +193,27 @@ class Ledger:
             return self._compare(self, label, flags=flags)
         return self._compare(self, label, flags=flags, batch=batch)
 
-    def settle_at_end(self, args: Sequence[Any]) -> None:
-        """Compare all words of the step, and its results.
+    def settle_at_end(
+        self, args: Sequence[Any], nodes: Mapping[str, Any], metrics: Metrics, num_draws: int
+    ) -> None:
+        """Compare all words of the step, and its results, after the calls that they follow from.
 
         Args:
             args: of the step, after the state: this rank's part of the batch.
+            nodes: of the next value, by path.
+            metrics: by name, 0-d.
+            num_draws: of `fz.random`. Trees follow from them, and what losses are given.
         """
+        if self.is_by_gradients:
+            return
+        self.facts = {"the number of draws of fz.random": num_draws} | self.facts
+        for path, node in nodes.items():
+            if is_on_engine(node):
+                self._note_story(f"the next value's tree {path!r}", node)
+            elif not is_within(path, self._own):
+                self._note_leaf(f"leaf {path!r}", node)
+        for name, metric in metrics.items():
+            self._note_leaf(f"metric {name!r}", metric)
         # Sharded trees are no batch
         own = without_engines((*args,))
         self._compare(self, "step/agreement", batch=own)

@@ -71,7 +71,7 @@ from ..tree_numbers import next_number
 from .agreement import AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
-from .kept import KeptTensors, PartsOfValues
+from .kept import KeptTensors, TrainedTrees
 from .ledger import Agreement, Ledger
 from .outline import structure_made_of
 from .scope import RanksScope
@@ -123,7 +123,7 @@ class ShardedStep:
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
-        self._parts = PartsOfValues(options, step.nameless)
+        self._trees: TrainedTrees | None = None  # of the last value
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._structures: list[ValueStructure] = []
@@ -254,7 +254,7 @@ class ShardedStep:
             self._placed(marked).value,
             seed,
             sharding=self._sharding(layouts),
-            parts=self._parts.of(marked).parts.init(marked.device),
+            parts=self._trees_of(marked).parts.init(marked.device),
         )
         return state, cut
 
@@ -357,22 +357,28 @@ class ShardedStep:
         failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
+            # The state arrives: its nodes are noted as they are given, then marked and named
             as_given, number = self._checked(state), int(state.step)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
             ledger.note_given(as_given.by_path)
-            given, kept = as_given.as_noted(number, are_given=True), None
+            given, kept, donation = as_given.as_noted(number, are_given=True), None, None
             # Parts that it doesn't keep are refused
             if self.options.reduction.keeps or state.parts is not None:
-                kept = KeptTensors(self._parts.of(given), state.parts)
-            donation, streams = None, Streams(state.seed, state.step)
+                kept = KeptTensors(self._trees_of(given), state.parts)
             if self.options.donate:
                 assert state.sharding is not None
                 # A file may still be made of the state
                 agree = [ledger.settle, state.sharding.take_storage]
                 donation = Donation(given.nodes, self._earlier, agree)
+            # A training step's program is the library's own, which writes to none of them
+            compares = look and not self.unsharded.is_training_step
+            unwritten = Unwritten(given.tensors, look=compares)
+
+            # The program runs
+            streams = Streams(state.seed, state.step)
             scope = RanksScope(
                 streams=streams,
                 calls=self._loss_calls,
@@ -381,27 +387,25 @@ class ShardedStep:
                 donation=donation,
                 kept=kept,
             )
-            # A training step's program is the library's own, which writes to none of them
-            compares = look and not self.unsharded.is_training_step
-            unwritten = Unwritten(given.tensors, look=compares)
             with running(scope, given.device), noting_missing_graphs():
                 result = self.unsharded.program(given.value, *args)
+
+            # Its results are compared: with the state, and with those of other ranks
             self.unsharded.check_taken(streams, rank)
-            new, metrics = check_result(result, rank)
-            made = given.next(new, rank, free=self.unsharded.free)
+            value, metrics = check_result(result, rank)
+            made = given.next(value, rank, free=self.unsharded.free)
             unwritten.check(lambda node, leaf: given.paths[node], rank, given.used_up())
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            if not ledger.is_by_gradients:
-                ledger.note_results(made.by_path, metrics, streams.num_draws)
-                ledger.settle_at_end(args)
+            ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
             if donation is not None:
                 self._earlier = donation.findings(result)
-            # Once ranks have compared the value: that may have cut leaves, which are made anew
+
+            # It is handed on: to compare it may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made
             after = placed.as_noted(number + 1)
-            parts = None if kept is None else kept.next_parts(made, self._parts.of(after))
+            parts = None if kept is None else kept.next_parts(made, self._trees_of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
     def _structure_of(self, state: State) -> ValueStructure | None:
@@ -473,7 +477,7 @@ class ShardedStep:
                 step=state.step.clone(),
                 value=value,
                 seed=tree_map(torch.clone, state.seed),
-                parts=self._parts.of(marked).parts.whole(state.parts, axes.at("unshard")),
+                parts=self._trees_of(marked).parts.whole(state.parts, axes.at("unshard")),
                 trained=self.unsharded.trained_of(value),
             )
 
@@ -495,7 +499,7 @@ class ShardedStep:
             value = structure.part_of(state.value)
             check_trained_alike(self.unsharded.as_trained(state), value, self.group.rank)
             nodes = Nodes.of(value)
-            parts = self._parts.of(nodes).parts.part(state.parts, nodes.device)
+            parts = self._trees_of(nodes).parts.part(state.parts, nodes.device)
             self._note_structure(structure)
             return State(
                 step=state.step.clone(),
@@ -534,10 +538,16 @@ class ShardedStep:
         joined = join_layouts([*layouts.values()], [True] * len(names), names)
         return self.options.sharding(joined.layout)
 
+    def _trees_of(self, value: Nodes) -> TrainedTrees:
+        """The trained trees of a value that knows which are; mostly they are the last one's."""
+        nameless = self.unsharded.nameless
+        self._trees = TrainedTrees.of(value, nameless, self.options, self._trees)
+        return self._trees
+
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
         nodes = Nodes.of_state(state, self._structure_of(state))
-        return self._parts.of(nodes.as_noted()).parts
+        return self._trees_of(nodes.as_noted()).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
