@@ -204,8 +204,6 @@ class Ledger:
             metrics: by name, 0-d.
             num_draws: of `fz.random`. Trees follow from them, and what losses are given.
         """
-        if self.is_by_gradients:
-            return
         self.facts = {"the number of draws of fz.random": num_draws} | self.facts
         for path, node in nodes.items():
             if is_on_engine(node):

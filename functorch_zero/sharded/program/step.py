@@ -398,7 +398,8 @@ class ShardedStep:
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
-            ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
+            if not ledger.is_by_gradients:
+                ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
             if donation is not None:
                 self._earlier = donation.findings(result)
 
