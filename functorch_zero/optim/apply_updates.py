@@ -7,7 +7,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
@@ -50,10 +49,10 @@ def apply_whole(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTre
     remedy = "pass the trees that fz.value_and_grad and the optimizer gave of these params"
     # None is an update here, so optree must not skip it
     same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=remedy)
-    leaves = optree.tree_leaves(params, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
     given = optree.tree_leaves(updates, none_is_leaf=True)
     check_no_complex_for_real(given, leaves, lambda n: paths(params, lambda x: x is None)[n])
-    return tree_map(add, params, updates, none_is_leaf=True)
+    return treedef.unflatten(map(add, leaves, given))
 
 
 def check_no_complex_for_real(

@@ -7,6 +7,7 @@ communicates. Where a docstring mentions no state there is none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ..base import (
     NumberOrSchedule,
     Schedule,
     Transform,
-    Update,
     init_empty,
     keeping_zeros,
     pointwise,
@@ -93,20 +93,22 @@ def scale_by_learning_rate(learning_rate: NumberOrSchedule, *, flip_sign: bool =
         count = step_count()
         return ScaleByLearningRateState(count, number(value_of(learning_rate, count)))
 
-    def update_with(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
-        def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Any, Any]:
-            rate = value_of(learning_rate, state.count)
-            # Updates are added to the params, so descent is a negative factor
-            factor = -rate if flip_sign else rate
-            scaled = elementwise(lambda u: multiply(u, factor), updates)
-            # A float64 copy for reports, whatever the schedule answers with
-            last = number(rate) if fixed is None else fixed
-            return scaled, ScaleByLearningRateState(state.count + 1, last)
+    def update(
+        updates: Tree,
+        state: ScaleByLearningRateState,
+        params: Tree,
+        *,
+        multiply: Callable[[Tensor, Any], Tensor] = torch.mul,
+    ) -> tuple[Tree, ScaleByLearningRateState]:
+        rate = value_of(learning_rate, state.count)
+        # Updates are added to the params, so descent is a negative factor
+        factor = -rate if flip_sign else rate
+        scaled = elementwise(lambda u: multiply(u, factor), updates)
+        # A float64 copy for reports, whatever the schedule answers with
+        last = number(rate) if fixed is None else fixed
+        return scaled, ScaleByLearningRateState(state.count + 1, last)
 
-        return update
-
-    scaling = pointwise(init, update_with(torch.mul), in_place=update_with(Tensor.mul_))
-    return keeping_zeros(scaling)
+    return keeping_zeros(pointwise(init, update, in_place=partial(update, multiply=Tensor.mul_)))
 
 
 @named

@@ -14,12 +14,12 @@ optimizer divides gradients by.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, add_scaled, add_scaled_, elementwise, is_zero
-from ..base import NumberOrSchedule, Transform, Update, pointwise, value_of
+from ..base import NumberOrSchedule, Transform, pointwise, value_of
 from ..naming import named
 from ..states import CountState, init_count
 from ..wrappers.masking import Mask, masked
@@ -38,17 +38,20 @@ def add_decayed_weights(
         mask: which leaves decay, as for `masked`; None for all.
     """
 
-    def update_with(add: Callable[[Tensor, Tensor, Number], Tensor]) -> Update:
-        def update(updates: Tree, state: CountState, params: Tree) -> tuple[Any, Any]:
-            # A schedule's value may be a 0-d tensor on the CPU, a number stays one
-            decay = value_of(weight_decay, state.count)
-            decayed = elementwise(lambda u, p: add(u, p, decay), updates, params)
-            return decayed, CountState(state.count + 1)
-
-        return update
+    def update(
+        updates: Tree,
+        state: CountState,
+        params: Tree,
+        *,
+        add: Callable[[Tensor, Tensor, Number], Tensor] = add_scaled,
+    ) -> tuple[Tree, CountState]:
+        # A schedule's value may be a 0-d tensor on the CPU, a number stays one
+        decay = value_of(weight_decay, state.count)
+        decayed = elementwise(lambda u, p: add(u, p, decay), updates, params)
+        return decayed, CountState(state.count + 1)
 
     # In place it writes over the updates only; params are read
-    everywhere = pointwise(init_count, update_with(add_scaled), in_place=update_with(add_scaled_))
+    everywhere = pointwise(init_count, update, in_place=partial(update, add=add_scaled_))
     return everywhere if mask is None else masked(everywhere, mask)
 
 
