@@ -233,11 +233,7 @@ class UnitContent(NamedTuple):
     trained: tuple[int, ...]  # the numbers of its trained buckets
     slices: tuple[slice, ...]  # per trained bucket, its leaves among the unit's
     frozen: tuple[int, ...]  # among the unit's leaves, those that are not trained
-
-    @property
-    def is_table(self) -> bool:
-        """Whether it is a table, whose rows alone are used."""
-        return any(bucket.cut.by_rows for bucket in self.buckets)
+    is_table: bool  # whose rows alone are used
 
 
 class LossView(NamedTuple):
@@ -302,6 +298,7 @@ class Layout:
             trained=tuple(trained),
             slices=tuple(slices),
             frozen=tuple(frozen),
+            is_table=any(bucket.cut.by_rows for bucket in buckets),
         )
 
     @cached_property

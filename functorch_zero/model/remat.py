@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
 from .references import unshared_copy
-from .slots import Place, leaves_for, put, tensors_in
+from .slots import Place, put, put_by_path, tensors_in
 
 _PLAIN = frozenset([bool, int, float, str, type(None)])
 
@@ -96,7 +96,7 @@ class _Region:
         copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
         for place, buffer in zip(self._places, self._before, strict=True):
             copies.setdefault(place.leaf, buffer.clone())
-        put(self._places, leaves_for(self._places, copies))
+        put_by_path(self._places, copies)
         put(self._params, self._leaves)
         settings = [_settings(module) for module in self._modules]
         self._set(self._settings)

@@ -35,7 +35,7 @@ from .lazy_param import LazyParam, check_answered
 from .lazy_table import LazyTable
 from .references import references
 from .remat import recomputed
-from .slots import Place, Slot, check_kept, entering, leaves_for, leaves_inside, put, tensors_in
+from .slots import Place, Slot, check_kept, entering, leaves_inside, put_by_path, tensors_in
 
 
 class Anatomy(NamedTuple):
@@ -68,8 +68,6 @@ class Skeleton:
         self._param_places = _places(root, anatomy.slots, params_dict)
         self._buffer_places = _places(root, anatomy.buffer_slots, buffers_dict)
         self._add_other_places()
-        self._all_places = self._param_places + self._buffer_places
-        self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
         self._in_regions = leaves_inside(anatomy.slots, anatomy.compiled)
         self._hooked = any(map(has_backward_hooks, root.modules()))
@@ -233,8 +231,8 @@ class Skeleton:
         """
         if self.is_free():
             self._params = {}
-            for place, empty in zip(self._all_places, self._empty, strict=True):
-                place.fill(empty)
+            for place in self._param_places + self._buffer_places:
+                place.fill(place.empty)
         else:
             taken = self._put_copies(buffers)
             # A hook runs in backward, and finds these
@@ -246,7 +244,7 @@ class Skeleton:
         """Put copies in the places of buffers, since modules write to theirs."""
         taken = {path: copy_of(buffer) for path, buffer in buffers.items()}
         tensors = {path: copied.tensor for path, copied in taken.items()}
-        put(self._buffer_places, leaves_for(self._buffer_places, tensors))
+        put_by_path(self._buffer_places, tensors)
         return taken
 
     def new_buffers(
@@ -262,7 +260,8 @@ class Skeleton:
         if self._lazy:
             check_answered(self._params)
         found: dict[str, Tensor] = {}
-        for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
+        for place in self._buffer_places:
+            buffer = place.held[place.attribute]
             if found.setdefault(place.leaf, buffer) is not buffer:
                 raise _torn(place)
         new = dict(old)

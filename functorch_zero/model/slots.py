@@ -52,16 +52,17 @@ class Place:
         held: the module's own dict, from `params_dict` or `buffers_dict`; or another dict or list.
         attribute: a name; a key or an index of another container.
         leaf: the leaf's path.
+        empty: the tensor on the meta device that was there first.
         ours: of a param, what the library has there: the leaf, or a whole one that an entrance has
             put there. A place that holds anything else was filled by somebody else,
             `torch.func.functional_call` say.
     """
 
-    __slots__ = ("attribute", "held", "leaf", "ours")
+    __slots__ = ("attribute", "empty", "held", "leaf", "ours")
 
     def __init__(self, held: Any, attribute: Any, leaf: str):
         self.held, self.attribute, self.leaf = held, attribute, leaf
-        self.ours = held[attribute]
+        self.empty = self.ours = held[attribute]
 
     def fill(self, value: Any) -> None:
         """Put in what the library has there from now on."""
@@ -94,9 +95,10 @@ def check_kept(places: Iterable[Place]) -> None:
             )
 
 
-def leaves_for(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
-    """The leaf that each place uses, in the order of the places."""
-    return [leaves[place.leaf] for place in places]
+def put_by_path(places: Iterable[Place], leaves: Mapping[str, Any]) -> None:
+    """Put into each place the leaf that is used there."""
+    for place in places:
+        place.held[place.attribute] = leaves[place.leaf]
 
 
 def entering(

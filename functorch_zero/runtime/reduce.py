@@ -293,16 +293,15 @@ class GradientReduction:
                     self._under_way.append([])
                 self._under_way[-1] += self._together_of(b).add(b, flat, is_last=is_last)
                 return
+            group = labelled(shard.group if cut else self._axes.data, self._label(b))
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)
                 work = shard.sum_to_pieces(result, flat)
                 result = rounded(result, bucket.reduce)
             elif bucket.codec is not None:
-                group = shard.group if cut else self._axes.data
-                result, work = sum_encoded(flat, bucket.codec, labelled(group, self._label(b)))
+                result, work = sum_encoded(flat, bucket.codec, group)
             else:
-                group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
                 versions = [version_of(x) for x in kept.values()]
                 # A flat that is not cut is given away
