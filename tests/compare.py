@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
@@ -64,6 +65,26 @@ def train_sharded(
         states.append(sharded.unshard(state))
         metrics.append(seen)
     return Run(states, metrics)
+
+
+def assert_equal_on_ranks(
+    make: Callable[[], tuple[TrainStep, Any, Any]],
+    batches: Sequence[Batch],
+    sizes: list[int],
+    *,
+    unused: Sequence[str] = (),
+    tolerance: float | Callable[[str], float] = REORDERED,
+    **options: Any,
+) -> list[Run]:
+    """Train by the oracle, and on a rank per part of a batch, each with a step of its own from
+    `make`; compare. The ranks' runs."""
+    expected = train(*make(), batches)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *make(), batches, sizes, **options), len(sizes)
+    )
+    assert_same_on_all_ranks(runs)
+    assert_equal_updates(expected, runs[0], unused=unused, tolerance=tolerance)
+    return runs
 
 
 def assert_same_on_all_ranks(runs: Sequence[Run]) -> None:

@@ -104,7 +104,7 @@ def test_what_was_saved_is_not_trivial(name: str) -> None:
         assert leaf.any() and torch.isfinite(leaf).all(), path
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 2, rows=True), ids=str)
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 3, rows=True), ids=str)
 def test_every_leaf_is_bit_for_bit_what_was_saved(name: str, layout: Layout) -> None:
     expected = expected_of(name)
 
@@ -134,7 +134,7 @@ def test_dims_lie_in_memory_as_they_did(name: str, path: str, order: tuple[int, 
     assert leaf.stride() == torch.empty_permuted(leaf.shape, order).stride()
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 2, rows=True), ids=str)
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 3, rows=True), ids=str)
 def test_training_goes_on(name: str, layout: Layout) -> None:
     """The next step is the unsharded one's, by the fixture's grade; and it is finite, and not
     zero."""

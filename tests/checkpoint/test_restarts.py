@@ -65,8 +65,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("level", "fault"),
     tiers(
-        [(3, "kill")],
-        [(1, "raise inside"), (3, "hang"), (1, "raise"), (1, "kill inside"), (3, "raise inside")],
+        thorough=[
+            (3, "kill"),
+            (1, "raise inside"),
+            (3, "hang"),
+            (1, "raise"),
+            (1, "kill inside"),
+            (3, "raise inside"),
+        ],
         rows=True,
     ),
 )

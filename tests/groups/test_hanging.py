@@ -42,7 +42,7 @@ from tests.collectives import check_all, several_at_once
 from tests.faults import Trigger
 from tests.groups.hanging import DEVICE, CurrentDevice, HangingGroup, on_device
 from tests.models import ZOO, split
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
@@ -612,7 +612,7 @@ def out_of_memory(*arguments: Any) -> None:
 CALLS = {"step.unshard": "all_gather", "fz.unshard": "all_gather", "broadcast": "broadcast"}
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", thinned(CALLS, 3))
 def test_a_rank_fails_before_it_takes_part_in_a_gather(call: str) -> None:
     """The other host runs ahead of its device, and has no values to return."""
 
@@ -687,6 +687,7 @@ def test_a_rank_is_killed_while_the_others_wait_for_a_gather(
     assert error == "LostPeerError" and seconds < SOON
 
 
+@THOROUGH
 def test_a_step_of_replicas_is_tried_again() -> None:
     """Ranks that share no piece with the one that failed hear of it, too."""
 

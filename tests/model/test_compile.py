@@ -76,7 +76,6 @@ COMPILED = {"compile": Block, "compile_options": {"backend": counting, "fullgrap
 @pytest.mark.parametrize(
     ("levels", "more"),
     [
-        pytest.param((3,), {}, id="quick"),
         pytest.param(LEVELS, {}, id="levels", marks=THOROUGH),
         pytest.param((0, 3), {"remat": Block}, id="remat", marks=THOROUGH),
     ],

@@ -18,7 +18,9 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+)
 from tests.models import even
 from tests.modules import Net, in_turn, seeded
 from tests.tiers import crossed, thinned
@@ -168,15 +170,7 @@ def check(head: Head, level: int, *, precision: Any = None, ranks: int = 2, **op
         made = train_step(loss_of(apply, head), optim.sgd(0.05, momentum=0.9), accumulate=2)
         return made, params, buffers
 
-    expected = train(*step(), batches())
-    runs = run_ranks(
-        lambda group: train_sharded(
-            group, *step(), batches(), even(12, ranks), level=level, **options
-        ),
-        ranks,
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(step, batches(), even(12, ranks), level=level, **options)
 
 
 @pytest.mark.parametrize(("name", "level"), crossed([*HEADS], LEVELS))

@@ -13,9 +13,11 @@ from torch.func import grad
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.groups import run_ranks
 from functorch_zero.precision import Precision
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+    train,
+)
 from tests.models import even
 from tests.modules import seeded
 from tests.tiers import crossed
@@ -156,13 +158,11 @@ def test_one_process(given: Given, mode: Mode, precision: Any) -> None:
     ("given", "mode", "precision", "level"), crossed(GIVEN, MODES, PRECISIONS, LEVELS)
 )
 def test_every_level(given: Given, mode: Mode, precision: Any, level: int) -> None:
-    expected = train(*step_of(given, mode, precision), batches(precision))
-    runs = run_ranks(
-        lambda group: train_sharded(
-            group, *step_of(given, mode, precision), batches(precision), even(6, 2), level=level
-        ),
-        2,
-    )
-    assert_same_on_all_ranks(runs)
     tolerance = 1e-12 if precision is None else 1e-5
-    assert_equal_updates(expected, runs[0], tolerance=tolerance)
+    assert_equal_on_ranks(
+        lambda: step_of(given, mode, precision),
+        batches(precision),
+        even(6, 2),
+        level=level,
+        tolerance=tolerance,
+    )

@@ -18,9 +18,12 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+)
 from tests.models import even
 from tests.modules import Net, seeded
+from tests.runtime.test_nested_backward import RunAgain
 from tests.tiers import crossed, thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "inside-a-loss.md"
@@ -76,25 +79,6 @@ class Unread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return 2 * grad, grad.sum().expand(ctx.shape)
-
-
-class RunAgain(torch.autograd.Function):
-    """x -> f(x); backward runs it again, and a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.f = f
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return f(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.f(x), grad)
-        return x.grad, None
 
 
 def out(apply: Apply, params: Any, x: Tensor) -> Tensor:
@@ -433,15 +417,7 @@ def test_the_page_lists_these() -> None:
 @pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS, n=4))
 def test_equal(row: str, level: int) -> None:
     ranks = 1 if row in ON_ONE_RANK else 2
-    expected = train(*step_of(EQUAL[row]), batches())
-    runs = run_ranks(
-        lambda group: train_sharded(
-            group, *step_of(EQUAL[row]), batches(), even(8, ranks), level=level
-        ),
-        ranks,
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(lambda: step_of(EQUAL[row]), batches(), even(8, ranks), level=level)
 
 
 @pytest.mark.parametrize(("row", "level"), crossed([*REFUSED], LEVELS, n=4))

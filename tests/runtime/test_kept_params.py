@@ -13,7 +13,9 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+)
 from tests.models import even
 from tests.modules import seeded
 from tests.tiers import crossed, thinned
@@ -53,13 +55,7 @@ def clone(param: Any) -> Tensor:
 
 @pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, RANKS))
 def test_a_clone_is_that_of_the_unsharded_step(level: int, ranks: int) -> None:
-    expected = train(*step_of(clone), batches())
-    runs = run_ranks(
-        lambda group: train_sharded(group, *step_of(clone), batches(), even(8, ranks), level=level),
-        ranks,
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(lambda: step_of(clone), batches(), even(8, ranks), level=level)
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))

@@ -15,7 +15,10 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.precision import Precision
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+    train,
+)
 from tests.models import even
 from tests.modules import Net
 from tests.tiers import crossed, thinned
@@ -130,20 +133,9 @@ def test_gradients_reduced_once(level: int) -> None:
 
 
 def check(kind: str, level: int, *, accumulate: int, **options: Any) -> None:
-    expected = train(*step_of(kind, accumulate=accumulate), batches())
-    runs = run_ranks(
-        lambda group: train_sharded(
-            group,
-            *step_of(kind, accumulate=accumulate),
-            batches(),
-            even(12, 2),
-            level=level,
-            **options,
-        ),
-        2,
+    assert_equal_on_ranks(
+        lambda: step_of(kind, accumulate=accumulate), batches(), even(12, 2), level=level, **options
     )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0])
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))

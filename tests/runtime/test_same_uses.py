@@ -21,7 +21,13 @@ from functorch_zero.runtime import same_uses
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests import modules
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+    assert_equal_updates,
+    assert_same_on_all_ranks,
+    train,
+    train_sharded,
+)
 from tests.models import even, rows, split
 from tests.runtime.test_skipped_units import half_chosen, skipping, skipping_net
 from tests.runtime.test_unit import batches_of, build
@@ -227,14 +233,7 @@ def test_layers_dropped_by_a_common_seed(variant: str, level: str, accumulate: i
         step, _, params, buffers = routed(route_of, accumulate=accumulate)
         return step, params, buffers
 
-    runs = run_ranks(
-        lambda group: train_sharded(
-            group, *given(), batches, even(12, RANKS), level=LEVELS[level], **VARIANTS[variant]
-        ),
-        RANKS,
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(train(*given(), batches), runs[0])
+    assert_equal_on_ranks(given, batches, even(12, RANKS), level=LEVELS[level], **VARIANTS[variant])
 
 
 # Costs

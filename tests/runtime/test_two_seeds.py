@@ -16,7 +16,9 @@ from functorch_zero import optim
 from functorch_zero.errors import FunctorchZeroError, PeerError, StructureError
 from functorch_zero.groups import launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+)
 from tests.models import even
 from tests.modules import Net
 from tests.tiers import THOROUGH, crossed, thinned
@@ -332,9 +334,7 @@ def test_one_rank_is_one_process(name: str, weighted: bool) -> None:
     def parts() -> tuple[Any, Any, Any]:
         return step_of(model, weighted=weighted, accumulate=2)
 
-    expected = train(*parts(), batches())
-    (run,) = run_ranks(lambda group: train_sharded(group, *parts(), batches(), [12], level=3), 1)
-    assert_equal_updates(expected, run)
+    assert_equal_on_ranks(parts, batches(), [12], level=3)
 
 
 @pytest.mark.parametrize(("name", "level"), crossed(RIGHT, LEVELS))
@@ -344,13 +344,7 @@ def test_what_is_linear_is_right(name: str, level: int) -> None:
     def parts() -> tuple[Any, Any, Any]:
         return step_of(RIGHT[name], weighted=level in (1, 2), accumulate=2)
 
-    expected = train(*parts(), batches())
-    runs = run_ranks(
-        lambda group: train_sharded(group, *parts(), batches(), even(12, ranks), level=level),
-        ranks,
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(parts, batches(), even(12, ranks), level=level)
 
 
 def product(loss: Any, params: Any, x: Tensor) -> Any:

@@ -19,7 +19,11 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.compare import (
+    assert_equal_on_ranks,
+    train,
+    train_sharded,
+)
 from tests.models import GPT, MLP, Block, even, rows, tokens
 from tests.modules import Net, Unit, in_turn, routed, seeded
 from tests.tiers import crossed, tiers
@@ -60,13 +64,8 @@ def check(
         apply, params, buffers = build(make, units)
         return train_step(make_loss(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
-    expected = train(*step(), batches)
     parts = sizes or even(12, ranks)
-    runs = run_ranks(
-        lambda group: train_sharded(group, *step(), batches, parts, level=level, **options), ranks
-    )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0], unused=unused)
+    assert_equal_on_ranks(step, batches, parts, level=level, unused=unused, **options)
 
 
 def regression(call: Callable[[Any, Any, Tensor], Tensor]) -> Callable[[Any], Loss]:
@@ -411,11 +410,7 @@ def test_a_frozen_teacher_and_a_student(level: int) -> None:
         )
 
     batches = batches_of(tokens)
-    expected = train(*step(), batches)
-    runs = run_ranks(
-        lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2
-    )
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(step, batches, even(12, 2), level=level)
 
 
 @pytest.mark.parametrize("level", tiers([3], [2, 0], [1]))
@@ -433,9 +428,7 @@ def test_autocast(level: int) -> None:
         return train_step(make_loss(apply), optim.sgd(0.05)), params, buffers
 
     batches = batches_of(rows(7, 3))
-    expected = train(*step(), batches)
-    runs = run_ranks(lambda group: train_sharded(group, *step(), batches, [12], level=level), 1)
-    assert_equal_updates(expected, runs[0], tolerance=1e-5)
+    assert_equal_on_ranks(step, batches, [12], level=level, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("level", tiers([3], [0, 1], [2]))
@@ -465,12 +458,9 @@ def test_a_plain_tree(level: int) -> None:
         return train_step(loss_fn, optim.adamw(0.01), trainable=trainable), params, None
 
     batches = batches_of(rows(7, 3))
-    expected = train(*step(), batches)
-    runs = run_ranks(
-        lambda group: train_sharded(group, *step(), batches, even(12, 3), level=level), 3
+    runs = assert_equal_on_ranks(
+        step, batches, even(12, 3), level=level, unused=("nothing",), tolerance=1e-5
     )
-    assert_same_on_all_ranks(runs)
-    assert_equal_updates(expected, runs[0], unused=("nothing",), tolerance=1e-5)
     assert torch.equal(runs[0].states[-1].params["count"], torch.tensor([3, 4]))
 
 
@@ -495,11 +485,7 @@ def test_units_that_follow_the_data(level: int) -> None:
         apply, params, buffers = build(lambda: routed(4, 7, 3))
         return train_step(make_loss(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
-    expected = train(*step(), batches)
-    runs = run_ranks(
-        lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2
-    )
-    assert_equal_updates(expected, runs[0])
+    assert_equal_on_ranks(step, batches, even(12, 2), level=level)
 
 
 def test_a_transform_by_lazy_params_is_refused() -> None:

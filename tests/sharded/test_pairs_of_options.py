@@ -651,7 +651,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_pairs"), tiers([(3, 2)], [(3, 8), (2, 8)], [(3, 20), (2, 20)], rows=True)
+    ("ranks", "num_pairs"), tiers(thorough=[(3, 8), (2, 8)], full=[(3, 20), (2, 20)], rows=True)
 )
 def test_on_processes(ranks: int, num_pairs: int) -> None:
     """Pairs that are drawn here, all in one launch."""
