@@ -75,3 +75,10 @@ def applied(module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     """`f(params, x)` of a module."""
     apply, _, _ = fz.functionalize(module, units=nn.Linear)
     return lambda params, x: apply(params, {}, x)[0]
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A step of plain torch's."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

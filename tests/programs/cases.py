@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 import functorch_zero as fz
 from functorch_zero import optim
-from tests.programs.case import Batch, Case, Plain, applied, net
+from functorch_zero.step.program_step import ProgramStep
+from tests.programs.case import Batch, Case, Plain, applied, descend, net
 from tests.programs.teachers import byol, dino, dino_weighted
 
 # A GAN: two critic updates per step, with a penalty on the critic's gradient (R1)
@@ -77,10 +78,8 @@ def gan() -> Case:
                 for slope in slopes:
                     slope *= min(1.0, 0.2 / float(norm))
                 disc_opt.step()
-            gen_opt.zero_grad()
             g_loss = F.softplus(-disc(gen(batch["noise0"]))).mean()
-            g_loss.backward()
-            gen_opt.step()
+            descend(gen_opt, g_loss)
             metrics.append({"d_loss": d_loss.detach(), "g_loss": g_loss.detach()})
         return Plain({"gen": gen, "disc": disc}, metrics)
 
@@ -188,6 +187,19 @@ class Trained(NamedTuple):
     opt: Any
 
 
+def beginning(optimizer: optim.Transform) -> Callable[[Any], Trained]:
+    return lambda params: Trained(params, optimizer.init(params))
+
+
+def one_update(loss: Callable[[Any, Batch], Tensor], optimizer: optim.Transform) -> ProgramStep:
+    def program(value: Trained, batch: Batch) -> Any:
+        found, grads = fz.value_and_grad(loss)(value.params, batch)
+        params, opt = optimizer.apply(grads, value.opt, value.params)
+        return Trained(params, opt), {"loss": found}
+
+    return fz.program_step(program, init=beginning(optimizer))
+
+
 def sam() -> Case:
     modules = {"params": net(3, 4, 6, 2)}
     forward = applied(modules["params"])
@@ -225,10 +237,7 @@ def sam() -> Case:
             metrics.append({"loss": found.detach(), "radius": radius})
         return Plain({"params": params}, metrics)
 
-    def init(params: Any) -> Trained:
-        return Trained(params, sgd.init(params))
-
-    return Case(fz.program_step(program, init=init), modules, {"x": 4}, plain)
+    return Case(fz.program_step(program, init=beginning(sgd)), modules, {"x": 4}, plain)
 
 
 # PCGrad: gradients of three tasks, each without its part against the others
@@ -287,10 +296,7 @@ def pcgrad() -> Case:
             metrics.append({f"loss{i}": error.detach() for i, error in enumerate(errors)})
         return Plain({"params": params}, metrics)
 
-    def init(params: Any) -> Trained:
-        return Trained(params, adam.init(params))
-
-    return Case(fz.program_step(program, init=init), modules, {"x": 4, "y": 3}, plain)
+    return Case(fz.program_step(program, init=beginning(adam)), modules, {"x": 4, "y": 3}, plain)
 
 
 # MAML: an inner step by torch.func.grad, and the outer gradient through it; a task per row
@@ -299,15 +305,15 @@ def pcgrad() -> Case:
 def maml() -> Case:
     modules = {"params": net(5, 2, 6, 1)}
     forward = applied(modules["params"])
-    adam = optim.adam(0.02)
 
     def inner(params: Any, x: Tensor, y: Tensor) -> Tensor:
         return (forward(params, x) - y).square().mean()
 
-    def loss(params: Any, tasks: Tensor) -> Tensor:
+    def loss(params: Any, batch: Batch) -> Tensor:
         whole = fz.unshard(params)
         losses = []
-        for task in tasks:  # (16,): four points (x, x, y) to adapt to, and one to be judged by
+        # Each (16,): four points (x, x, y) to adapt to, and one to be judged by
+        for task in batch["tasks"]:
             points = task[:15].view(5, 3)
             x, y = points[:, :2], points[:, 2:]
             grads = torch.func.grad(inner)(whole, x[:4], y[:4])
@@ -315,17 +321,11 @@ def maml() -> Case:
             losses.append(inner(fast, x[4:], y[4:]))
         return torch.stack(losses).mean()
 
-    def program(value: Trained, batch: Batch) -> Any:
-        found, grads = fz.value_and_grad(loss)(value.params, batch["tasks"])
-        params, opt = adam.apply(grads, value.opt, value.params)
-        return Trained(params, opt), {"loss": found}
-
     def plain(batches: list[Batch], params: nn.Module) -> Plain:
         """Finn et al., "Model-Agnostic Meta-Learning" (2017)."""
         leaves, metrics = dict(params.named_parameters()), []
         opt = torch.optim.Adam(leaves.values(), 0.02)
         for batch in batches:
-            opt.zero_grad()
             losses = []
             for task in batch["tasks"]:
                 points = task[:15].view(5, 3)
@@ -337,15 +337,11 @@ def maml() -> Case:
                     fast[name] = p - 0.1 * g
                 losses.append((functional_call(params, fast, (x[4:],)) - y[4:]).square().mean())
             found = torch.stack(losses).mean()
-            found.backward()
-            opt.step()
+            descend(opt, found)
             metrics.append({"loss": found.detach()})
         return Plain({"params": params}, metrics)
 
-    def init(params: Any) -> Trained:
-        return Trained(params, adam.init(params))
-
-    return Case(fz.program_step(program, init=init), modules, {"tasks": 16}, plain, rows=30)
+    return Case(one_update(loss, optim.adam(0.02)), modules, {"tasks": 16}, plain, rows=30)
 
 
 # Reptile: three inner steps, and a part of the way that they went
@@ -378,11 +374,9 @@ def reptile() -> Case:
             fast, losses = copy.deepcopy(params), []
             opt = torch.optim.SGD(fast.parameters(), 0.1)
             for _ in range(3):
-                opt.zero_grad()
                 found = fast(batch["x"]).square().mean()
                 losses.append(found.detach())
-                found.backward()
-                opt.step()
+                descend(opt, found)
             with torch.no_grad():
                 for p, f in zip(params.parameters(), fast.parameters(), strict=True):
                     p += 0.3 * (f - p)
@@ -442,14 +436,10 @@ def ppo_case(minibatches: Callable[[Batch, int], list[Batch]]) -> Case:
         for batch in batches:
             for epoch in range(2):
                 for part in minibatches(batch, epoch):
-                    actor_opt.zero_grad()
                     a_loss = -gain(actor(part["x"]), part)
-                    a_loss.backward()
-                    actor_opt.step()
-                    critic_opt.zero_grad()
+                    descend(actor_opt, a_loss)
                     c_loss = F.mse_loss(critic(part["x"]), part["returns"])
-                    c_loss.backward()
-                    critic_opt.step()
+                    descend(critic_opt, c_loss)
             metrics.append({"actor": a_loss.detach(), "critic": c_loss.detach()})
         return Plain({"actor": actor, "critic": critic}, metrics)
 
@@ -480,7 +470,6 @@ def ppo_shuffled() -> Case:
 def mean_flow() -> Case:
     modules = {"params": net(11, 4, 8, 2)}
     forward = applied(modules["params"])
-    adam = optim.adam(0.02)
 
     def loss_of(velocity: Callable[[Tensor, Tensor, Tensor], Tensor], batch: Batch) -> Tensor:
         """Geng et al., "Mean Flows for One-step Generative Modeling" (2025)."""
@@ -495,26 +484,16 @@ def mean_flow() -> Case:
     def loss(params: Any, batch: Batch) -> Tensor:
         return loss_of(lambda z, r, t: forward(params, torch.cat([z, r, t], 1)), batch)
 
-    def program(value: Trained, batch: Batch) -> Any:
-        found, grads = fz.value_and_grad(loss)(value.params, batch)
-        params, opt = adam.apply(grads, value.opt, value.params)
-        return Trained(params, opt), {"loss": found}
-
     def plain(batches: list[Batch], params: nn.Module) -> Plain:
         opt, metrics = torch.optim.Adam(params.parameters(), 0.02), []
         for batch in batches:
-            opt.zero_grad()
             found = loss_of(lambda z, r, t: params(torch.cat([z, r, t], 1)), batch)
-            found.backward()
-            opt.step()
+            descend(opt, found)
             metrics.append({"loss": found.detach()})
         return Plain({"params": params}, metrics)
 
-    def init(params: Any) -> Trained:
-        return Trained(params, adam.init(params))
-
     widths = {"data": 2, "noise": 2, "times": 2}
-    return Case(fz.program_step(program, init=init), modules, widths, plain)
+    return Case(one_update(loss, optim.adam(0.02)), modules, widths, plain)
 
 
 # AdaHessian: the Hessian's diagonal by Hutchinson's estimate, in every other step

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from tests.programs.case import Batch, Case, Plain, applied, net
+from tests.programs.case import Batch, Case, Plain, applied, descend, net
 
 # Self-distillation: the teacher is a moving average of the student, and a frozen one of another
 # architecture and dtype is read as well
@@ -59,9 +59,7 @@ def byol() -> Case:
             seen = student(batch["x"])
             likeness = F.cosine_similarity(seen, target, dim=1).mean()
             found = F.mse_loss(seen, known) - likeness
-            opt.zero_grad()
-            found.backward()
-            opt.step()
+            descend(opt, found)
             with torch.no_grad():
                 for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
                     t.mul_(0.9).add_(0.1 * s)
@@ -110,9 +108,7 @@ def plain_dino(batches: list[Batch], student: nn.Module) -> Plain:
         with torch.no_grad():
             known = [teacher(batch[name]) for name in WHOLE_VIEWS]
         found = dino_loss([student(batch[name]) for name in ALL_VIEWS], known, center)
-        opt.zero_grad()
-        found.backward()
-        opt.step()
+        descend(opt, found)
         center = 0.9 * center + 0.1 * torch.cat(known).mean(0)
         with torch.no_grad():
             for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
