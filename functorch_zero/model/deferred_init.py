@@ -21,7 +21,7 @@ from ..tree import PyTree, ancestors, paths
 from .copying import without_values
 from .generators import seeded
 from .initialisation import Initialisation
-from .slots import Place, leaves_for, put, slots_of, tensors_in
+from .slots import Place, put, put_by_path, slots_of, tensors_in
 
 Init = Callable[[str, nn.Module], Any]
 
@@ -104,7 +104,7 @@ class DeferredInit:
         places = [place for name in names for place in self._places[name]]
         # From here on the model holds blanks: they must go again, whatever happens
         try:
-            put(places, leaves_for(places, blanks))
+            put_by_path(places, blanks)
             # Inner modules first, so that those around them have the last word
             for path in sorted(holders, key=lambda path: (-_depth(path), path)):
                 self._initialise(path)
@@ -112,7 +112,7 @@ class DeferredInit:
             return {name: self._result(name, blank) for name, blank in blanks.items()}
         finally:
             # Meta tensors again, so that no value outlives this call in the model
-            put(places, leaves_for(places, self._metas))
+            put_by_path(places, self._metas)
 
     def _initialise(self, path: str) -> None:
         """Initialise one module, by all who know how."""
@@ -164,7 +164,7 @@ class DeferredInit:
                     make = partial(_blank, meta, self._device)
                     unwanted[place.leaf] = initialisation.unwanted(meta, make)
         before = tensors_in(others)
-        put(others, leaves_for(others, unwanted))
+        put_by_path(others, unwanted)
         # Without `finally`: on an error `_make` clears all places
         yield
         put(others, before)

@@ -90,14 +90,6 @@ def test_rank0() -> None:
             assert torch.equal(got[name], expected[name]), name
 
 
-def test_local() -> None:
-    for rank, got in enumerate(sync("local")):
-        assert all(
-            got[name] is not None and torch.equal(got[name], new_on(rank)[name])
-            for name in ("mean", "count")
-        )
-
-
 def test_a_collective_a_dtype_and_none_without_changes() -> None:
     def run(group: Any) -> tuple[int, int]:
         watched = counted(group)

@@ -13,7 +13,7 @@ from optree import tree_leaves
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import checkpoint, optim
+from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout.levels import LevelRule
@@ -222,27 +222,6 @@ def test_a_level_0_leaf_is_asked_about_without_communication() -> None:
     assert alone == DEPTH + 2 and mixed == (DEPTH - 1) + 3, (
         "gradients, metrics and words, and one question for all cut leaves"
     )
-
-
-def test_a_checkpoint_moves_between_levels(tmp_path: Any) -> None:
-    def run(group: Any) -> tuple[Any, Any]:
-        step, params, buffers = build()
-        mixed, whole = (
-            fz.shard(step, level=rule, group=group) for rule in (RULES["base 3, adapters 1"], 2)
-        )
-        state = mixed.init(params, buffers)
-        state, _ = mixed(state, make_batches(1)[0])
-        checkpoint.save(tmp_path, mixed, state)
-        there = checkpoint.load(tmp_path, whole, like=whole.init(params, buffers)).state
-        back = checkpoint.load(tmp_path, mixed, like=mixed.init(params, buffers)).state
-        return mixed.unshard(state), (whole.unshard(there), mixed.unshard(back))
-
-    for expected, found in run_ranks(run, 3):
-        for other in found:
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True)
-            )
 
 
 def test_eval_steps_take_the_same_levels() -> None:

@@ -19,6 +19,7 @@ from functorch_zero.sharded.program import step as program_module
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import part
 from tests.models import MLP
+from tests.programs.cases import CASES
 from tests.tiers import tiers
 
 
@@ -26,30 +27,6 @@ def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     apply, params, _ = fz.functionalize(MLP(dims).double(), units=torch.nn.Linear)
     return lambda params, x: apply(params, {}, x)[0], params
-
-
-_, first_gen = model((3, 5, 4), 1)
-_, first_disc = model((4, 7, 1), 2)
-gen_optimizer = optim.lamb(0.02)
-disc_optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
-
-
-class Gan(NamedTuple):
-    gen: Any
-    disc: Any
-    gen_opt: Any
-    disc_opt: Any
-    num_updates: Tensor
-
-
-def init(gen: Any, disc: Any) -> Gan:
-    opts = gen_optimizer.init(gen), disc_optimizer.init(disc)
-    return Gan(gen, disc, *opts, torch.zeros((), dtype=torch.int64))
-
-
-def gan(value: Gan, batch: Any) -> Any:
-    """What a state holds follows from `init`; tests/programs trains it."""
-    return value, {}
 
 
 def batches(num: int) -> list[dict[str, Tensor]]:
@@ -118,7 +95,7 @@ def test_describe() -> None:
     # Wide, so that padding is small beside the leaves
     _, gen = model((30, 50, 40), 1)
     _, disc = model((40, 70, 1), 2)
-    step = fz.program_step(gan, init=init)
+    step = CASES["gan"]().step
     whole = fz.describe(step, step.init(gen, disc))
     num_bytes = sum(leaf.nbytes for leaf in optree.tree_leaves((gen, disc)))
     assert {row.unit for row in whole.rows} >= {"gen", "disc", "gen_opt", "disc_opt"}
@@ -137,7 +114,7 @@ def test_describe() -> None:
             assert own[unit].state_where == "1/2" and own[unit].state_nbytes >= own[unit].elements
         assert own["(optimizer)"].where == "whole" and own["(optimizer)"].state == ()
         assert description.nbytes < whole.nbytes
-        assert "program_step(gan)" in str(description)
+        assert "program_step(gan.<locals>.program)" in str(description)
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
@@ -437,22 +414,21 @@ def test_init_that_trains_other_leaves_of_a_tree_than_it_was_cut_for_is_refused(
 
 
 def test_a_whole_state_of_another_net_is_refused() -> None:
-    step = fz.program_step(gan, init=init)
-    _, wider = model((4, 8, 1), 2)
-    whole = step.init(first_gen, first_disc)
-    other_net = step.init(first_gen, wider)
-    fewer = {path: leaf for path, leaf in first_disc.items() if "bias" not in path}
+    step = CASES["dino"]().step
+    (_, first), (_, wider) = model((4, 7, 3), 2), model((4, 8, 3), 2)
+    whole, other_net = step.init(first), step.init(wider)
+    fewer = {path: leaf for path, leaf in first.items() if "bias" not in path}
     wrong = {
-        "mu.layers.0.weight": whole.replace(disc=other_net.value.disc),
-        "disc_opt": whole.replace(disc_opt=other_net.value.disc_opt),
-        "bias": whole.replace(disc=fz.Params(fewer, first_disc.units)),
-        "num_updates": whole.replace(num_updates=torch.zeros(2)),
+        "layers.0.weight": whole.replace(student=other_net.value.student),
+        "opt": whole.replace(opt=other_net.value.opt),
+        "bias": whole.replace(student=fz.Params(fewer, first.units)),
+        "center": whole.replace(center=torch.zeros(2, dtype=torch.float64)),
         "another structure": whole.replace(value=whole.value[:2]),
     }
 
     def run(group: Any) -> None:
         sharded = fz.shard(step, level=3, group=group)
-        state = sharded.init(first_gen, first_disc)
+        state = sharded.init(first)
         for words, given in wrong.items():
             with pytest.raises(StructureError, match=r"(?s)expected.*got.*Remedy") as caught:
                 sharded.shard(given)
