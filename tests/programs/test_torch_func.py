@@ -1,5 +1,4 @@
-"""Transforms of torch.func around a program's functions are refused; inside of a loss they are as
-in one process."""
+"""Transforms of torch.func around a program's functions are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.testing import assert_equal_values
 from tests.tiers import thinned
 
 LEVELS = thinned([0, 1, 2, 3])
@@ -70,21 +68,3 @@ def test_a_sharded_tree_in_a_transform_is_refused(level: int, are_read: bool) ->
             torch.func.grad(loss)(tree, SCALES[group.rank])
 
     run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_remedy(level: int) -> None:
-    def summed(params: Any, scales: Tensor) -> Tensor:
-        whole = fz.unshard(params)
-        slopes = torch.func.vmap(lambda s: torch.func.grad(loss)(whole, s)["w"])(scales)
-        return slopes.sum()
-
-    expected = fz.value_and_grad(summed)(FIRST, SCALES)[1]
-
-    def run(group: Any) -> Any:
-        tree = fz.shard_tree(FIRST, level=level, group=group)
-        return fz.unshard(fz.value_and_grad(summed)(tree, SCALES)[1])
-
-    assert_equal_values({"w": 6 * FIRST["w"].detach() * SCALES.sum()}, expected)
-    for grads in run_ranks(run, 2):
-        assert_equal_values(expected, grads)

@@ -118,11 +118,6 @@ def test_every_optimizer(name: str) -> None:
     prove(optimizer=row.make(), ranks=(2,), grade=grade, allow_round_off=allow_round_off)
 
 
-def test_sums_of_squares_of_all_leaves() -> None:
-    """Clipping, with the norm among the metrics."""
-    prove(of_step={"metrics": ["grad_norm"]})
-
-
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
 def test_beside_every_level(level: int) -> None:
     prove(level={"": level, "emb": "table"})
@@ -240,6 +235,7 @@ def test_on_a_mesh(name: str) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "clipping, with the norm among the metrics": {"of_step": {"metrics": ["grad_norm"]}},
     "accumulation": {"accumulate": 2},
     "reduced once": {"accumulate": 2, "reduce_gradients": "once"},
     "kept flats": {"accumulate": 2, "reshard_after_forward": False},

@@ -259,23 +259,6 @@ def test_numbers_that_differ_are_decimal_and_told_apart(program: Any) -> None:
         assert "0x" not in text and '"' not in text, text
 
 
-@pytest.mark.parametrize(
-    ("first", "words"),
-    [
-        (torch.tensor([1.0, 2.0]), "[1.0, 2.0] on rank 0 and [2.0, 3.0] on rank 1"),
-        (7, "7 on rank 0 and 8 on rank 1"),
-    ],
-)
-def test_values_that_differ_at_init_are_shown(first: Any, words: str) -> None:
-    def run(group: Any) -> str:
-        step = fz.program_step(train, init=first_of(first + group.rank))
-        sharded = fz.shard(step, level=1, group=group)
-        return refused(MismatchError, lambda: sharded.init(FIRST_GEN, FIRST_DISC))
-
-    found = f"values of 'gen_opt' in the first value is {words}"
-    assert all(found in text for text in run_ranks(run, 2))
-
-
 def test_long_words_are_shown_from_where_they_differ() -> None:
     settings = {f"name_{n}": n for n in range(40)}
 

@@ -24,7 +24,6 @@ from tests.sharded.test_seams import (
     EXACT,
     LR,
     ROUNDED,
-    Rounded,
     linear_loss,
     make_batches,
     make_params,
@@ -359,21 +358,6 @@ def test_trees_that_change_places_take_theirs_along() -> None:
                 expected = first - LR * (times * sums[path] - kept)
                 found = getattr(whole.value, name)[path]
                 torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-    run_ranks(run, 2)
-
-
-def test_a_state_of_another_step_goes_on() -> None:
-    """The step that goes on has made no state of its own, and has a reduction of its own."""
-    batches = make_batches(4)
-
-    def run(group: Any) -> None:
-        made_by, going_on = (
-            fz.shard(STEP, level=1, group=group, reduction=Rounded(torch.bfloat16))
-            for _ in range(2)
-        )
-        state = train(made_by, first_of(made_by), batches[:2])
-        check_conserved(made_by, train(going_on, state, batches[2:]), batches)
 
     run_ranks(run, 2)
 
