@@ -14,6 +14,8 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
+from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.flat_buffers import flat_of_pieces
 from functorch_zero.params import map_local
 from functorch_zero.sharded import update
 from functorch_zero.sharded.api import shard
@@ -229,6 +231,12 @@ def test_a_unit_of_empty_leaves(level: int, ranks: int) -> None:
         step(state.replace(params=state.params.with_local(others)), None)
 
     run_ranks(run, ranks)
+
+
+def test_only_contiguous_pieces_of_one_dtype_are_taken_for_views_of_a_flat() -> None:
+    layout = make_layout({"w": torch.zeros(8)}, 1, trainable=lambda path, leaf: True)
+    strided = torch.arange(16.0)[::2]
+    assert flat_of_pieces([strided], layout.buckets[0], 0)[:8].tolist() == strided.tolist()
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
