@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import functorch_zero as fz
-from functorch_zero import checkpoint, optim
+from functorch_zero import checkpoint, optim, testing
 from functorch_zero.errors import NonFiniteError, StructureError
 from functorch_zero.groups import SingleRank, counted, run_ranks
 from functorch_zero.model.untouched import is_looked_at
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
-from functorch_zero.testing import assert_equal_updates as assert_equal_updates_of
 from tests.compare import (
     Run,
     assert_equal_updates,
@@ -571,7 +570,7 @@ def test_ranks_without_rows(level: int) -> None:
         return sharded.unshard(state).params
 
     for got in run_ranks(run, 3):
-        assert_equal_updates_of(params, expected.states[-1].params, got)
+        testing.assert_equal_updates(params, expected.states[-1].params, got)
 
 
 @pytest.mark.parametrize("level", thinned([3, 0, 1, 2], 4))
@@ -630,10 +629,10 @@ def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
     run_ranks(save, 2)
     for level in (TABLE, {"": 3, "emb": 1}, 0, 3):
         (got, *_) = run_ranks(lambda group, level=level: go_on(group, level, "first", ""), ranks)
-        assert_equal_updates_of(params, expected.states[-1].params, got)
+        testing.assert_equal_updates(params, expected.states[-1].params, got)
     run_ranks(lambda group: go_on(group, 3, "first", "second"), ranks)
     (got, *_) = run_ranks(lambda group: go_on(group, TABLE, "second", ""), 2)
-    assert_equal_updates_of(params, expected.states[-1].params, got)
+    testing.assert_equal_updates(params, expected.states[-1].params, got)
 
 
 def test_states_and_evaluations() -> None:
@@ -665,7 +664,7 @@ def test_states_and_evaluations() -> None:
         return sharded.unshard(sharded.refit(state, params, {})).params
 
     for got in run_ranks(run, 2):
-        assert_equal_updates_of(params, whole.params, got)
+        testing.assert_equal_updates(params, whole.params, got)
 
 
 def test_trees_of_the_same_rows_make_dense_flats_of_their_own() -> None:
