@@ -189,13 +189,6 @@ def test_old_flats_are_let_go_of_before_new_ones_are_made(donate: bool) -> None:
     assert alive == [0 if donate else UNITS]
 
 
-def gathers(step: Any, state: Any, x: Tensor) -> tuple[Any, int]:
-    """The next state, and how often a step gathers."""
-    step.group.reset()
-    state, _ = step(state, part(x, step.group))
-    return state, step.group.num_calls("all_gather")
-
-
 # Between steps
 
 Script = Callable[[Any, Any, Callable[[int], Any]], Iterator[Any]]
@@ -326,8 +319,9 @@ def test_reading_on_one_rank_changes_nothing(level: int) -> None:
                 tree_map(torch.clone, state)
                 fz.describe(sharded, state)
                 pickle.dumps(state)
-            state, num = gathers(sharded, state, x)
-            calls.append(num)
+            group.reset()
+            state, _ = sharded(state, part(x, group))
+            calls.append(group.num_calls("all_gather"))
         return calls
 
     assert run_ranks(run, 2) == [[UNITS] * 3] * 2
@@ -378,8 +372,9 @@ def test_a_change_now_and_then_costs_a_gather() -> None:
         state, calls = sharded.init(params), []
         for k in range(6):
             state = scaled(state) if k in (2, 3) else state
-            state, num = gathers(sharded, state, batches[k])
-            calls.append(num)
+            group.reset()
+            state, _ = sharded(state, part(batches[k], group))
+            calls.append(group.num_calls("all_gather"))
         return calls
 
     assert run_ranks(run, 2)[0] == [3, 3, 6, 6, 3, 3]
@@ -413,8 +408,9 @@ def test_a_skipped_step(donate: bool) -> None:
         sharded = fz.shard(step, level=2, group=group, donate=donate)
         state, calls = sharded.init(params), []
         for x in spoilt:
-            state, num = gathers(sharded, state, x)
-            calls.append(num)
+            group.reset()
+            state, _ = sharded(state, part(x, group))
+            calls.append(group.num_calls("all_gather"))
         got = dict(sharded.unshard(state).params)
         assert_equal_updates(dict(params), dict(whole.params), got)
         return calls
@@ -563,8 +559,9 @@ def test_frozen_leaves_are_published_once() -> None:
         state, calls = sharded.init(params), []
         for k in range(4):
             state = scaled(state) if k == 2 else state
-            state, num = gathers(sharded, state, batches[k])
-            calls.append(num)
+            group.reset()
+            state, _ = sharded(state, part(batches[k], group))
+            calls.append(group.num_calls("all_gather"))
             got = dict(sharded.unshard(state).params)
             before, after = expected[k]
             trained = {path: path.startswith("1.") for path in after}
