@@ -52,7 +52,7 @@ class Place:
         held: the module's own dict, from `params_dict` or `buffers_dict`; or another dict or list.
         attribute: a name; a key or an index of another container.
         leaf: the leaf's path.
-        empty: the tensor on the meta device that was there first.
+        empty: the tensor that was there first, on the meta device.
         ours: of a param, what the library has there: the leaf, or a whole one that an entrance has
             put there. A place that holds anything else was filled by somebody else,
             `torch.func.functional_call` say.
