@@ -145,11 +145,10 @@ class Ledger:
         finally:
             self._is_calling = False
 
-    def note_given(self, nodes: Mapping[str, Any]) -> None:
-        """Note how the nodes of the value were made that the step is given, by path: somebody may
-        have changed them between the steps. Of a program, what calls are given of the rest is noted
-        there."""
-        for path, node in nodes.items():
+    def note_given(self, paths: Sequence[str], nodes: Sequence[Any]) -> None:
+        """Note how the nodes of the value were made that the step is given: somebody may have
+        changed them between the steps. A program's calls note what they are given of the rest."""
+        for path, node in zip(paths, nodes, strict=True):
             if is_on_engine(node):
                 self._note_story(f"the value's tree {path!r}", node)
             elif self.is_by_gradients and not is_within(path, self._own):

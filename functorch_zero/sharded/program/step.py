@@ -363,7 +363,7 @@ class ShardedStep:
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
-            ledger.note_given(as_given.by_path)
+            ledger.note_given(as_given.paths, as_given.nodes)
             given, kept, donation = as_given.as_noted(number, are_given=True), None, None
             # Parts that it doesn't keep are refused
             if self.options.reduction.keeps or state.parts is not None:
