@@ -52,7 +52,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import filterfalse, repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,7 +128,8 @@ class UnitInPass:
         self.index = index  # in the layout
         self.name, self.path, self.modules = unit.name or "root", unit.path, unit.modules
         self.content, self.flats = content, flats
-        # Its gathered flats, while they are here: a loss must not write to them
+        # Its gathered flats: those that stayed from the pass before, others while their values are
+        # looked at
         self.untouched: Untouched | None = None
         self.left: set[str] = set()  # modules whose calls have returned
 
@@ -959,8 +960,8 @@ class Pass:
         # The order of gathers, which the next pass follows
         self.following.add(unit.name)
         flats = unit.flats.unshard()
-        if unit.flats.transient:
-            unit.untouched = Untouched(flats, look=self._look)
+        if unit.flats.transient and self._look:
+            unit.untouched = Untouched(flats, look=True)
         for k, (flat, passing) in enumerate(zip(flats, unit.flats.passing, strict=True)):
             # Resident flats of a mixed unit stay; an empty flat may share its address with others
             if passing and flat.numel():
@@ -984,6 +985,9 @@ class Pass:
         # Another storage may soon be known by the same number
         for flat in flats.here:
             self._gathered.pop(storage_id(flat), None)
+        # Tensors of inference mode have no version, and are not compared
+        if [*map(version_of, filterfalse(Tensor.is_inference, flats.here))] != flats.versions:
+            raise changed_in_place(unit=unit.name)
         if unit.untouched is not None:
             unit.untouched.check(unit.name)
         if not stays:

@@ -6,13 +6,13 @@ They are passive: `runtime/unit.py` says when they come and go.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .._torch_private import base_of, profiler_enabled
+from .._torch_private import base_of, profiler_enabled, version_of
 from ..compress import decoded, encoded
 from ..groups.protocol import Done, Group, Work
 from ..layout.flat_buffers import blank, unpack
@@ -32,6 +32,7 @@ class UnitFlats(Protocol):
     passing: Sequence[bool]
     here: list[Tensor] | None  # the flats, where nobody has to wait for them
     under_way: Sequence[Gathering] | None  # gathers that were started and not waited for
+    versions: Sequence[int]  # of transient ones, when they came: a loss must not write to them
 
     def start(self) -> None:
         """Begin to gather the flats, unless they are here or under way."""
@@ -67,6 +68,7 @@ class ResidentFlats:
     moves = False
     passing: Sequence[bool] = ()
     under_way: Sequence[Gathering] | None = None
+    versions: Sequence[int] = ()
 
     def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
         self.here: list[Tensor] | None = flats
@@ -114,6 +116,7 @@ class GatheredFlats:
     ):
         self.here: list[Tensor] | None = None
         self.under_way: Sequence[Gathering] | None = None
+        self.versions: Sequence[int] = ()
         # Flats that are neither cut nor cast are the state's own, and stay
         self.passing: Sequence[bool] = [
             c or (bucket.dtypes is not None and not bucket.is_published_as_used)
@@ -163,6 +166,8 @@ class GatheredFlats:
                 whole = blank(whole, bucket)
             here.append(cast_leaf(whole, bucket.dtypes))
         self.here = here
+        # A loss that writes to them is caught when they go
+        self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
         return here
 
     def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
