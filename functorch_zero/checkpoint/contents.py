@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
@@ -194,7 +194,7 @@ def _paths(state: State) -> list[str]:
     found = paths(state)
     for path, n in Counter(found).items():
         if n > 1:
-            raise StructureError(explain("two leaves of the state have the same path", path=path))
+            raise StructureError("two leaves of the state have the same path", path=path)
     return found
 
 
@@ -212,17 +212,15 @@ _EVERYWHERE = _Spot()
 
 def _local_leaf(path: str, leaf: Tensor, spot: _Spot) -> LocalLeaf:
     if leaf.device.type == "meta":
-        raise StructureError(explain("a leaf on the meta device has no values", path=path))
+        raise StructureError("a leaf on the meta device has no values", path=path)
     extent = spot.extent or Extent.of(leaf)
     # Caught here, since it would otherwise save wrong elements under right names
     if leaf.numel() != extent.num_here:
         raise StructureError(
-            explain(
-                "a leaf is not cut as its layout says",
-                path=path,
-                expected=f"{extent.num_here} elements",
-                got=leaf.numel(),
-            )
+            "a leaf is not cut as its layout says",
+            path=path,
+            expected=f"{extent.num_here} elements",
+            got=leaf.numel(),
         )
     return LocalLeaf(path, leaf, extent.shape, extent.in_leaf.start, extent.in_leaf.stop, *spot[1:])
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
@@ -93,7 +93,7 @@ def _at(contents: Contents, of: str, rank: int) -> list[LocalLeaf]:
     if not below:
         names = sorted({local.path.split(".")[0] for local in found})
         raise StructureError(
-            explain("no tensors lie there in the state", path=of, expected=names, rank=rank)
+            "no tensors lie there in the state", path=of, expected=names, rank=rank
         )
     return below
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import transforms_active
-from ..errors import DonatedError, StructureError, explain, first_few
+from ..errors import DonatedError, StructureError, first_few
 from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
 from ..introspection import name_in_callers
 from ..params import Engine, OnEngine, Story, register_node
@@ -246,28 +246,24 @@ class ShardedTree(OnEngine):
         if are_trees_hidden():
             name = name_in_callers(self)
             raise StructureError(
-                explain(
-                    f"{name or 'a sharded tree'} was read inside of a loss that it is no argument "
-                    "of, which is refused at every level, since at level 3 its leaves are pieces",
-                    expected="a tree that the loss is given",
-                    got=self,
-                    rank=self.of_rank,
-                    remedy=f"pass it to the loss, value_and_grad(loss)(params, {name or 'tree'}); "
-                    f"for a training step, with the batch as fz.unshard({name or 'tree'})",
-                )
+                f"{name or 'a sharded tree'} was read inside of a loss that it is no argument "
+                "of, which is refused at every level, since at level 3 its leaves are pieces",
+                expected="a tree that the loss is given",
+                got=self,
+                rank=self.of_rank,
+                remedy=f"pass it to the loss, value_and_grad(loss)(params, {name or 'tree'}); "
+                f"for a training step, with the batch as fz.unshard({name or 'tree'})",
             )
         # Its gradient by the leaves would be that of this rank's batch
         if transforms_active():
             raise StructureError(
-                explain(
-                    "a sharded tree was given to a transform of torch.func, or was read inside of "
-                    "one, which knows nothing of other ranks",
-                    got=self,
-                    rank=self.sharding.rank,
-                    remedy="fz.value_and_grad(loss)(params, ...) takes gradients of sharded trees; "
-                    "put the transform inside of its loss, by whole = fz.unshard(params). "
-                    f"{OF_THIS_RANK}",
-                )
+                "a sharded tree was given to a transform of torch.func, or was read inside of "
+                "one, which knows nothing of other ranks",
+                got=self,
+                rank=self.sharding.rank,
+                remedy="fz.value_and_grad(loss)(params, ...) takes gradients of sharded trees; "
+                "put the transform inside of its loss, by whole = fz.unshard(params). "
+                f"{OF_THIS_RANK}",
             )
         self.num_uses += 1
         self._check_not_used_up()
@@ -443,14 +439,12 @@ class ShardedTree(OnEngine):
                 fault = _misfit(leaf, extent, is_whole, shape if may_be_plain else None)
             if fault:
                 raise StructureError(
-                    explain(
-                        f"a leaf of a sharded tree, {holding.form}, {fault.what}",
-                        path=layout.leaves[n].path,
-                        expected=fault.expected,
-                        got=fault.got,
-                        rank=self.sharding.rank,
-                        remedy=fault.remedy,
-                    )
+                    f"a leaf of a sharded tree, {holding.form}, {fault.what}",
+                    path=layout.leaves[n].path,
+                    expected=fault.expected,
+                    got=fault.got,
+                    rank=self.sharding.rank,
+                    remedy=fault.remedy,
                 )
 
     @property
@@ -480,15 +474,13 @@ class ShardedTree(OnEngine):
             if on != leaf.trainable:
                 self.check_leaves()  # one that is no tensor, say
                 raise StructureError(
-                    explain(
-                        "other leaves of a sharded tree require grad than when it was cut",
-                        path=leaf.path,
-                        expected=f"requires_grad={leaf.trainable}",
-                        got=f"requires_grad={on}",
-                        rank=self.sharding.rank,
-                        remedy="choose trained leaves in the tree that is cut; later change all of "
-                        "them alike",
-                    )
+                    "other leaves of a sharded tree require grad than when it was cut",
+                    path=leaf.path,
+                    expected=f"requires_grad={leaf.trainable}",
+                    got=f"requires_grad={on}",
+                    rank=self.sharding.rank,
+                    remedy="choose trained leaves in the tree that is cut; later change all of "
+                    "them alike",
                 )
         return False
 

@@ -22,7 +22,7 @@ from .._torch_private import (
     transforms_active,
     without_torch_function,
 )
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
@@ -182,13 +182,11 @@ class Skeleton:
         for path in self._in_regions:
             if type(params[path]) is LazyTable:
                 raise StructureError(
-                    explain(
-                        "a table is looked up inside of a compiled unit",
-                        path=path,
-                        expected="its collectives outside of what is compiled",
-                        remedy="functionalize(compile=...) of other units; or a level of other "
-                        f'leaves for this one, level={{"": 3, "{path}": 3}}, say',
-                    )
+                    "a table is looked up inside of a compiled unit",
+                    path=path,
+                    expected="its collectives outside of what is compiled",
+                    remedy="functionalize(compile=...) of other units; or a level of other "
+                    f'leaves for this one, level={{"": 3, "{path}": 3}}, say',
                 )
 
     def _check_policies(self, params: Mapping[str, Any]) -> None:
@@ -201,14 +199,12 @@ class Skeleton:
                     continue
                 if policy.dtypes(leaf.dtype) is not None:
                     raise StructureError(
-                        explain(
-                            "params have lost the model's Precision, as a plain dict of them does",
-                            path=path,
-                            expected=policy,
-                            got=leaf.policy or leaf.dtype,
-                            remedy="give `init` or `shard_tree` the `Params` that functionalize "
-                            "returned; a tree_map over it keeps it one",
-                        )
+                        "params have lost the model's Precision, as a plain dict of them does",
+                        path=path,
+                        expected=policy,
+                        got=leaf.policy or leaf.dtype,
+                        remedy="give `init` or `shard_tree` the `Params` that functionalize "
+                        "returned; a tree_map over it keeps it one",
                     )
 
     def _as_used(self, path: str, leaf: Any) -> Any:
@@ -325,27 +321,23 @@ def _places(
 def _parted(path: str, other: str) -> StructureError:
     """The error for a buffer that changed, and another leaf with it in the original."""
     return StructureError(
-        explain(
-            "the model changed a buffer that lies in the same storage as another leaf, which would "
-            "not change with it",
-            path=path,
-            expected="storage of its own",
-            got=f"elements of {other}",
-            remedy="register one tensor, and make views of it when they are needed; or clone it",
-        )
+        "the model changed a buffer that lies in the same storage as another leaf, which would "
+        "not change with it",
+        path=path,
+        expected="storage of its own",
+        got=f"elements of {other}",
+        remedy="register one tensor, and make views of it when they are needed; or clone it",
     )
 
 
 def _torn(place: Place) -> StructureError:
     """The error for a buffer that has become two."""
     return StructureError(
-        explain(
-            "the model holds a buffer in several places, and put another tensor in some of them "
-            "while it ran",
-            path=place.leaf,
-            expected="the same tensor in all of them",
-            got=f"another one at {place.attribute!r}",
-            remedy="write to the buffer in place, `self.count += 1` or `copy_`; or register two "
-            "buffers with clones of the values",
-        )
+        "the model holds a buffer in several places, and put another tensor in some of them "
+        "while it ran",
+        path=place.leaf,
+        expected="the same tensor in all of them",
+        got=f"another one at {place.attribute!r}",
+        remedy="write to the buffer in place, `self.count += 1` or `copy_`; or register two "
+        "buffers with clones of the values",
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..tree import ancestors
 from .lazy_param import Entrance, LazyParam
 
@@ -85,13 +85,11 @@ def check_kept(places: Iterable[Place]) -> None:
     for place in places:
         if place.held[place.attribute] is not place.ours:
             raise StructureError(
-                explain(
-                    "the model put another tensor in the place of one of its params while it ran, "
-                    "which would be lost",
-                    path=place.leaf,
-                    got=f"another tensor at {place.attribute!r}",
-                    remedy="compute with a local variable; keep as a buffer what must stay",
-                )
+                "the model put another tensor in the place of one of its params while it ran, "
+                "which would be lost",
+                path=place.leaf,
+                got=f"another tensor at {place.attribute!r}",
+                remedy="compute with a local variable; keep as a buffer what must stay",
             )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import memory_of_region
-from ..errors import StructureError, explain
+from ..errors import StructureError
 
 
 class Exchange(Protocol):
@@ -152,7 +152,7 @@ def transformed(word: str) -> StructureError:
 
 
 def _refused(word: str, why: str, *, remedy: str, expected: str | None = None) -> StructureError:
-    return StructureError(explain(why, path=name_in(word), expected=expected, remedy=remedy))
+    return StructureError(why, path=name_in(word), expected=expected, remedy=remedy)
 
 
 def name_in(word: str) -> str:

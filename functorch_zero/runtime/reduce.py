@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from .._torch_private import profiler_enabled, version_of
 from ..compress import Codec, decoded, encoded, rounded
 from ..devices import divided
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..groups import Then, labelled
 from ..groups.mesh import Axes, Axis
 from ..groups.protocol import Group, Work
@@ -318,13 +318,11 @@ class GradientReduction:
         for (name, x), version in zip(kept.items(), versions, strict=True):
             if version_of(x) != version:
                 raise StructureError(
-                    explain(
-                        f"{type(self._by).__name__}.start has written to kept[{name!r}] in place, "
-                        "and the state that it belongs to has changed with it",
-                        path=bucket.name,
-                        rank=self._axes.world.rank,
-                        remedy="return a new tensor, kept[name] + ... instead of kept[name] += ...",
-                    )
+                    f"{type(self._by).__name__}.start has written to kept[{name!r}] in place, "
+                    "and the state that it belongs to has changed with it",
+                    path=bucket.name,
+                    rank=self._axes.world.rank,
+                    remedy="return a new tensor, kept[name] + ... instead of kept[name] += ...",
                 )
 
     def _check_started(self, bucket: Bucket, started: Any, length: int, kept: Kept) -> None:
@@ -335,15 +333,13 @@ class GradientReduction:
             return
         name, (what, expected, got) = type(self._by).__name__, fault
         raise StructureError(
-            explain(
-                f"{name}.start has returned {what} in another form than it must have",
-                path=bucket.name,
-                expected=expected,
-                got=sorted(map(str, got)) if isinstance(got, Mapping) else _form_of(got),
-                rank=self._axes.world.rank,
-                remedy=f"return Started(result, work, kept), with tensors as {name}.init makes "
-                "them in kept",
-            )
+            f"{name}.start has returned {what} in another form than it must have",
+            path=bucket.name,
+            expected=expected,
+            got=sorted(map(str, got)) if isinstance(got, Mapping) else _form_of(got),
+            rank=self._axes.world.rank,
+            remedy=f"return Started(result, work, kept), with tensors as {name}.init makes "
+            "them in kept",
         )
 
     def settle(self, *, leaving: int = 0) -> None:

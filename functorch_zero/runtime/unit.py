@@ -73,7 +73,7 @@ from .._torch_private import (
     transforms_active,
     version_of,
 )
-from ..errors import StructureError, explain
+from ..errors import StructureError
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
@@ -1005,12 +1005,10 @@ def _changed(saved: Tensor, version: int) -> RuntimeError:
 
 def _hooked(path: str) -> StructureError:
     return StructureError(
-        explain(
-            "a hook was put on a sharded parameter: it would see the gradient of this rank's "
-            "batch, where an unsharded step's sees that of the whole batch",
-            path=path,
-            remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
-        )
+        "a hook was put on a sharded parameter: it would see the gradient of this rank's "
+        "batch, where an unsharded step's sees that of the whole batch",
+        path=path,
+        remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
     )
 
 
@@ -1021,67 +1019,57 @@ def current_stream(device: torch.device) -> Any:
 
 def _on_another_stream(unit: str, expected: Any, got: Any) -> StructureError:
     return StructureError(
-        explain(
-            "a unit of sharded params was used on another stream than the step's: its leaves are "
-            "gathered and freed in the order of one stream",
-            path=unit,
-            expected=expected,
-            got=got,
-            remedy="run all units on the stream on which the step is called, `with "
-            "torch.cuda.stream(...)` around that call if need be; use others for work without "
-            "params",
-        )
+        "a unit of sharded params was used on another stream than the step's: its leaves are "
+        "gathered and freed in the order of one stream",
+        path=unit,
+        expected=expected,
+        got=got,
+        remedy="run all units on the stream on which the step is called, `with "
+        "torch.cuda.stream(...)` around that call if need be; use others for work without "
+        "params",
     )
 
 
 def _outlived(unit: str) -> StructureError:
     return StructureError(
-        explain(
-            "a sharded parameter was used after the loss that it was given to: it keeps no values",
-            path=unit,
-            expected="a use inside of that call of the loss",
-            remedy="keep a copy of the whole leaf, fz.unshard(param).detach().clone(); return a "
-            "number to log by fz.Aux(metrics=...); read state.params between steps",
-        )
+        "a sharded parameter was used after the loss that it was given to: it keeps no values",
+        path=unit,
+        expected="a use inside of that call of the loss",
+        remedy="keep a copy of the whole leaf, fz.unshard(param).detach().clone(); return a "
+        "number to log by fz.Aux(metrics=...); read state.params between steps",
     )
 
 
 def _unseen(path: str) -> StructureError:
     return StructureError(
-        explain(
-            "a gradient came to a sharded parameter that no operator has read: a custom "
-            "autograd.Function was given it, and its forward did not look at it",
-            path=path,
-            remedy="give the function a whole leaf, fz.unshard(params[...])",
-        )
+        "a gradient came to a sharded parameter that no operator has read: a custom "
+        "autograd.Function was given it, and its forward did not look at it",
+        path=path,
+        remedy="give the function a whole leaf, fz.unshard(params[...])",
     )
 
 
 def _too_late(unit: str) -> StructureError:
     return StructureError(
-        explain(
-            "a unit got gradients after they were reduced: a custom autograd.Function ran it in "
-            "its backward, and had not in its forward",
-            path=unit,
-            expected="each unit that backward runs again, run in the function's forward",
-            remedy="run it there, under torch.no_grad(), or use torch.utils.checkpoint with "
-            "use_reentrant=False",
-        )
+        "a unit got gradients after they were reduced: a custom autograd.Function ran it in "
+        "its backward, and had not in its forward",
+        path=unit,
+        expected="each unit that backward runs again, run in the function's forward",
+        remedy="run it there, under torch.no_grad(), or use torch.utils.checkpoint with "
+        "use_reentrant=False",
     )
 
 
 def _changed_by_hooks(unit: str, hooks: Hooks) -> StructureError:
     name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
     return StructureError(
-        explain(
-            "hooks on saved tensors bring back other values than they were given, and an unsharded "
-            "step gives them its params, too: gradients would differ",
-            path=unit,
-            expected="the same values, to the bit",
-            got=f"others, of {name}",
-            remedy="let the hooks return params as they are, or put them where no param is saved; "
-            "or reshard_after_forward=False, which gives the hooks whole params",
-        )
+        "hooks on saved tensors bring back other values than they were given, and an unsharded "
+        "step gives them its params, too: gradients would differ",
+        path=unit,
+        expected="the same values, to the bit",
+        got=f"others, of {name}",
+        remedy="let the hooks return params as they are, or put them where no param is saved; "
+        "or reshard_after_forward=False, which gives the hooks whole params",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from ..errors import DonatedError, StructureError, explain
+from ..errors import DonatedError, StructureError
 from ..in_a_loss import are_trees_hidden
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
@@ -57,16 +57,14 @@ class _Place(NamedTuple):
             return leaf.here.reshape(self.shape)
         if not self.is_whole:
             raise StructureError(
-                explain(
-                    "a leaf of an optimizer's state, of which ranks hold parts, was replaced by a "
-                    "plain tensor",
-                    path=path,
-                    expected=f"elements {self.extent.start} to {self.extent.stop} of a leaf of "
-                    f"shape {self.extent.shape}, made by tree_map of the state's own",
-                    got=f"shape {(*leaf.shape,)}",
-                    rank=rank,
-                    remedy="torch.zeros_like, say, of the leaf that it replaces",
-                )
+                "a leaf of an optimizer's state, of which ranks hold parts, was replaced by a "
+                "plain tensor",
+                path=path,
+                expected=f"elements {self.extent.start} to {self.extent.stop} of a leaf of "
+                f"shape {self.extent.shape}, made by tree_map of the state's own",
+                got=f"shape {(*leaf.shape,)}",
+                rank=rank,
+                remedy="torch.zeros_like, say, of the leaf that it replaces",
             )
         # One of another shape is refused where the state is used
         fits = leaf.shape == self.extent.shape
@@ -279,16 +277,13 @@ class ShardedOptState(OnEngine):
         if are_trees_hidden():
             name = name_in_callers(self)
             raise StructureError(
-                explain(
-                    "an optimizer's state was read inside of a sharded loss or evaluation, which "
-                    "is refused at every level, since its leaves may be pieces",
-                    path=name,
-                    expected="whole tensors, or a number of it",
-                    got="one that is cut over ranks",
-                    rank=self.of_rank,
-                    remedy=f"pass the loss fz.unshard({name or 'state'}), or the number that it "
-                    "needs",
-                )
+                "an optimizer's state was read inside of a sharded loss or evaluation, which "
+                "is refused at every level, since its leaves may be pieces",
+                path=name,
+                expected="whole tensors, or a number of it",
+                got="one that is cut over ranks",
+                rank=self.of_rank,
+                remedy=f"pass the loss fz.unshard({name or 'state'}), or the number that it needs",
             )
         if self.is_used_up:
             raise DonatedError(

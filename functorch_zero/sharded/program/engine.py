@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...layout.joined import Joined, join_layouts
@@ -137,14 +137,12 @@ class ShardedEngine:
         self._check_held(params)
         if params.is_read_only:
             raise StructureError(
-                explain(
-                    "an optimizer was asked for a state of a tree of which no leaf is trained",
-                    expected="leaves with requires_grad=True",
-                    got=params,
-                    rank=axes.world.rank,
-                    remedy="pass the params that are trained; of a copy that tree_map has "
-                    "made, tree_map(torch.Tensor.requires_grad_, copy)",
-                )
+                "an optimizer was asked for a state of a tree of which no leaf is trained",
+                expected="leaves with requires_grad=True",
+                got=params,
+                rank=axes.world.rank,
+                remedy="pass the params that are trained; of a copy that tree_map has "
+                "made, tree_map(torch.Tensor.requires_grad_, copy)",
             )
         layout = params.sharding.layout
         description = described(transform)
@@ -495,14 +493,12 @@ class ShardedEngine:
             tree.num_uses += 1
         if not is_held(tree):
             raise StructureError(
-                explain(
-                    "something else was given in the place of params",
-                    expected="a sharded tree, held as params are",
-                    got=_in_words(tree),
-                    rank=self.rank,
-                    remedy="gradients and updates are in pieces, and fz.apply_updates(params, "
-                    "updates) makes params of them; of several trees pass one at a time",
-                )
+                "something else was given in the place of params",
+                expected="a sharded tree, held as params are",
+                got=_in_words(tree),
+                rank=self.rank,
+                remedy="gradients and updates are in pieces, and fz.apply_updates(params, "
+                "updates) makes params of them; of several trees pass one at a time",
             )
 
     def _prepared(
@@ -517,14 +513,12 @@ class ShardedEngine:
         is_sharded = isinstance(state, ShardedOptState)
         if not is_sharded or not _follows(state.holding.sharding, params.sharding):
             raise StructureError(
-                explain(
-                    "an optimizer was given a state that it has not made of these params",
-                    expected="the state of optimizer.init(params), or of its last update, for "
-                    f"{_in_words(params)}",
-                    got=_state_in_words(state) if is_sharded else type(state).__name__,
-                    rank=axes.world.rank,
-                    remedy="keep each tree's optimizer state beside it",
-                )
+                "an optimizer was given a state that it has not made of these params",
+                expected="the state of optimizer.init(params), or of its last update, for "
+                f"{_in_words(params)}",
+                got=_state_in_words(state) if is_sharded else type(state).__name__,
+                rank=axes.world.rank,
+                remedy="keep each tree's optimizer state beside it",
             )
         # Trees have many owners, so nothing is donated; of a state what a call says
         prepared = self._update_of(transform, params.sharding.layout, donate=False, fuse=True)
@@ -548,14 +542,12 @@ class ShardedEngine:
         fits = isinstance(tree, ShardedTree) and tree.holding == params.holding.in_pieces
         if not fits:
             raise StructureError(
-                explain(
-                    "something else was given in the place of updates or gradients",
-                    expected=f"updates in pieces, cut as the params are, {_in_words(params)}",
-                    got=_in_words(tree),
-                    rank=self.rank,
-                    remedy="pass the gradients that fz.value_and_grad gave of these params; params "
-                    "themselves as fz.pieces(params); of several trees pass one at a time",
-                )
+                "something else was given in the place of updates or gradients",
+                expected=f"updates in pieces, cut as the params are, {_in_words(params)}",
+                got=_in_words(tree),
+                rank=self.rank,
+                remedy="pass the gradients that fz.value_and_grad gave of these params; params "
+                "themselves as fz.pieces(params); of several trees pass one at a time",
             )
         tree.check_leaves(some=some)
 
@@ -563,16 +555,14 @@ class ShardedEngine:
         """Raise if all leaves are None, as the gradients of a tree that is read only."""
         if tree.holding.read_only:
             raise StructureError(
-                explain(
-                    "updates of trained params were expected, and those of a tree that is read "
-                    "only were given, all of which are None",
-                    expected="gradients of leaves with requires_grad=True",
-                    got=tree,
-                    rank=self.rank,
-                    remedy="pass the gradients of the params, value_and_grad(loss)(params, other); "
-                    "to train a copy that tree_map has made, "
-                    "tree_map(torch.Tensor.requires_grad_, copy) before its gradients are taken",
-                )
+                "updates of trained params were expected, and those of a tree that is read "
+                "only were given, all of which are None",
+                expected="gradients of leaves with requires_grad=True",
+                got=tree,
+                rank=self.rank,
+                remedy="pass the gradients of the params, value_and_grad(loss)(params, other); "
+                "to train a copy that tree_map has made, "
+                "tree_map(torch.Tensor.requires_grad_, copy) before its gradients are taken",
             )
 
 

@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import labelled
 from ...layout.extent import Rows
 from ...layout.flat_buffers import own_piece
@@ -67,14 +67,12 @@ class LossTrees(TreesAmong):
         num_asked = self._treedef_of_asked.num_leaves
         if others := [x for x in self._nodes[:num_asked] if not _is_sharded(x)]:
             raise StructureError(
-                explain(
-                    "a gradient was asked of sharded and of whole trees together",
-                    expected="sharded trees alone in the first argument",
-                    got=f"{num_asked - len(others)} sharded trees and {len(others)} leaves of "
-                    f"whole ones, the first of them a {type(others[0]).__name__}",
-                    remedy="shard them all with fz.shard_tree, or pass the whole ones as later "
-                    "arguments",
-                )
+                "a gradient was asked of sharded and of whole trees together",
+                expected="sharded trees alone in the first argument",
+                got=f"{num_asked - len(others)} sharded trees and {len(others)} leaves of "
+                f"whole ones, the first of them a {type(others[0]).__name__}",
+                remedy="shard them all with fz.shard_tree, or pass the whole ones as later "
+                "arguments",
             )
         # Those among `args` are read only
         self.trained = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..._torch_private import hooks_registered
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import labelled
 from ...in_a_loss import hiding_trees
 from ...model.buffer_copies import check_left_in_backward
@@ -194,13 +194,11 @@ def _note_outcome(
 
 def _weights_come_late(rank: int) -> StructureError:
     return StructureError(
-        explain(
-            "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
-            "known when those of earlier ones are reduced",
-            rank=rank,
-            remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
-            "nothing",
-        )
+        "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
+        "known when those of earlier ones are reduced",
+        rank=rank,
+        remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
+        "nothing",
     )
 
 
@@ -219,23 +217,19 @@ def _explaining_lazy_params(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
             raise StructureError(
-                explain(
-                    "nn.Parameter was given a sharded param in the loss",
-                    expected="a whole leaf",
-                    got="a LazyParam",
-                    rank=rank,
-                    remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
-                    "comes to the param",
-                )
+                "nn.Parameter was given a sharded param in the loss",
+                expected="a whole leaf",
+                got="a LazyParam",
+                rank=rank,
+                remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
+                "comes to the param",
             ) from error
         if "TorchScript" not in str(error):
             raise
         raise StructureError(
-            explain(
-                "a scripted or traced function failed in the loss, which may have been given a "
-                "sharded param",
-                expected="whole tensors: TorchScript sees no operator that gathers",
-                rank=rank,
-                remedy="give it fz.unshard(param), or don't script it",
-            )
+            "a scripted or traced function failed in the loss, which may have been given a "
+            "sharded param",
+            expected="whole tensors: TorchScript sees no operator that gathers",
+            rank=rank,
+            remedy="give it fz.unshard(param), or don't script it",
         ) from error

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import as_group, labelled
 from ...groups.mesh import axes_of
 from ...layout.levels import LevelRule, Levels
@@ -69,12 +69,10 @@ def shard_tree(
     """
     if (level is None) == (layout_like is None):
         raise StructureError(
-            explain(
-                "shard_tree takes either a level or layout_like, and not both",
-                got="both" if layout_like is not None else "neither",
-                remedy="fz.shard_tree(tree, level=3, group=group), or layout_like=params for a "
-                "tree that is cut as params are",
-            )
+            "shard_tree takes either a level or layout_like, and not both",
+            got="both" if layout_like is not None else "neither",
+            remedy="fz.shard_tree(tree, level=3, group=group), or layout_like=params for a "
+            "tree that is cut as params are",
         )
     if layout_like is not None and not isinstance(layout_like, ShardedTree):
         return copied_like(tree, layout_like)

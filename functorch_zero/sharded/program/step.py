@@ -16,7 +16,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...groups import labelled
 from ...groups.era_counter import EraCounter
 from ...groups.forwarding import era_of
@@ -524,13 +524,11 @@ class ShardedStep:
         """The static part of a state: of all trees that `init` was given."""
         if not layouts:
             raise StructureError(
-                explain(
-                    "init was given no tree of tensors to cut",
-                    expected="trees of whole leaves, as of fz.functionalize",
-                    rank=self.group.rank,
-                    remedy="let init have a parameter per tree of params, and pass them to "
-                    "step.init(...); a tree that init closes over is not cut",
-                )
+                "init was given no tree of tensors to cut",
+                expected="trees of whole leaves, as of fz.functionalize",
+                rank=self.group.rank,
+                remedy="let init have a parameter per tree of params, and pass them to "
+                "step.init(...); a tree that init closes over is not cut",
             )
         names = [*map(self._name_of, layouts)]
         # A tree without a name is the only one
@@ -561,13 +559,11 @@ class ShardedStep:
             structure = self._structure_of(state)
             if structure is None:
                 raise StructureError(
-                    explain(
-                        "the state was sharded by another step",
-                        expected=self._structures[-1].sharding.in_words,
-                        got=state.sharding and state.sharding.in_words,
-                        rank=self.group.rank,
-                        remedy="unshard it with the step that made it, then shard it with this one",
-                    )
+                    "the state was sharded by another step",
+                    expected=self._structures[-1].sharding.in_words,
+                    got=state.sharding and state.sharding.in_words,
+                    rank=self.group.rank,
+                    remedy="unshard it with the step that made it, then shard it with this one",
                 )
             self._check_trained(structure)
         return Nodes.of_state(state, structure)
@@ -592,12 +588,10 @@ def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict
     for name, deferred in values.items():
         if not _is_tree(given[name]):
             raise StructureError(
-                explain(
-                    "values were given for something that is no tree of whole leaves",
-                    path=name,
-                    got=f"a {type(given[name]).__name__}",
-                    remedy="pass values for trees of params that are on the meta device",
-                )
+                "values were given for something that is no tree of whole leaves",
+                path=name,
+                got=f"a {type(given[name]).__name__}",
+                remedy="pass values for trees of params that are on the meta device",
             )
         fills[name] = DigestedFill(deferred)
     return fills

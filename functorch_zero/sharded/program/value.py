@@ -16,7 +16,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...layout.piece import Piece, refuse, text_from
 from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
@@ -229,13 +229,11 @@ class ValueStructure(NamedTuple):
             nodes = self.treedef.flatten_up_to(whole)
         except ValueError as error:
             raise StructureError(
-                explain(
-                    "the whole state's value has another structure than the one of init",
-                    expected=self.treedef,
-                    got=f"a {type(whole).__name__}: {error}",
-                    rank=rank,
-                    remedy=_OF_THIS_PROGRAM,
-                )
+                "the whole state's value has another structure than the one of init",
+                expected=self.treedef,
+                got=f"a {type(whole).__name__}: {error}",
+                rank=rank,
+                remedy=_OF_THIS_PROGRAM,
             ) from error
         like = map(partial(_whole_like, rank=rank), self.paths, self.nodes, nodes)
         check_next_value(
@@ -260,14 +258,12 @@ def _with_state(path: str, noted: Any, node: Any) -> Any:
     sharding, what = noted.sharding, f"state.{path or 'value'}"
     if isinstance(noted, Holding):
         raise StructureError(
-            explain(
-                f"{what} has been replaced by a whole tree",
-                expected="a ShardedTree, as in the state of `init`",
-                got=f"a {type(node).__name__}",
-                rank=sharding.rank,
-                remedy=f"fz.shard_tree(tree, layout_like={what}), of the state as it was, or "
-                "step.shard(...) of a whole state",
-            )
+            f"{what} has been replaced by a whole tree",
+            expected="a ShardedTree, as in the state of `init`",
+            got=f"a {type(node).__name__}",
+            rank=sharding.rank,
+            remedy=f"fz.shard_tree(tree, layout_like={what}), of the state as it was, or "
+            "step.shard(...) of a whole state",
         )
     like = _state_like(noted)
     if optree.tree_structure(node) != noted.plan.treedef:  # before its leaves are taken for pieces
@@ -342,16 +338,14 @@ def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
     if is_alike:
         return tree
     raise StructureError(
-        explain(
-            "a tree of the value trains other leaves than the one that was in its place, and is "
-            "cut in another way",
-            path=noted.name or None,
-            expected=[leaf.path for leaf in ours.leaves if leaf.trainable],
-            got=[leaf.path for leaf in theirs.leaves if leaf.trainable],
-            rank=tree.sharding.rank,
-            remedy="give both steps one level; or go by whole trees, step.shard(whole), where "
-            "whole has the tree that other.unshard(...) gives",
-        )
+        "a tree of the value trains other leaves than the one that was in its place, and is "
+        "cut in another way",
+        path=noted.name or None,
+        expected=[leaf.path for leaf in ours.leaves if leaf.trainable],
+        got=[leaf.path for leaf in theirs.leaves if leaf.trainable],
+        rank=tree.sharding.rank,
+        remedy="give both steps one level; or go by whole trees, step.shard(whole), where "
+        "whole has the tree that other.unshard(...) gives",
     )
 
 
