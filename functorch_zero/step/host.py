@@ -15,8 +15,9 @@ from .loss import check_metrics
 class _Number(NamedTuple):
     """A number on its way from a device."""
 
-    copy: Tensor  # 0-d float64, on the CPU; right once the event has come
-    came: Any | None  # a `torch.Event`, of all numbers from there; None: it is there already
+    together: Tensor  # (n,) float64, on the CPU, of all from there; right once the event has come
+    place: int  # among them
+    came: Any | None  # a `torch.Event`; None: they are there already
 
 
 class HostMetrics(Mapping[str, float]):
@@ -29,13 +30,13 @@ class HostMetrics(Mapping[str, float]):
     @property
     def is_here(self) -> bool:
         """Whether all numbers have come, so that to read them takes no wait."""
-        return all(came is None or came.query() for _, came in self._numbers.values())
+        return all(x.came is None or x.came.query() for x in self._numbers.values())
 
     def __getitem__(self, name: str) -> float:
-        copy, came = self._numbers[name]
+        together, place, came = self._numbers[name]
         if came is not None:
             came.synchronize()
-        return float(copy)
+        return float(together[place])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
@@ -78,6 +79,5 @@ def host(metrics: Mapping[str, Tensor | float]) -> HostMetrics:
         came = None if device.type == "cpu" else torch.Event(device)
         if came is not None:
             came.record()
-        pairs = zip(numbers, arriving.unbind(), strict=True)
-        found |= {name: _Number(copy, came) for name, copy in pairs}
+        found |= {name: _Number(arriving, n, came) for n, name in enumerate(numbers)}
     return HostMetrics(found)

@@ -99,7 +99,7 @@ def test_tensors_leave_the_device_a_few_blocks_at_a_time(fake: FakeTensorMode) -
 def test_the_devices_of_a_snapshot(fake: FakeTensorMode) -> None:
     places = ("cpu", CUDA, "cuda:1", CUDA, "cuda:2")
     read = [SimpleNamespace(tensor=torch.empty(1, device=device)) for device in places]
-    found = devices_of(SimpleNamespace(parts=read[:4], left_out=read[4:]))  # type: ignore[arg-type]
+    found = devices_of(SimpleNamespace(runs=read[:4], left_out=read[4:]))  # type: ignore[arg-type]
     assert found == {CUDA, torch.device("cuda", 1), torch.device("cuda", 2)}
 
 

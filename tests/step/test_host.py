@@ -87,7 +87,7 @@ class _Event:
 
 def test_a_devices_numbers_are_waited_for_when_read() -> None:
     late, numbers = _Event(), torch.zeros(2, dtype=torch.float64)
-    found = {name: _Number(x, late) for name, x in zip(("loss", "norm"), numbers, strict=True)}
+    found = {name: _Number(numbers, n, late) for n, name in enumerate(("loss", "norm"))}
     got = HostMetrics(found | fz.host({"rate": 0.5})._numbers)
     assert [*got] == ["loss", "norm", "rate"] and not got.is_here
     assert repr(got) == "HostMetrics(['loss', 'norm', 'rate'] to come)"
