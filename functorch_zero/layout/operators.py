@@ -63,7 +63,7 @@ def kind_of(func: Any) -> Kind:
     reads_values = bool(_READS & tags)
     is_foreach = packet.startswith("_foreach_")
     # torch doesn't tag the foreach operators
-    one = _single(packet) if is_foreach else tags
+    one = _tags_of_single(packet) if is_foreach else tags
     is_pointwise = torch.Tag.pointwise in one or packet in _POINTWISE
     return Kind(
         name=str(func),
@@ -78,9 +78,14 @@ def kind_of(func: Any) -> Kind:
     )
 
 
-def _single(packet: str) -> set[Any]:
+def _tags_of_single(packet: str) -> set[Any]:
     """The tags of the operator that a foreach operator runs on each tensor."""
-    single = getattr(torch.ops.aten, packet.removeprefix("_foreach_"), None)
-    if single is None:
-        return set()
-    return {tag for overload in single.overloads() for tag in getattr(single, overload).tags}
+    name, found = packet.removeprefix("_foreach_"), set[Any]()
+    # It makes the maximum of each tensor; the tags of `max` are those of two tensors' maximum
+    if name == "max":
+        return found
+    # In place, some have no single operator, and some no tags
+    for single in (getattr(torch.ops.aten, n, None) for n in (name, name.removesuffix("_"))):
+        for overload in () if single is None else single.overloads():
+            found |= {*getattr(single, overload).tags}
+    return found

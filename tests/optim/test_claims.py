@@ -71,6 +71,7 @@ CULPRITS = {
     "a sort": (lambda u: u.sort(dim=-1).values, "aten.sort"),
     "a norm": (lambda u: u / u.norm(), "aten.linalg_vector_norm"),
     "a foreach norm": (lambda u: u / torch._foreach_norm([u])[0], "aten._foreach_norm"),
+    "a foreach maximum": (lambda u: u / torch._foreach_max([u])[0], "aten._foreach_max"),
     "a cumulative sum": (lambda u: u.cumsum(0), "aten.cumsum"),
     "a matrix product": (lambda u: u @ u, "aten.dot"),
     "a softmax": (lambda u: u.softmax(0), "aten._softmax"),
@@ -104,6 +105,18 @@ def test_mistagged_pointwise_is_refused(culprit: str) -> None:
     assert "leaf_by_leaf.<locals>.update" in message
     assert "Remedy" in message
     assert re.search(r"\(test_claims\.py:\d+\)", message) or CUT in message
+
+
+def test_foreach_operators_in_place_are_elementwise() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(updates)
+        own = [leaf.clone() for leaf in leaves]
+        # That of one tensor isn't tagged, or isn't there
+        torch._foreach_abs_(own)
+        torch._foreach_maximum_(own, 0.5)
+        return treedef.unflatten(own), state
+
+    check_claims(pointwise(init_empty, update))
 
 
 def test_a_count_outside_of_the_state_is_told_from_a_cut() -> None:
