@@ -75,7 +75,8 @@ class Transform(Named):
 
     Attributes:
         init_fn: `init` with `across`.
-        update_fn: `update` with `across`.
+        update_fn: `update` with `across`. Vectors of its own state may lie in a place, from where
+            `across.beside` brings them.
         needs: the part of a tensor that it must see.
         parts: of a chain or wrapper, the transforms inside, for whoever checks them.
         plain: the same as functions of any grouping of the leaves, if it is pointwise and treats
