@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..groups.thread_settings import settings_here
 from .checksums import CHECKSUMS
 from .contents import Run
 from .errors import CorruptError
@@ -115,9 +116,16 @@ def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
                 # Converts the dtype, and copies to the target's device
                 run.target[run.first : run.first + run.numel].copy_(data)
 
+        # Targets made in inference mode can be written to in that mode alone
+        settings = settings_here()
+
+        def read_as_here(block: tuple[int, list[Wanted]]) -> None:
+            with settings():
+                read(block)
+
         with ThreadPoolExecutor(_THREADS, "functorch_zero load") as pool:
             # Raises the first error, in the order of the file; then blocks not begun are not read
-            list(pool.map(read, _by_block(wanted, file.block)))
+            list(pool.map(read_as_here, _by_block(wanted, file.block)))
 
 
 def read_through(file: RankFile) -> None:

@@ -156,7 +156,7 @@ def _lock(folder: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # LocalLeaf by another; any other error counts as a file system without locks
+        # Held by another; any other error counts as a file system without locks
         if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(descriptor)
             raise CheckpointError(

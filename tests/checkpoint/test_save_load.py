@@ -553,3 +553,15 @@ def test_the_manifest_can_be_read_by_people(tmp_path: Path) -> None:
         "hyperparams": described(optimizer)[optimizer.name],
     }
     assert rows["about"]["units"]
+
+
+def test_load_in_inference_mode(tmp_path: Path) -> None:
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).square().mean()
+
+    step = train_step(loss_fn, optim.sgd(0.1))
+    state = step.init({"w": torch.arange(5.0, requires_grad=True)})
+    checkpoint.save(tmp_path, step, state)
+    with torch.inference_mode():
+        restored = checkpoint.load(tmp_path, step, like=state)
+        assert torch.equal(restored.state.params["w"], torch.arange(5.0))
