@@ -31,7 +31,7 @@ class TableEntrance(Protocol):
 
     @property
     def path(self) -> str:
-        """Of the table."""
+        """The dotted path of the table's leaf."""
         ...
 
     def find(self, ids: Tensor, padding: int | None) -> Found:

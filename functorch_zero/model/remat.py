@@ -108,6 +108,7 @@ class _Region:
             self._set(settings)
 
     def _set(self, settings: Sequence[dict[str, Any]]) -> None:
+        """Give each module its own of these: see `_settings`."""
         for module, own in zip(self._modules, settings, strict=True):
             # Not by setattr: a module's own may do more
             vars(module).update(own)

@@ -77,7 +77,7 @@ class Description(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Both."""
+        """Bytes of params and state on this rank."""
         return self.params_nbytes + self.state_nbytes
 
     @property

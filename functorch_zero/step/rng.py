@@ -93,6 +93,7 @@ class Streams:
     def _of_micro_batch(
         self, part: int, device: torch.device, gradient: int, micro: int
     ) -> Iterator[None]:
+        """A loss's draws in one micro-batch; meanwhile the program's own are refused."""
         outside, self._in_a_loss = self._in_a_loss, True
         try:
             with replayed(self._seed, self._step, part, device, micro, gradient):

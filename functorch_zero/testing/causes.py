@@ -213,6 +213,7 @@ _POWERS = {
 
 
 def _powers(e: Evidence, *powers: float) -> Iterator[Mistake]:
+    """Results that are the reference's times such a power of the number of ranks, or the like."""
     for power in powers:
         seen, likely = _POWERS[power]
         for what, n in e.sizes.items():
