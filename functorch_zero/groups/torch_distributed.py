@@ -282,10 +282,11 @@ def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
 
 def abort(holder: list[dist.ProcessGroup]) -> None:
     """End all that the groups in `holder` have under way on a device, and empty `holder`."""
-    # At once: the queue of one communicator may wait for another's
-    threads = [started("abort group", partial(_destroy_now, [group])) for group in holder]
+    calls = [partial(_destroy_now, [group]) for group in holder]
+    # First, so that a thread has the last reference
     holder.clear()
-    await_ends(threads, _SECONDS_TO_ABORT)
+    # At once: the queue of one communicator may wait for another's
+    await_ends([started("abort group", call) for call in calls], _SECONDS_TO_ABORT)
 
 
 def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
