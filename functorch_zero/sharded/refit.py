@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -144,40 +145,29 @@ def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
     """This rank's parts of leaves of one dtype after the move. One all-to-all, if any travels. See
     Note [moves]."""
     here, mail, like = group.rank, Mail(group), None
-    starts: list[list[int]] = []  # per leaf, those of the runs that arrive
+    kept: list[tuple[tuple[int, int], list[Tensor]]] = []  # as what arrives: its key, and the run
     for i, (old, new) in enumerate(pairs):
-        mine, expected = old.ranges[here], list[int]()
-        # The first rank of those that hold the same
+        mine = old.ranges[here]
+        # The first rank of those that hold the same; no others overlap
         holders = {own: rank for rank, own in reversed([*enumerate(old.ranges)])}
         for receiver, wanted in enumerate(new.ranges):
-            for part in _without(wanted, old.ranges[receiver]):
+            known = old.ranges[receiver]
+            if like is None and wanted[0] < wanted[1] and _overlap(wanted, known) != wanted:
                 # On the device of what travels: counters may lie on another one
-                like = old.tensor.new_empty(0, dtype=old.form.dtype) if like is None else like
-                if holders[mine] == here:
-                    mail.send(receiver, _cut(old, here, part))
-                for own, source in holders.items() if receiver == here else ():
-                    start, stop = _overlap(part, own)
-                    if start < stop:
-                        mail.expect(source, (i, start), stop - start)
-                        expected.append(start)
-        starts.append(expected)
-    arrived: Mapping[Any, list[Tensor]] = {} if like is None else mail.exchange(like)
-    moved = []
-    for i, (old, new) in enumerate(pairs):
-        stayed = _overlap(new.ranges[here], old.ranges[here])
-        runs = {start: arrived[i, start][0] for start in starts[i]}
-        # Where nothing stays, a run may arrive in its place
-        runs.setdefault(stayed[0], _cut(old, here, stayed))
-        moved.append(torch.cat([runs[start] for start in sorted(runs)]).view(new.tensor.shape))
-    return moved
-
-
-def _without(wanted: Range, own: Range) -> list[Range]:
-    """The parts of a range beside another one, in order."""
-    if own[0] >= own[1]:
-        return [wanted] if wanted[0] < wanted[1] else []
-    ranges = (wanted[0], min(wanted[1], own[0])), (max(wanted[0], own[1]), wanted[1])
-    return [(start, stop) for start, stop in ranges if start < stop]
+                like = old.tensor.new_empty(0, dtype=old.form.dtype)
+            if holders[mine] == here and known != mine:
+                mail.send(receiver, _cut(old, here, wanted))
+        for own, source in holders.items():
+            start, stop = _overlap(new.ranges[here], own)
+            if own == mine:
+                kept.append(((i, start), [_cut(old, here, (start, stop))]))
+            elif start < stop:
+                mail.expect(source, (i, start), stop - start)
+    arrived = {} if like is None else mail.exchange(like)
+    runs = defaultdict[int, list[Tensor]](list)  # of each leaf, in order
+    for (i, _), [run] in sorted([*kept, *arrived.items()], key=itemgetter(0)):
+        runs[i].append(run)
+    return [torch.cat(runs[i]).view(new.tensor.shape) for i, (_, new) in enumerate(pairs)]
 
 
 def _overlap(one: Range, two: Range) -> Range:
