@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +92,9 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
                 return first_difference(a, b, f"{field}.{key}".lstrip("."))
     # A shape is told whole
     if isinstance(ours, list) and isinstance(theirs, list) and not _are_numbers(ours + theirs):
-        # A list that is longer differs there, unless it differs before
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        for i, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=Absent)):
             if a != b:
                 return first_difference(a, b, f"{field}[{i}]")
-        if len(ours) != len(theirs):
-            return Difference(f"the length of {field}", len(ours), len(theirs))
     return Difference(field, ours, theirs)
 
 

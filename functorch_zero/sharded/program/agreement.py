@@ -4,14 +4,12 @@ each step on its results."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
-from ...groups.protocol import Group
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
@@ -20,7 +18,6 @@ from ...params import as_local
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
-from ..average import other_collectives
 from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
@@ -111,16 +108,17 @@ class AgreementOfRanks:
     ) -> list[bool]:
         """As `Agreement` says. Only when ranks differ, an exchange of JSON follows."""
         group = labelled(self._options.group, label)
-        gradients = [gradient.words for gradient in ledger.gradients]
-        found = _Findings(ledger.step, ledger.calls, gradients, ledger.facts, {})
+        gradients = {f"gradient {n}": own.words for n, own in enumerate(ledger.gradients, 1)}
+        calls = {f"call {n}": call for n, call in enumerate(ledger.calls, 1)}
+        # Causes before their effects
+        found = ledger.step, calls, gradients, ledger.facts
         digest = self._batches.digest(batch, look=ledger.look)
         # Ranks at different calls of a step send equal lengths, since `tell` does
         all_flags = [self._background.failed(), *flags]
-        told = tell(found.words, all_flags, group, ledger.num_rows, digest)
+        told = tell([repr(found)], all_flags, group, ledger.num_rows, digest)
         if not told.alike:
             values = {name: in_words() for name, in_words in ledger.leaf_words.items()}
-            everyone = exchange_data(group, found._replace(values=values))
-            raise _difference([_Findings(*theirs) for theirs in everyone], ledger, group)
+            raise _difference(exchange_data(group, [*found, values]), ledger, group.rank)
         ledger.settled(told.sizes, group.rank)
         has_failed, *raised = told.flags
         self._background.raise_if(has_failed)
@@ -132,89 +130,59 @@ def _is_transform(fact: Any) -> bool:
     return isinstance(fact, Transform)
 
 
-class _Findings(NamedTuple):
-    """The words of one rank in a step, for errors."""
+def _difference(everyone: Sequence[Any], ledger: Ledger, own_rank: int) -> Exception:
+    """The error that tells in what the ranks differ first.
 
-    step: int  # its number
-    calls: Sequence[str]  # of the library
-    gradients: Sequence[Sequence[str]]  # of these, those whose words have waited
-    facts: Mapping[str, Any]  # plain data, causes before their effects
-    values: Mapping[str, Any]  # of facts that are digests, in words, or words by leaf
-
-    @property
-    def words(self) -> list[str]:
-        """Those that all ranks must have equal."""
-        of_gradients = [word for words in self.gradients for word in words]
-        count = f"{len(self.calls)} calls"
-        return [
-            f"step {self.step}",
-            count,
-            *self.calls,
-            *of_gradients,
-            *map(repr, self.facts.items()),
-        ]
-
-
-def _difference(everyone: Sequence[_Findings], ledger: Ledger, group: Group) -> Exception:
-    """The error that tells in what the ranks differ first: causes before their effects."""
-    own_rank = group.rank
-    steps = [each.step for each in everyone]
+    Args:
+        everyone: the words of each rank: the number of its step; its calls, gradients and facts by
+            name; and of facts that are digests the same in words, or words by leaf.
+    """
+    steps, *by_kind, values = zip(*everyone, strict=True)
     if len(set(steps)) > 1:
         return GroupError(
-            f"the ranks are at different steps: {steps}, in the order of ranks. Remedy: make every "
-            "rank take the same steps"
+            f"the ranks are at different steps: {[*steps]}, in the order of ranks. Remedy: make "
+            "every rank take the same steps"
         )
-    calls = [each.calls for each in everyone]
-    if any(theirs != calls[0] for theirs in calls):
-        return _other_calls(steps[0], calls, own_rank)
-    gradients = [each.gradients for each in everyone]
-    if any(theirs != gradients[0] for theirs in gradients):
-        return other_collectives(group, _first_log_apart(gradients, ledger))
-    facts = [each.facts for each in everyone]
-    rank = first_unlike(facts)
-    name, ours, other = first_difference(facts[0], facts[rank])
-    one, two = (everyone[n].values.get(name) for n in (0, rank))
+    errors = [_OTHER_CALLS, _OTHER_COLLECTIVES, _OF_STEP if ledger.is_by_gradients else _OF_PROGRAM]
+    words, (error, what, remedy) = next(
+        (words, error)
+        for words, error in zip(by_kind, errors, strict=True)
+        if any(theirs != words[0] for theirs in words)
+    )
+    rank = first_unlike(words)
+    name, ours, other = first_difference(words[0], words[rank])
     # Words may leave out the elements that differ
+    one, two = (values[n].get(name) for n in (0, rank))
     if one is not None and two is not None and one != two:
         name, ours, other = first_difference(one, two, name)
     ours, other = told_apart(ours, other)
-    what, remedy = _OF_STEP if ledger.is_by_gradients else _OF_PROGRAM
-    return MismatchError(
-        f"{what} between ranks: {name} is {ours} on rank 0 and {other} on rank {rank} (this is "
-        f"rank {own_rank}). Remedy: {remedy}"
+    return error(
+        f"in step {ledger.step}, {what}: {name} is {ours} on rank 0 and {other} on rank {rank} "
+        f"(this is rank {own_rank}). Remedy: {remedy}"
     )
 
 
+_OTHER_CALLS = (
+    GroupError,
+    "the ranks make different calls",
+    "make the same calls of the library on every rank, in the same order; a tree goes by its path "
+    "in the value, and so do its gradients; branch on a number that is the same on all ranks, such "
+    "as a metric that the loss gives by fz.Aux(metrics=...)",
+)
+_OTHER_COLLECTIVES = (
+    GroupError,
+    "the ranks have not started the same collectives, or report other metrics",
+    "call the same units in the same order on every rank, return the same metrics, and give a "
+    "weight on all ranks or on none",
+)
 _OF_PROGRAM = (
-    "the program's results differ",
+    MismatchError,
+    "the program's results differ between ranks",
     "make of each rank's own batch only what fz.value_and_grad gives, a loss and "
     "Aux(metrics=...), which are means over ranks; branch and scale by these",
 )
 _OF_STEP = (
-    "the step is given a state that differs",
+    MismatchError,
+    "the state that is given differs between ranks",
     "change a state between steps in the same way on every rank",
 )
-
-
-def _first_log_apart(gradients: Sequence[Sequence[Sequence[str]]], ledger: Ledger) -> Sequence[str]:
-    """This rank's log of the first gradient in which ranks differ."""
-    for n, own in enumerate(ledger.gradients):
-        if any(theirs[n : n + 1] != gradients[0][n : n + 1] for theirs in gradients):
-            return own.log
-    return []
-
-
-def _other_calls(step: int, calls: Sequence[Sequence[str]], own_rank: int) -> GroupError:
-    """The error of ranks that have made other calls: it tells the first one that differs."""
-    rank = first_unlike(calls)
-    # An end that comes sooner is a difference, too
-    pairs = [*zip_longest(calls[0], calls[rank], fillvalue="missing")]
-    number = next(n for n, (expected, other) in enumerate(pairs) if expected != other)
-    expected, other = pairs[number]
-    return GroupError(
-        f"the ranks make different calls in step {step} of a program: call {number + 1} is "
-        f"{expected} on rank 0, and {other} on rank {rank} (this is rank {own_rank}). A tree goes "
-        "by its path in the value, and so do its gradients. Remedy: make the same calls of the "
-        "library on every rank, in the same order; branch on a number that is the same on all "
-        "ranks, such as a metric that the loss gives by fz.Aux(metrics=...)"
-    )

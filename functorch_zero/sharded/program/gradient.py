@@ -205,7 +205,7 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
         plain = outcome.weight is None and not local.exchanged
         rows = leading_sizes(run.call.data) if plain else []
         ledger = run.scope.ledger
-        ledger.gradients.append(Posted(run.log, words_of(means), rows, run.reminder))
+        ledger.gradients.append(Posted([*words_of(means), *run.log], rows, run.reminder))
         if ledger.is_by_gradients or _needs_answer(run, flags):
             flags = ledger.settle_by_gradient(flags, run.call.data)
         report = report_without_words(means, group, axes.copy)._replace(flags=[*flags])

@@ -44,15 +44,11 @@ _SMALL = 4096  # elements of a tensor that ranks compare in every step
 class Posted(NamedTuple):
     """One gradient, whose words ranks have yet to compare."""
 
-    log: Sequence[str]  # its name, and the collectives started since
-    report: Sequence[str]  # the names of its metrics, and whether its loss gave a weight
+    # The names of its metrics, whether its loss gave a weight, its own name, and the collectives
+    # started since; all ranks must have them equal
+    words: Sequence[str]
     rows: Sequence[int]  # of this rank's batch, per tensor, if the loss gave no weight
     reminder: Reminder  # of ranks whose batches have other numbers of rows
-
-    @property
-    def words(self) -> list[str]:
-        """Those that all ranks must have equal."""
-        return [*self.report, *self.log]
 
 
 class Agreement(Protocol):

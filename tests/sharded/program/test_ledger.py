@@ -109,7 +109,9 @@ def test_a_rank_that_makes_another_call_ends_no_process(level: int) -> None:
     """Over gloo its collective would meet that of another call, and end a process by SIGABRT."""
     for found in launch(each_fault, 2, level, start_method="fork", timeout=100):
         for name, text in found.items():
-            assert "make different calls in step 0" in text and "call 2 is " in text, text
+            assert "in step 0, the ranks make different calls" in text and "call 2 is " in text, (
+                text
+            )
             assert name.partition(" (tree")[0] in text and "Remedy" in text, text
 
 

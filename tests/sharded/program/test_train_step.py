@@ -68,7 +68,9 @@ def test_a_state_that_one_rank_has_changed(level: int, donate: bool) -> None:
             state, _ = step(state, own)
         before = step.unshard(state)
         for name in ("params", "opt_state", "buffer"):
-            with pytest.raises(MismatchError, match=rf"is given a state .*{name}.* on rank 0 and"):
+            with pytest.raises(
+                MismatchError, match=rf"the state that is given differs .*{name}.* on rank 0 and"
+            ):
                 step(others(state, name) if group.rank == 1 else state, own)
             # A rank's other params leave those of the state as they were
             assert_equal_values(before.value, step.unshard(state).value, grade="bitwise")
