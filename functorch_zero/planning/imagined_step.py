@@ -214,8 +214,8 @@ class _AnnouncedEngine:
         metrics = {"loss": local.outcome.loss.detach()}
         for name, value in local.outcome.metrics.items():
             metrics[name] = as_metric(value)
-        report = agreed.report._replace(metrics=metrics)
-        results, grads = finish(run, local, agreed._replace(report=report))
+        means = agreed.means._replace(metrics=metrics)
+        results, grads = finish(run, local, agreed._replace(means=means))
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))
         self._watch.enter(BETWEEN)
         return results, grads

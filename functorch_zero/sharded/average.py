@@ -21,19 +21,18 @@ from ..errors import GroupError
 from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group, Work
 from ..step.loss import as_metric
+from ..step.reminder import Reminder
 from ..step.weights import nonzero, or_nan
 from .equal_copies import check_copies
 from .words import WIDTH, tell
 
 
-class Report(NamedTuple):
-    """The findings of all ranks together, the same on each."""
+class Means(NamedTuple):
+    """The metrics of all ranks together, the same on each."""
 
     metrics: dict[str, Tensor]  # weighted means over ranks, 0-d
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
     num_weighty: Tensor  # 0-d float64: parts whose weight isn't 0
-    flags: list[bool]  # per flag: whether any rank has raised it
-    sizes: tuple[int, int] | None  # the ranks' smallest and largest, where they differ in it
 
 
 class MeansUnderWay(NamedTuple):
@@ -76,39 +75,33 @@ def start_means(
     return MeansUnderWay(values, weight, vector, group.all_reduce(vector))
 
 
-def report_of(
+def compare_words(
     means: MeansUnderWay,
     group: Group,
-    log: Sequence[str] = (),
+    log: Sequence[str],
+    rows: Sequence[int],
+    reminder: Reminder,
     flags: Sequence[bool] = (),
-    copy: Copy = ONLY_COPY,
-    size: int = 0,
-) -> Report:
-    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
-    all-reduce of a few int64, the words; see Note [two planes].
-
-    Copies of the same data count as one. Ranks compare them: the host reads the values, once.
-
-    A weight below 0, or not finite, makes all means and the sum of the weights NaN.
+) -> list[bool]:
+    """Compare the ranks' words outside of a program's step, whose ledger does it otherwise. One
+    all-reduce of a few int64; see Note [two planes]. Returns the flags, each raised by any rank.
 
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
     collectives.
-    Raises `MismatchError` on every rank when ranks of the same data have found other values.
 
     Args:
         means: under way over the same group.
-        log: the step, and the collectives that this rank has started since.
-        flags: this rank's; any one rank raises a flag for all.
-        copy: which copy of which part of the batch this rank has.
-        size: of this rank's batch, for the ranks to compare.
+        log: the name of what is compared, and the collectives that this rank has started since.
+        rows: of this rank's batch, per tensor, if they say what it weighs.
+        reminder: of ranks whose batches have other numbers of rows.
+        flags: this rank's.
     """
-    told = tell([*words_of(means), *log], flags, group, size)
-    means.work.wait()
-    # Values are used only once the ranks are known to have sent the same ones
+    told = tell([*words_of(means), *log], flags, group, sum(rows))
     if not told.alike:
-        raise other_collectives(group, log)
-    found = report_without_words(means, group, copy)
-    return found._replace(flags=told.flags, sizes=told.sizes)
+        means.work.wait()
+        raise _other_collectives(group, log)
+    reminder.compare_ranks(rows, told.sizes, group.rank)
+    return told.flags
 
 
 def words_of(means: MeansUnderWay) -> list[str]:
@@ -118,10 +111,21 @@ def words_of(means: MeansUnderWay) -> list[str]:
     return [*means.values, has_weight]
 
 
-def report_without_words(means: MeansUnderWay, group: Group, copy: Copy = ONLY_COPY) -> Report:
-    """The means alone, of ranks that compare their words by another message, and undo the step
-    where these differ. No communication, but the wait for the means; and of ranks of the same data
-    the comparison of their values."""
+def means_of(means: MeansUnderWay, group: Group, copy: Copy = ONLY_COPY) -> Means:
+    """The metrics' weighted mean over ranks, and the sum of the weights, of ranks whose words are
+    compared by another message: where these differ, nobody uses the means. No communication, but
+    the wait for the means.
+
+    Copies of the same data count as one. Ranks compare them: the host reads the values, once.
+
+    A weight below 0, or not finite, makes all means and the sum of the weights NaN.
+
+    Raises `MismatchError` on every rank when ranks of the same data have found other values.
+
+    Args:
+        means: under way over the same group.
+        copy: which copy of which part of the batch this rank has.
+    """
     means.work.wait()
     if copy.num > 1:
         check_copies(copy, _own_numbers(means), group)
@@ -133,13 +137,7 @@ def report_without_words(means: MeansUnderWay, group: Group, copy: Copy = ONLY_C
     for (name, value), weighted in zip(means.values.items(), sums, strict=True):
         metrics[name] = (weighted / divisor).to(value.dtype)
     # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
-    return Report(
-        metrics,
-        weight=total / copy.num,
-        num_weighty=num_weighty / copy.num,
-        flags=[],
-        sizes=None,
-    )
+    return Means(metrics, weight=total / copy.num, num_weighty=num_weighty / copy.num)
 
 
 def _own_numbers(means: MeansUnderWay) -> dict[str, float]:
@@ -166,7 +164,7 @@ def _pack(values: Sequence[Tensor], weight: Tensor | float | None, device: torch
     return F.pad(numbers, (0, -len(numbers) % WIDTH))
 
 
-def other_collectives(group: Group, log: Sequence[str]) -> GroupError:
+def _other_collectives(group: Group, log: Sequence[str]) -> GroupError:
     # A rank knows only its own log: each tells where it was
     at = log[0] if log else "none"
     started = log[1:]

@@ -24,12 +24,12 @@ from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.rng import Streams, replayed
-from ..step.rows import leading_sizes, total_size
+from ..step.rows import leading_sizes
 from ..step.scope import given_batch
 from ..step.state import State, TrainValue
 from ..step.weights import check_weight_value
 from ..tree import PyTree, check_tensors
-from .average import report_of, start_means
+from .average import compare_words, means_of, start_means
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
 from .checks import check_batch, check_not_donated, check_place
@@ -179,16 +179,14 @@ class ShardedEvalStep:
         device: torch.device,
     ) -> Metrics:
         """The metrics for all ranks. Collectives: two all-reduces, of metrics and words."""
-        group, copy = labelled(self.group, "evaluation/metrics"), self.options.axes.copy
-        size = total_size(batch)
+        group = labelled(self.group, "evaluation/metrics")
         # No backward could hide the means' way
         means = start_means(found.metrics, found.weight, group, device)
-        report = report_of(means, group, log, copy=copy, size=size)
-        if not on_ranks.exchanged:
-            rows = leading_sizes(batch)
-            self.unsharded.reminder.compare_ranks(rows, found.weight, report.sizes, group.rank)
-        weight = None if found.weight is None else report.weight
-        metrics = report.metrics
+        plain = found.weight is None and not on_ranks.exchanged
+        rows = leading_sizes(batch) if plain else []
+        compare_words(means, group, log, rows, self.unsharded.reminder)
+        metrics, total, _ = means_of(means, group, self.options.axes.copy)
+        weight = None if found.weight is None else total
         return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)
 
     def _chosen(self, state: State, log: list[str]) -> ShardedTree:

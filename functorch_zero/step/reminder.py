@@ -58,7 +58,6 @@ class Reminder:
     def compare_ranks(
         self,
         rows: Sequence[int],
-        weight: Tensor | float | None,
         sizes: tuple[int, int] | None,
         rank: int,
     ) -> None:
@@ -66,11 +65,10 @@ class Reminder:
 
         Args:
             rows: of this rank's part, as `leading_sizes` gives them.
-            weight: that its loss gave.
-            sizes: the smallest and the largest `total_size` of all ranks; None: they are equal.
+            sizes: the smallest and the largest sum of them of all ranks; None: they are equal.
             rank: this one.
         """
-        if self._done or rank != 0 or weight is not None or sizes is None:
+        if self._done or rank != 0 or sizes is None:
             return
         least, most = (size / max(len(rows), 1) for size in sizes)
         got = f"{_mean(rows):g} rows on rank 0, from {least:g} to {most:g} on all ranks"

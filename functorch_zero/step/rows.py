@@ -28,11 +28,6 @@ def leading_sizes(batch: Any) -> list[int]:
     return [len(leaf) for leaf in opened(batch) if _has_rows(leaf)]
 
 
-def total_size(batch: Any) -> int:
-    """One number for ranks to compare: the sum of the leading sizes."""
-    return sum(leading_sizes(batch))
-
-
 def sizes_by_path(batch: Any) -> list[tuple[str, int]]:
     """The leading sizes with their paths, which take long."""
     return [(path, len(leaf)) for path, leaf in opened_by_path(batch) if _has_rows(leaf)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import counted, run_ranks
-from tests.means import average
+from tests.means import average, average_with_flags
 from tests.tiers import drawn
 
 weights = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=5)
@@ -66,10 +66,10 @@ def test_what_weighs_nothing_counts_for_nothing() -> None:
 
 @drawn(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_flags_are_anyones(flags: list[list[bool]]) -> None:
-    for report in run_ranks(
-        lambda group: average({}, 0.0, group, (), flags[group.rank]), len(flags)
+    for _, raised in run_ranks(
+        lambda group: average_with_flags({}, 0.0, group, (), flags[group.rank]), len(flags)
     ):
-        assert report.flags == [any(column) for column in zip(*flags, strict=True)]
+        assert raised == [any(column) for column in zip(*flags, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -17,7 +17,7 @@ from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
 from functorch_zero.groups.mesh import Copy, axes_of
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
-from tests.means import average
+from tests.means import average, average_with_flags
 from tests.sharded.test_processes import on_processes
 from tests.tiers import THOROUGH, thinned, tiers
 
@@ -274,7 +274,9 @@ def test_metrics_and_weights_of_copies() -> None:
     def run(group: Any) -> Any:
         copy = Copy(data=group.rank % 2, number=group.rank // 2, num=3)
         weight = 1.0 + copy.data
-        whole = average({"a": float(copy.data)}, weight, group, (), [group.rank == 5], copy=copy)
+        numbers, flags = {"a": float(copy.data)}, [group.rank == 5]
+        whole, raised = average_with_flags(numbers, weight, group, (), flags, copy)
+        assert raised == [True]
         told = []
         for other in ({"a": 0.0 + group.rank}, {"a": -0.0 if group.rank > 3 else 0.0}):
             with pytest.raises(MismatchError, match="found another a") as caught:
@@ -286,7 +288,7 @@ def test_metrics_and_weights_of_copies() -> None:
         return whole, told, nan
 
     for whole, told, nan in run_ranks(run, 6):
-        assert float(whole.metrics["a"]) == pytest.approx(2 / 3) and whole.flags == [True]
+        assert float(whole.metrics["a"]) == pytest.approx(2 / 3)
         assert (float(whole.weight), whole.num_weighty) == (3.0, 2)
         assert "ranks 0 and 2" in told[0] and "ranks 0 and 4" in told[1]
         assert nan.metrics["a"].isnan()

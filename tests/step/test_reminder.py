@@ -16,8 +16,8 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import LostBuffersWarning, UnequalBatchesWarning
 from functorch_zero.groups import HybridGroup, counted, run_ranks
+from functorch_zero.sharded.words import tell
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests.means import average
 from tests.tiers import crossed, thinned
 
 F64 = torch.float64
@@ -137,10 +137,10 @@ def test_ranks_of_the_same_data() -> None:
 def test_sizes() -> None:
     """Large ones, too: nobody may be warned where they are equal."""
     size = 10**9 + 7
-    for report in run_ranks(lambda group: average({}, None, group, size=size), 3):
-        assert report.sizes is None
-    for report in run_ranks(lambda group: average({}, None, group, size=size + group.rank), 3):
-        assert report.sizes == (size, size + 2)
+    for told in run_ranks(lambda group: tell([], [], group, size), 3):
+        assert told.sizes is None
+    for told in run_ranks(lambda group: tell([], [], group, size + group.rank), 3):
+        assert told.sizes == (size, size + 2)
 
 
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))

@@ -15,7 +15,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.step.rows import split_rows, total_size, without_rows
+from functorch_zero.step.rows import leading_sizes, split_rows, without_rows
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.tiers import thinned
 
@@ -76,7 +76,7 @@ def test_arrays_tell_rows_as_tensors_do() -> None:
     assert [part["x"].tolist() for part in parts] == [X[:3].tolist(), X[3:].tolist()]
     assert [list(part["name"]) for part in parts] == [NAMES[:3], NAMES[3:]]
     assert [part["label"] for part in parts] == [NAMES[:3], NAMES[3:]]
-    assert parts[0]["scale"] is batch["scale"] and total_size(batch) == 10
+    assert parts[0]["scale"] is batch["scale"] and leading_sizes(batch) == [5, 5]
 
 
 @pytest.mark.parametrize("kind", [UserDict, MappingProxyType])
@@ -85,7 +85,7 @@ def test_mappings_are_opened(kind: Any) -> None:
     parts = split_rows(batch, 2)
     assert type(parts[1]) is kind and type(parts[1]["more"][0]) is kind
     assert parts[1]["more"][0]["names"] == NAMES[3:] and parts[1]["more"][0]["x"].equal(X[3:])
-    assert total_size(batch) == 10
+    assert leading_sizes(batch) == [5, 5]
     assert without_rows(batch)["more"][0]["names"] == []
 
 

@@ -32,10 +32,10 @@ from ...step.loss import Outcome
 from ...step.program import LossCall
 from ...step.reminder import Reminder
 from ...step.rng import MicroStreams
-from ...step.rows import leading_sizes, total_size
+from ...step.rows import leading_sizes
 from ...step.scope import gradient_in_words
 from ...step.weights import check_weight_value
-from ..average import MeansUnderWay, Report, report_of, report_without_words, words_of
+from ..average import Means, MeansUnderWay, compare_words, means_of, words_of
 from ..buffers import Changes, apart_from, check_synchronizable, synchronize
 from ..grad_mean import to_means
 from ..nonfinite import refuse
@@ -156,7 +156,8 @@ class GradientRun:
 class Agreed(NamedTuple):
     """The agreement of all ranks on a gradient; the same on every rank."""
 
-    report: Report  # its flags say which buffers have changed
+    means: Means
+    changed: Sequence[bool]  # per buffer, whether any rank's loss has changed it
     fine: bool  # loss and gradients are finite, or nobody looks
 
 
@@ -197,27 +198,27 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
     if run.call.options.looks:
         flags = [*flags, not local.fine]
     group = labelled(axes.world, "gradient/metrics")
+    # None to compare where a loss says what rows weigh, or sees all of them
+    plain = outcome.weight is None and not local.exchanged
+    rows = leading_sizes(run.call.data) if plain else []
     if run.scope is None:
         # Logs are compared here, when all collectives of the passes have started
-        report = report_of(means, group, run.log, flags, axes.copy, total_size(run.call.data))
+        flags = compare_words(means, group, run.log, rows, run.reminder, flags)
     else:
-        # None to compare where a loss says what rows weigh, or sees all of them
-        plain = outcome.weight is None and not local.exchanged
-        rows = leading_sizes(run.call.data) if plain else []
         ledger = run.scope.ledger
         ledger.gradients.append(Posted([*words_of(means), *run.log], rows, run.reminder))
         if ledger.is_by_gradients or _needs_answer(run, flags):
             flags = ledger.settle_by_gradient(flags, run.call.data)
-        report = report_without_words(means, group, axes.copy)._replace(flags=[*flags])
+    found = means_of(means, group, axes.copy)
     if not run.call.options.looks:
-        return Agreed(report, fine=True)
-    *changed, unfit = report.flags
+        return Agreed(found, flags, fine=True)
+    *changed, unfit = flags
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and run.call.options.nonfinite == "raise":
         check_weight_value(outcome.weight, axes.world.rank)
         layout, number = run.trees.layout_in_words(run.joined), axes.piece_number
         refuse(gradient_in_words(), outcome.loss, local.reduced, layout, number, axes.world)
-    return Agreed(report._replace(flags=changed), fine=not unfit)
+    return Agreed(found, changed, fine=not unfit)
 
 
 def _needs_answer(run: GradientRun, flags: Sequence[bool]) -> bool:
@@ -233,13 +234,9 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
 
     Collectives: one per dtype of the buffers that changed.
     """
-    outcome, axes, (report, fine) = local.outcome, run.options.axes, agreed
-    sizes, rank = report.sizes, axes.world.rank
-    if sizes is not None and not local.exchanged:
-        rows = leading_sizes(run.call.data)
-        run.reminder.compare_ranks(rows, outcome.weight, sizes, rank)
+    outcome, (means, changed, fine) = local.outcome, agreed
     # In place: the flats were made for this gradient
-    total = report.weight if local.is_to_divide else None
+    total = means.weight if local.is_to_divide else None
     to_means(local.reduced, total, run.call.options.scale)
     reduced = dict(local.reduced)
     if fine and run.call.options.looks:
@@ -251,15 +248,15 @@ def finish(run: GradientRun, local: LocalGradient, agreed: Agreed) -> tuple[Any,
         buffers = synchronize(
             buffers,
             outcome.buffers,
-            report.flags,
+            changed,
             run.options.sync_buffers,
-            labelled(axes.data, "gradient/buffers"),
-            None if outcome.weight is None else report.num_weighty,
+            labelled(run.options.axes.data, "gradient/buffers"),
+            None if outcome.weight is None else means.num_weighty,
             outcome.is_weighty,
         )
         if run.kept is not None:
             run.kept.replace(run.reduction.kept)
-    metrics = dict(report.metrics)
+    metrics = dict(means.metrics)
     mean = metrics.pop("loss")
     if run.scope is not None and run.scope.donation is not None:
         run.scope.donation.num_taken += 1

@@ -225,7 +225,7 @@ class Ledger:
         """
         if self._waiting:
             reminder = self._waiting[-1].reminder
-            reminder.compare_ranks(self._waiting_rows, None, num_rows, rank)
+            reminder.compare_ranks(self._waiting_rows, num_rows, rank)
         self._num_settled = len(self.gradients)
 
     @property
