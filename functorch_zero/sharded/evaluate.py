@@ -20,13 +20,12 @@ from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import engine_of, is_on_engine, without_engines
 from ..runtime.unit import Pass
-from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
 from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes
 from ..step.scope import given_batch
-from ..step.state import State, TrainValue
+from ..step.state import State
 from ..step.weights import check_weight_value
 from ..tree import PyTree, check_tensors
 from .average import compare_words, means_of, start_means
@@ -110,7 +109,7 @@ class ShardedEvalStep:
         where params are chosen."""
         rank, place = self.group.rank, self.options.place
 
-        def choose(state: State) -> ShardedTree:
+        def choose(state: State) -> Any:
             return self._chosen(state, log)
 
         first, *_ = all_given = self.unsharded.arguments(state, args, choose)
@@ -189,43 +188,27 @@ class ShardedEvalStep:
         weight = None if found.weight is None else total
         return metrics | total_weight(self.unsharded.metrics, metrics, weight, group.rank)
 
-    def _chosen(self, state: State, log: list[str]) -> ShardedTree:
+    def _chosen(self, state: State, log: list[str]) -> Any:
         """The params that `eval_step(params=...)` chooses by the optimizer's state, an average say;
         as held between steps. `log` takes words of how they were made. Collectives: those of
         `publish`."""
         assert state.sharding is not None
-        _check_known_as_cut(state.value, self.group.rank)
+        # A bare tree that users have put there is refused as any value without a sharded one
+        if not is_held(state.params):
+            return state.params
         holding = replace(state.params.holding, sharding=state.sharding)
         params = trained_like(state.params, holding)
-        pieces = params.pieces()
+        pieces, opt_state = params.pieces(), state.opt_state
         device = next(flat.device for flat in params.flats())
         # As in a program, of numbers that are the same on every rank
         with Streams(state.seed, state.step).of_program(device):
             # Leaves are pieces, which refuse functions that whole leaves have another value of
-            chosen = self.unsharded.chosen(state.opt_state.tree, pieces.tree)
-            shown = ShardedTree(chosen, pieces.holding)
-            shown.check_leaves(some=True)
-            check_tensors(shown.local_tree, CHOSEN)
-        log.append(f"params chosen of trees made as {_words_of([shown])}")
+            own_state = opt_state.tree if is_on_engine(opt_state) else opt_state
+            chosen = ShardedTree(self.unsharded.chosen(own_state, pieces.tree), pieces.holding)
+            check_tensors(chosen.local_tree, CHOSEN)
+        log.append(f"params chosen of trees made as {_words_of([chosen])}")
         # In flats of their own: the state's params stay
-        return chosen_params(params, shown.local_tree, self.options.axes)
-
-
-def _check_known_as_cut(value: TrainValue, rank: int) -> None:
-    """Raise if users have put bare trees into a state."""
-    kinds = {"params": ShardedTree, "opt_state": ShardedOptState}
-    for name, kind in kinds.items():
-        found = getattr(value, name)
-        if not isinstance(found, kind):
-            raise StructureError(
-                "eval_step(params=...) was given a state of which nobody knows how it is cut",
-                path=name,
-                expected=f"a {kind.__name__}, as in the state of `init`",
-                got=f"a {type(found).__name__} in its place",
-                rank=rank,
-                remedy="step.shard(...) of a whole state; fz.shard_tree(tree, "
-                "layout_like=state.params) cuts params",
-            )
+        return chosen_params(params, chosen, self.options.axes)
 
 
 def _words_of(trees: Sequence[ShardedTree]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from ..places import ByUnit
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.same_uses import SameUses
 from ..runtime.unshard import message_of
-from ..tree import PyTree
 from .placed import emptied
 
 
@@ -223,26 +221,25 @@ def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
     return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
 
 
-def chosen_params(params: ShardedTree, chosen: PyTree[Tensor], axes: Axes) -> ShardedTree:
+def chosen_params(params: ShardedTree, chosen: ShardedTree, axes: Axes) -> ShardedTree:
     """The params, as held between steps, were the trained ones `chosen`, as `eval_step(params=...)`
     chooses them: an average, say.
 
     Args:
-        chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
+        chosen: in pieces.
 
     Collectives: those of `publish`, for all buckets under way at once.
+
+    Raises:
+        StructureError: a chosen leaf is not what the layout says.
     """
-    layout, number, flats = params.sharding.layout, axes.piece_number, params.flats()
-    # Trained leaves alone are given, in tree order
-    leaves = iter(optree.tree_leaves(chosen))
-    pieces = {n: next(leaves) for n, leaf in enumerate(layout.leaves) if leaf.trainable}
-    for b, bucket in enumerate(layout.buckets):
-        if bucket.trainable:
-            # Never in place: the state's own params stay as they are
-            flats[b] = torch.zeros_like(flats[b])
-            own = cut(own_piece(flats[b], bucket, number), bucket, number)
-            torch._foreach_copy_(own, [pieces[n] for n in bucket.leaves])
-    beside = [torch.empty_like] * len(flats)
+    layout, number, pieces = params.sharding.layout, axes.piece_number, chosen.flats()
+    beside = [torch.empty_like] * len(pieces)
+    # Never in place: the state's own params stay as they are
+    flats = copies_to_update(params.flats(), layout, number, beside)
+    for flat, bucket, piece in zip(flats, layout.buckets, pieces, strict=True):
+        if piece is not None:
+            own_piece(flat, bucket, number).copy_(piece)
     return publish(params, flats, None, params.holding, axes, donate=True, empty=beside)
 
 

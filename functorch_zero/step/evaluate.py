@@ -215,9 +215,7 @@ def call_eval(
         result, rows = result[0], (make_whole(result[1]),)
     # A plain mapping is metrics without a weight
     if isinstance(result, Mapping):
-        check_metrics(result, rank)
-        check_has_values(result, rank, dry=dry)
-        return Evaluated(constants(result), None, rows)
+        result = Aux(metrics=result)
     if not isinstance(result, Aux):
         got = type(result).__name__
         raise TypeError(
