@@ -25,6 +25,7 @@ from ..errors import MismatchError, StructureError, explain
 from ..groups import labelled
 from ..groups.dtensors import locals_of, placed, reshard, unwrapped
 from ..groups.protocol import Group
+from ..layout.extent import Extent
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
 from ..model.wrappers import is_of_first_fsdp, without_wrappers
@@ -41,7 +42,7 @@ from ..step.evaluate import check_fits
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
-from .torch_state import ByParam, StateOfSome, TorchState, unfit
+from .torch_state import ByParam, TorchState, unfit
 from .words import exchange_data
 
 # In torch's state of each param: the steps that it took part in
@@ -174,7 +175,7 @@ class _Together:
 
     across: Sharded
     flats: UpdateFlats  # of the update that runs
-    state: StateOfSome
+    plan: StatePlan  # of their state
     views: _Views | None = None  # of the last step
 
 
@@ -315,22 +316,22 @@ class TorchOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Raise on every rank unless those that hold the same part of a leaf have the same values,
         and all or none have one. One exchange."""
-        everyone, rank = labelled(self._groups[0], label), self._placed.group.rank
-        parts = [repr(bucket.extent(0, rank)) for bucket in self._layout.buckets]
-        told = exchange_data(everyone, [parts, values])
-        for n, path in enumerate(self._params):
-            first: dict[str, int] = {}  # part -> the first rank that has it
-            for other, (theirs, own) in enumerate(told):
-                known = first.setdefault(theirs[n], other)
-                if (own[n] is None) != (told[0][1][n] is None):
+        everyone = labelled(self._groups[0], label)
+        told = exchange_data(everyone, [self._placed.group.rank, values])
+        numbers, everyones = zip(*told, strict=True)
+        for bucket, *own in zip(self._layout.buckets, *everyones, strict=True):
+            first: dict[Extent, int] = {}  # part -> the first rank that has it
+            for rank, number in enumerate(numbers):
+                known = first.setdefault(bucket.extent(0, number), rank)
+                if (own[rank] is None) != (own[0] is None):
                     known = 0
-                elif own[n] is None or alike(own[n], told[known][1][n]):
+                elif own[rank] is None or alike(own[rank], own[known]):
                     continue
                 raise MismatchError(
                     f"ranks have other values of the same part of a {of}",
-                    path=path,
-                    expected=f"on rank {other} the same as on rank {known}",
-                    got=f"{own[n]} and {told[known][1][n]}",
+                    path=bucket.name,
+                    expected=f"on rank {rank} the same as on rank {known}",
+                    got=f"{own[rank]} and {own[known]}",
                     rank=everyone.rank,
                     remedy=remedy,
                 )
@@ -398,13 +399,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         one = self._together_of(paths)
         params = self._locals(paths)
         own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
-        state = self._state.tree(one.state, paths)
+        state = self._state.tree(one.plan, paths)
         try:
             updates, state = self._run(one, own, state, params)
         finally:
             # Else the flats that it has made would be alive as long as the optimizer
             one.flats.begin()
-        self._state.take(one.state, paths, state)
+        self._state.take(one.plan, paths, state)
         for path in paths:
             self._num_steps[path] += 1
         if updates is not None:
@@ -474,7 +475,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 self._together.clear()
             flats = UpdateFlats()
             across = self._across(paths, flats)
-            self._together[key] = _Together(across, flats, self._state.of_some(self._plan(paths)))
+            self._together[key] = _Together(across, flats, self._plan(paths))
         return self._together[key]
 
     def _check_model(self) -> None:
@@ -582,7 +583,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         found: dict[str, Tensor] = {}
         for paths in self._state.together(self._params):
             one = self._together_of(paths)
-            state = self._state.tree(one.state, paths)
+            state = self._state.tree(one.plan, paths)
             pieces = self._pieces({path: locals_[path] for path in paths})
             values = [x for x in optree.tree_leaves(state) if x.dim()], pieces
             # A function of a piece that is not elementwise has another value on each rank

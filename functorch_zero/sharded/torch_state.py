@@ -33,8 +33,8 @@ class _Entry(NamedTuple):
 
     param: str
     name: str
+    path: str  # of the leaf, in the state
     leaf: StateLeaf
-    number: int  # of the leaf in the state; of a shared one, among the shared ones
     is_shared: bool = False
     in_rows: bool = False  # is cut by rows, where there are several ranks: so a number is one row
 
@@ -46,14 +46,6 @@ class _Entry(NamedTuple):
     @property
     def has_owner(self) -> bool:
         return self.leaf.kind == "owned"
-
-
-class StateOfSome(NamedTuple):
-    """Of the state of some params: its structure, and where its leaves lie in the whole one."""
-
-    treedef: Any
-    numbers: list[int]
-    shared: list[int]  # positions of the shared leaves among its own
 
 
 class TorchState:
@@ -80,21 +72,20 @@ class TorchState:
         *,
         apart: bool,
     ):
-        self._plan, self._layout, self._apart = plan, layout, apart
+        self._layout, self._apart = layout, apart
         self._params, self._placed = params, placed
-        self._leaves = optree.tree_leaves(tree)
-        self._shared_numbers = [n for n, path in enumerate(plan.paths) if path in shared]
-        # By param; one tuple for those that have been updated together so far
-        first = tuple(self._leaves[n] for n in self._shared_numbers)
+        leaves = dict(zip(plan.paths, optree.tree_leaves(tree), strict=True))
+        first = {path: leaves.pop(path) for path in plan.paths if path in shared}
+        self._own = leaves  # by path, without those that are shared
+        # By param, then by path; one dict for params that have been updated together so far
         self._shared = dict.fromkeys(layout.paths, first)
-        self._entries = []
-        for n, (path, leaf) in enumerate(zip(plan.paths, plan.leaves, strict=True)):
+        self._entries: list[_Entry] = []
+        for path, leaf in zip(plan.paths, plan.leaves, strict=True):
             if path in shared:
-                k = self._shared_numbers.index(n)
                 holders = layout.paths if apart else layout.paths[:1]
-                self._entries += [_Entry(p, path, leaf, k, is_shared=True) for p in holders]
+                self._entries += [_Entry(p, path, path, leaf, is_shared=True) for p in holders]
             else:
-                self._entries.append(_entry(n, path, leaf, layout.paths, self._shared))
+                self._entries.append(_entry(path, leaf, layout.paths, self._shared))
 
     # The state as a transform has it
 
@@ -108,30 +99,21 @@ class TorchState:
             return [*groups.values()]
         by_value: defaultdict[str, list[str]] = defaultdict(list)
         for group in groups.values():
-            by_value[repr([x.tolist() for x in self._shared[group[0]]])] += group
+            values = self._shared[group[0]].values()
+            by_value[repr([x.tolist() for x in values])] += group
         return [*by_value.values()]
 
-    def of_some(self, plan: StatePlan) -> StateOfSome:
-        """Where the state of some params lies, as `plan` has it."""
-        numbers = {path: n for n, path in enumerate(self._plan.paths)}
-        own = [numbers[path] for path in plan.paths]
-        shared = [k for k, n in enumerate(own) if n in self._shared_numbers]
-        return StateOfSome(plan.treedef, own, shared)
+    def tree(self, plan: StatePlan, paths: Sequence[str]) -> Any:
+        """The state of these params, which can be updated together. `plan`: of their state."""
+        leaves = self._own | self._shared[paths[0]]
+        return plan.treedef.unflatten(map(leaves.__getitem__, plan.paths))
 
-    def tree(self, some: StateOfSome, paths: Sequence[str]) -> Any:
-        """The state of these params, which can be updated together."""
-        leaves = [self._leaves[n] for n in some.numbers]
-        for k, x in zip(some.shared, self._shared[paths[0]], strict=True):
-            leaves[k] = x
-        return some.treedef.unflatten(leaves)
-
-    def take(self, some: StateOfSome, paths: Sequence[str], tree: Any) -> None:
+    def take(self, plan: StatePlan, paths: Sequence[str], tree: Any) -> None:
         """Take their next state."""
-        leaves = some.treedef.flatten_up_to(tree)
-        for n, x in zip(some.numbers, leaves, strict=True):
-            self._leaves[n] = x
-        updated = paths if self._apart else self._params
-        self._shared |= dict.fromkeys(updated, tuple(leaves[k] for k in some.shared))
+        leaves = dict(zip(plan.paths, plan.treedef.flatten_up_to(tree), strict=True))
+        shared = {path: leaves.pop(path) for path in self._shared[paths[0]]}
+        self._own |= leaves
+        self._shared |= dict.fromkeys(paths if self._apart else self._params, shared)
 
     # And as state dicts have it
 
@@ -143,9 +125,9 @@ class TorchState:
     def _values(self) -> list[Tensor]:
         """By entry. Copies of those that are shared: a load writes to each in place."""
         return [
-            self._shared[entry.param][entry.number].clone()
+            self._shared[entry.param][entry.path].clone()
             if entry.is_shared
-            else self._leaves[entry.number]
+            else self._own[entry.path]
             for entry in self._entries
         ]
 
@@ -189,18 +171,16 @@ class TorchState:
             for i, whole in spread.from_rows(new).items():
                 new[i] = whole
         # All of it fits: only now is something written. Leaves that lie in flats stay there
-        shared: defaultdict[str, list[Tensor]] = defaultdict(list)
+        shared: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for entry, x in zip(self._entries, new, strict=True):
             if entry.is_shared:
-                shared[entry.param].append(x)
+                shared[entry.param][entry.path] = x
             elif entry.leaf.kind == "follows":
-                self._leaves[entry.number].copy_(x)
+                self._own[entry.path].copy_(x)
             else:
-                self._leaves[entry.number] = x
+                self._own[entry.path] = x
         first = self._layout.paths[0]
-        self._shared = {
-            path: tuple(shared[path if self._apart else first]) for path in self._shared
-        }
+        self._shared = {path: shared[path if self._apart else first] for path in self._shared}
 
     def _fitting(self, entry: _Entry, leaf: Tensor, value: Any) -> Tensor:
         """This rank's part of a value that is to take a leaf's place; of one at an owner, which
@@ -224,13 +204,11 @@ class TorchState:
         if is_cut and (follows or entry.has_owner):
             return local_of(value).reshape(-1)
         if follows:
-            b, k = self._layout.places[entry.leaf.leaf]
-            extent = self._layout.buckets[b].extent(k, here)
+            extent = entry.leaf.extent(self._layout, here)
             return extent.part_of(value.contiguous()).reshape(-1)
         if entry.has_owner and entry.leaf.owner != here:
             return leaf
-        own_shape = entry.leaf.shape if entry.has_owner else leaf.shape
-        return leaf.new_empty(own_shape).copy_(value.view(own_shape))
+        return leaf.new_empty(leaf.shape).copy_(value.view(leaf.shape))
 
     def _by_param(self, leaves: list[Any]) -> ByParam:
         found: ByParam = {path: {} for path in self._params}
@@ -301,10 +279,8 @@ class _ByRows:
         return found
 
 
-def _entry(
-    number: int, path: str, leaf: StateLeaf, params: Sequence[str], known: Collection[str]
-) -> _Entry:
-    """The place of the leaf of the state with this number and path.
+def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Collection[str]) -> _Entry:
+    """The place of the leaf of the state with this path.
 
     Args:
         params: the params' paths, by number; `known`: the same, to look them up.
@@ -317,11 +293,11 @@ def _entry(
         ends = [head] + [head[i + 1 :] for i, c in enumerate(head) if c == "."]
         param = next((end for end in ends if end in known), None)
         if param is None:
-            return _Entry(params[0], path, leaf, number)
+            return _Entry(params[0], path, path, leaf)
     else:
         param = params[leaf.leaf]
     start, _, end = f".{path}.".partition(f".{param}.")
-    return _Entry(param, f"{start}.{end}".strip("."), leaf, number, in_rows=bool(owned))
+    return _Entry(param, f"{start}.{end}".strip("."), path, leaf, in_rows=bool(owned))
 
 
 def unfit(param: str, name: str, expected: object, got: object) -> StructureError:
