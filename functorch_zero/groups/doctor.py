@@ -4,7 +4,6 @@ is missing, and what to do about it."""
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import optree
 import torch
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from .protocol import Group
 from .rendezvous import trouble_of_gloo
 from .threads import run_ranks
 
+Verdict = Literal["ok", "warning", "error"]
 Results = dict[str, list[Any]]  # of collectives on one rank, by name
 
 _SECONDS = 120.0  # for all ranks to start, to talk and to end
@@ -44,13 +45,21 @@ class Finding:
     """
 
     name: str
-    verdict: Literal["ok", "warning", "error"]
+    verdict: Verdict
     found: str
     remedy: str = ""
 
     def __str__(self) -> str:
         text = f"{self.verdict:8} {self.name}: {self.found}"
         return f"{text}\n{'':9}Remedy: {self.remedy}" if self.remedy else text
+
+
+def judged(name: str, found: str, *complaints: tuple[bool, Verdict, str]) -> Finding:
+    """What was found, with the first complaint that applies: (applies, verdict, remedy)."""
+    for applies, verdict, remedy in complaints:
+        if applies:
+            return Finding(name, verdict, found, remedy)
+    return Finding(name, "ok", found)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,82 +102,71 @@ def examine(ranks: int) -> list[Finding]:
 
 
 def versions() -> Finding:
-    names = {"functorch_zero": __version__, "torch": torch.__version__}
-    for name in ("optree", "safetensors"):
-        try:
-            names[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            names[name] = "not installed"
-    names |= {"Python": platform.python_version(), platform.system(): platform.release()}
+    system = platform.system()
+    names = {
+        "functorch_zero": __version__,
+        "torch": torch.__version__,
+        "optree": optree.__version__,
+        "Python": platform.python_version(),
+        system: platform.release(),
+    }
     found = ", ".join(f"{name} {version}" for name, version in names.items())
-    if platform.system() != "Linux":
-        return Finding("versions", "warning", found, "Linux: the library runs there alone")
-    return Finding("versions", "ok", found)
+    remedy = "Linux: the library runs there alone"
+    return judged("versions", found, (system != "Linux", "warning", remedy))
 
 
 def devices(ranks: int) -> Finding:
     names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    found = f"{len(os.sched_getaffinity(0))} CPU cores, {', '.join(names) or 'no GPU'}"
-    if names and len(names) < ranks:
-        remedy = "as many ranks as GPUs; ranks that share one talk over gloo, by way of the CPU"
-        return Finding("devices", "warning", f"{found}, for {ranks} ranks", remedy)
-    return Finding("devices", "ok", found)
+    found = f"{_num_cores()} CPU cores, {', '.join(names) or 'no GPU'}, for {ranks} ranks"
+    remedy = "as many ranks as GPUs; ranks that share one talk over gloo, by way of the CPU"
+    return judged("devices", found, (0 < len(names) < ranks, "warning", remedy))
 
 
 def backends() -> Finding:
-    if not dist.is_available():
-        remedy = "a build of torch with torch.distributed"
-        return Finding("backends", "error", "torch.distributed is missing", remedy)
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    found = ", ".join(name if has else f"no {name}" for name, has in there.items())
-    if not there["gloo"]:
-        remedy = "a build of torch with gloo, which all ranks agree over"
-        return Finding("backends", "error", found, remedy)
-    if torch.cuda.is_available() and not there["nccl"]:
-        return Finding("backends", "warning", found, "a build of torch with NCCL, for its GPUs")
-    return Finding("backends", "ok", found)
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    found = f"{'gloo' if has_gloo else 'no gloo'}, {'nccl' if has_nccl else 'no nccl'}"
+    lacks_nccl = torch.cuda.is_available() and not has_nccl
+    return judged(
+        "backends",
+        found,
+        (not has_gloo, "error", "a build of torch with gloo, which all ranks agree over"),
+        (lacks_nccl, "warning", "a build of torch with NCCL, for its GPUs"),
+    )
 
 
 def threads(ranks: int) -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    setting = os.environ.get("OMP_NUM_THREADS")
+    cores = _num_cores()
+    setting = os.environ.get("OMP_NUM_THREADS", "not set")
     each = torch.get_num_threads()  # which the variable decides, as the process starts
-    found = f"{each} a process, OMP_NUM_THREADS {setting or 'not set'}, {cores} cores"
-    if each * ranks > cores and ranks > 1:
-        remedy = (
-            f"OMP_NUM_THREADS={max(1, cores // ranks)} where a launcher starts {ranks} ranks; "
-            "fz.launch gives each one thread"
-        )
-        return Finding("threads", "warning", found, remedy)
-    return Finding("threads", "ok", found)
+    found = f"{each} a process, OMP_NUM_THREADS {setting}, {cores} cores"
+    remedy = (
+        f"OMP_NUM_THREADS={max(1, cores // ranks)} where a launcher starts {ranks} ranks; "
+        "fz.launch gives each one thread"
+    )
+    return judged("threads", found, (each * ranks > cores and ranks > 1, "warning", remedy))
 
 
 def interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    found = f"{', '.join(names)}; GLOO_SOCKET_IFNAME {chosen or 'not set'}"
-    trouble = trouble_of_gloo()
-    if trouble.everywhere:
-        remedy = f"GLOO_SOCKET_IFNAME={names[-1]}, or another of these"
-        return Finding("interfaces", "error", found, remedy)
-    if trouble.why and not chosen:
-        # Ranks of this machine meet there; other machines' ranks would look on their own
-        remedy = "for ranks on several machines: GLOO_SOCKET_IFNAME, the interface between them"
-        return Finding("interfaces", "warning", f"{found}; {trouble.why}", remedy)
-    return Finding("interfaces", "ok", found)
+    chosen, trouble = os.environ.get("GLOO_SOCKET_IFNAME", ""), trouble_of_gloo()
+    found = f"{', '.join(names)}; {trouble.why or f'GLOO_SOCKET_IFNAME={chosen}'}"
+    # Ranks of this machine meet there; other machines' ranks would look on their own
+    among_machines = "for ranks on several machines: GLOO_SOCKET_IFNAME, the interface between them"
+    return judged(
+        "interfaces",
+        found,
+        (trouble.everywhere, "error", f"GLOO_SOCKET_IFNAME={names[-1]}, or another of these"),
+        (bool(trouble.why) and not chosen, "warning", among_machines),
+    )
 
 
 def shared_memory() -> Finding:
-    try:
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-    except OSError as error:
-        remedy = f"mount {_SHARED_MEMORY}: a DataLoader's workers and NCCL need it"
-        return Finding("shared memory", "warning", str(error), remedy)
+    # Without it nothing is free there
+    free = shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else 0
+    remedy = "more for a DataLoader's workers and NCCL; in a container --shm-size or --ipc=host"
     found = f"{free / 2**20:,.0f} MiB free in {_SHARED_MEMORY}"
-    if free < _LEAST_SHARED:
-        remedy = "more for a DataLoader's workers and NCCL; in a container --shm-size or --ipc=host"
-        return Finding("shared memory", "warning", found, remedy)
-    return Finding("shared memory", "ok", found)
+    return judged("shared memory", found, (free < _LEAST_SHARED, "warning", remedy))
 
 
 def collectives(ranks: int) -> list[Finding]:
@@ -183,18 +181,22 @@ def collectives(ranks: int) -> list[Finding]:
         return [Finding(name, "error", f"{type(error).__name__}: {error}", remedy)]
     took = f"{time.monotonic() - began:.1f} s with the start of the processes"
     right = run_ranks(results, ranks)
-    tried = ", ".join(right[0])
     wrong = wrong_collectives([found for found, _, _ in by_rank], right)
     if wrong:
         found = f"wrong results of {', '.join(wrong)}"
         return [Finding(name, "error", found, "another release of torch, or of the driver")]
     opened, limit = max((files, limit) for _, files, limit in by_rank)
     found = f"{opened} of a rank, with {ranks} ranks; the limit is {limit}"
-    files = Finding("open files", "ok", found)
-    if limit < opened + _SPARE_FILES:
-        remedy = f"ulimit -n {1 << (opened + _SPARE_FILES).bit_length()}"
-        files = Finding("open files", "error" if limit <= opened else "warning", found, remedy)
-    return [Finding(name, "ok", f"{tried}; {took}"), files]
+    needed = opened + _SPARE_FILES
+    remedy = f"ulimit -n {1 << needed.bit_length()}"
+    return [
+        Finding(name, "ok", f"{', '.join(right[0])}; {took}"),
+        judged("open files", found, (limit < needed, "warning", remedy)),
+    ]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def wrong_collectives(by_rank: Sequence[Results], right: Sequence[Results]) -> list[str]:
