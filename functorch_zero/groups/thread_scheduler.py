@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -30,7 +30,9 @@ class Circle(NamedTuple):
 
     ranks: tuple[int, ...]
     number: int = 0  # of those of these ranks; everyone's is the first
-    asks: bool = False  # its meetings are questions (`all_say`), apart from its collectives
+    purpose: Literal["collectives", "questions", "rejoin"] = (
+        "collectives"  # `all_say` is a question
+    )
 
 
 class Meeting:
@@ -46,8 +48,12 @@ class Meeting:
     def agreed(self) -> bool:
         return len(set(self.calls.values())) == 1
 
+    def missing(self) -> set[int]:
+        """The ranks that have yet to call."""
+        return set(self.circle.ranks) - self.calls.keys()
+
     def answer(self, answer: bool) -> None:
-        """To a question (`all_say`), the same for all ranks; the first answer stays."""
+        """The same for all ranks; the first answer stays."""
         self.results = self.results or [answer] * len(self.circle.ranks)
 
     def combine(self, combine: Combine) -> None:
@@ -87,7 +93,6 @@ class World:
         self.broken: GroupError | None = None
         self._told: set[int] = set()  # of a broken world: who knows, and calls nothing any more
         self._is_given_up = False  # nothing that is under way will be finished
-        self._back: set[int] = set()  # and who waits for the others to begin anew
         self.times_rejoined = 0  # the era, as groups call it
 
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
@@ -117,7 +122,7 @@ class World:
             self.break_with(GroupError(f"the ranks called different collectives: {meeting}"))
             self._raise_if_broken(rank)
         # The last to come combines, in its own thread
-        if len(meeting.calls) == len(circle.ranks):
+        if not meeting.missing():
             del self._open[circle, meeting.position]  # all have called: nobody will look for it
             self._combine(meeting, combine)
         return meeting
@@ -137,11 +142,11 @@ class World:
     def all_say(self, rank: int, words: str, circle: Circle) -> bool:
         """Whether all ranks of the circle say the same words. The others run until they have said
         theirs, or until none can go on."""
-        asking = circle._replace(asks=True)
+        asking = circle._replace(purpose="questions")
         question = self._next_meeting(rank, asking)
         self._raise_if_lost(rank, question)
         question.calls[rank] = Signature("all_say", option=words)
-        have_all_asked = len(question.calls) == len(circle.ranks)
+        have_all_asked = not question.missing()
         if have_all_asked or not question.agreed():
             question.answer(question.agreed())
         if have_all_asked:
@@ -175,23 +180,18 @@ class World:
         # Ranks whose calls differ are out of step for good, and a rank that has ended won't come
         if not isinstance(self.broken, PeerError) or self._ended:
             raise self._error()
-        self._back.add(rank)
+        meeting = self._next_meeting(rank, self.everyone._replace(purpose="rejoin"))
+        meeting.calls[rank] = Signature("rejoin")
         # The last rank to come begins anew for all
-        if len(self._back) == self.size:
+        if not meeting.missing():
+            meeting.answer(True)
             self.broken, self._is_given_up = None, False
             self._open.clear()
             self._num_meetings.clear()
             self._told.clear()
-            self._back.clear()
             self.times_rejoined += 1
-        times = self.times_rejoined
-        # Those before it wait here, until the last rank or an ending one clears `_back`
-        while rank in self._back:
-            self._let_others_run(rank)
-            if self.times_rejoined > times:  # all came, whatever has happened since then
-                return
-        # Broken still, if a rank has ended instead of coming
-        self._raise_if_broken(rank)
+        # It raises if a rank ends instead of coming
+        self.result_of(meeting, rank)
 
     def begin(self) -> None:
         self._pass_baton_to(0)
@@ -205,8 +205,6 @@ class World:
     def end(self, rank: int) -> None:
         """This rank has returned or raised: the baton goes on for good."""
         self._ended.add(rank)
-        # Those who wait for it in `rejoin` may go on, and raise
-        self._back.clear()  # this rank won't come
         if len(self._ended) == self.size:
             self.all_ended.set()
             return
@@ -215,7 +213,7 @@ class World:
         if successor is None:
             self._break_deadlock()
             successor = self._successor(rank)
-        # In a broken world all go on but those in `_back`, which is empty now
+        # In a broken world that a rank has left all go on
         assert successor is not None
         self._pass_baton_to(successor)
 
@@ -233,24 +231,19 @@ class World:
             return  # its own error is raised
         # The earliest first; a question that some rank never asks has its answer
         for meeting in self._open.values():
-            if not meeting.circle.asks:
-                missing = set(meeting.circle.ranks) - meeting.calls.keys()
+            if meeting.circle.purpose == "collectives":
                 raise GroupError(
-                    f"all ranks returned, but {ranks_text(missing)} never called what others "
-                    f"called: {meeting}"
+                    f"all ranks returned, but {ranks_text(meeting.missing())} never called what "
+                    f"others called: {meeting}"
                 )
 
     def where_ranks_are(self) -> str:
-        """Per rank: ended, waiting in which collective or in `rejoin`, running, or ready to."""
+        """Per rank: ended, waiting in which collective for whom, running, or ready to."""
         told = [f"{ranks_text(self._ended)} returned"] if self._ended else []
         for rank in sorted(set(range(self.size)) - self._ended):
             meeting = self._waiting.get(rank)
-            if meeting is not None:
-                call = meeting.calls[rank]
-                does = f"waits in {call} (its collective number {meeting.position})"
-            elif rank in self._back:
-                missing = set(range(self.size)) - self._back
-                does = f"waits in rejoin for {ranks_text(missing)}"
+            if meeting is not None and meeting.results is None:
+                does = f"waits in {meeting.calls[rank]} for {ranks_text(meeting.missing())}"
             elif rank == self.holder:
                 does = "runs"
             else:
@@ -292,8 +285,6 @@ class World:
         return None
 
     def _can_go_on(self, rank: int) -> bool:
-        if rank in self._back:  # it waits for the others to begin anew
-            return False
         meeting = self._waiting.get(rank)
         # It runs freely, its result is there, or it has an error to raise
         return meeting is None or meeting.results is not None or self._is_lost(meeting)
@@ -309,7 +300,8 @@ class World:
 
     def _break_deadlock(self) -> None:
         # Ranks that ask, while others wait for them elsewhere, have their answer
-        asking = [meeting for meeting in self._open.values() if meeting.circle.asks]
+        meetings = self._open.values()
+        asking = [meeting for meeting in meetings if meeting.circle.purpose == "questions"]
         for question in asking:
             question.answer(False)
         if any(question in self._waiting.values() for question in asking):
@@ -321,6 +313,9 @@ class World:
         """Whether some rank won't come to a collective, after a failure that it knows of."""
         if self.broken is None:
             return False
+        # Who knows of it comes to begin anew, unless it has ended
+        if meeting.circle.purpose == "rejoin":
+            return bool(self._ended)
         gone = (self._told | self._ended) - meeting.calls.keys()
         return self._is_given_up or not gone.isdisjoint(meeting.circle.ranks)
 
