@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from . import torch_distributed
+from .board import Board
 from .deadline import await_ends, started
-from .store import Store, StoreError
+from .store import StoreError
 
 if TYPE_CHECKING:
     from .membership import Membership
@@ -187,18 +188,14 @@ class DeviceSide:
     def let_go(
         self,
         groups: list[dist.ProcessGroup],
-        key: str,
-        ranks: tuple[int, int],
-        store: Store,
+        board: Board,
         limit: float | None,
     ) -> None:
         """Stop the thread, and let another one end the groups; see Note [letting go].
 
         Args:
             groups: the last references to the torch groups, which are aborted.
-            key: names the group and its era in torch's store.
-            ranks: this rank and the number of ranks.
-            store: torch's.
+            board: of the era that ends.
             limit: the group's, in seconds; None: nobody comes back.
         """
         if self._watch is not None:
@@ -212,15 +209,14 @@ class DeviceSide:
 
         def end() -> None:
             if earlier is not None and not is_reached(earlier, seconds):
-                torch_distributed.publish_failure(
-                    store,
-                    spoilt_key(key),
-                    f"the device of rank {ranks[0]} could not finish the call before the one that "
-                    "failed, whose results are lost",
+                board.publish(
+                    f"the device of rank {board.rank} could not finish the call before the one "
+                    "that failed, whose results are lost",
+                    "spoilt",
                 )
             # The store may have died with its host
             with suppress(StoreError):
-                torch_distributed.roll_call(store, f"{key}/finished", ranks, seconds)
+                board.roll_call("finished", seconds, heeds_failure=False)
             torch_distributed.abort(groups)
 
         self._letting_go = started("let go of device", end)
@@ -232,13 +228,3 @@ class DeviceSide:
         self._letting_go.join(3 * _SECONDS_TO_FINISH)
         has_ended, mark = not self._letting_go.is_alive(), self.mark()
         return has_ended and (mark is None or is_reached(mark, _SECONDS_TO_FINISH))
-
-
-def alarm_key(key: str) -> str:
-    """The key under which the first rank that loses another one says so."""
-    return f"{key}/alarm"
-
-
-def spoilt_key(key: str) -> str:
-    """The key under which a rank says why it can't come back with good values."""
-    return f"{key}/spoilt"

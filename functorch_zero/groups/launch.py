@@ -31,11 +31,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from ..errors import GroupError, PeerError
+from .board import publish_end
 from .checks import failure_text, ranks_text
 from .launchers import LOOPBACK, TORCHRUN, Task, this_task
 from .rendezvous import init, join_world, wait_for_all
 from .thread_settings import Settings, settings_here
-from .torch_distributed import WORLD_FAILURE_KEY, publish_failure, torchs_store
+from .torch_distributed import torchs_store
 
 T = TypeVar("T")
 
@@ -423,7 +424,7 @@ def _run_rank(
             raise
         # A GroupError only tells of another rank's failure: the first word in the store stays
         if dist.is_initialized() and not isinstance(error, GroupError):
-            publish_failure(torchs_store(), WORLD_FAILURE_KEY, failure_text(rank, error))
+            publish_end(torchs_store(), failure_text(rank, error))
         report = _Report(rank, error=error, trace=traceback.format_exc())
     if os.getpid() != own_pid:  # such a child, that has returned
         os._exit(0)

@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from ..errors import GroupError, LostPeerError, PeerError
 from . import torch_distributed
+from .board import Board, end_of_a_rank
 from .checks import failure_text
 from .connections import Connections
-from .device_watch import DeviceSide, alarm_key, spoilt_key
+from .device_watch import DeviceSide
 from .members import Member, culprits, without_store
 from .protocol import Work
 from .store import Store, StoreError
@@ -76,8 +77,21 @@ class Membership:
         self._pid = os.getpid()
 
     @property
-    def _place(self) -> tuple[int, int]:
-        return self.rank, len(self.ranks)
+    def _board(self) -> Board:
+        """Of this era. Keys:
+
+        - "failed": the first failure; nobody looks for that of an older era there.
+        - "alarm": by the first rank that loses another one.
+        - "here": the ranks that live, after one was lost, with their numbers of collectives.
+        - "finished": those whose devices have done the calls before the failed one.
+        - "spoilt": why a rank can't come back with good values.
+        - "asked/1" and so on: questions of `all_say`.
+        """
+        return self._board_of(self.era)
+
+    def _board_of(self, era: int) -> Board:
+        name = f"functorch_zero/failed/{self._token}/{era}"
+        return Board(self.store, name, self.rank, len(self.ranks))
 
     # Coming
 
@@ -143,24 +157,20 @@ class Membership:
         if self.connections.host is None:
             raise self.why_left()
         self._num_asked += 1
-        key = f"functorch_zero/asked/{self._token}/{self.era}/{self._num_asked}"
         digest = hashlib.sha256(words.encode()).digest()
         # The deadlines are long: a slow store must not look lost while training goes on
         patience = self.connections.limit
         try:
-            said, failed = torch_distributed.roll_call(
-                self.store,
-                key,
-                self._place,
+            said, failed = self._board.roll_call(
+                f"asked/{self._num_asked}",
                 seconds,
                 word=int.from_bytes(digest[:8], "big"),
-                failure=self._failure_key,
                 patience=patience,
             )
             same = len(said) == len(self.ranks) and len(set(said.values())) == 1
             if not same:
                 # Once more, since a roll call ends without a word where its store does
-                failed = torch_distributed.failure_in_store(self.store, self._failure_key, patience)
+                failed = self._board.failure(patience)
         except StoreError as error:
             raise self.lost(f"rank {self.rank} could not ask the others: {error}") from None
         if failed is not None:
@@ -182,9 +192,7 @@ class Membership:
             return None
         # The store may have died with its host: then gloo alone tells
         with suppress(StoreError):
-            text = torch_distributed.failure_in_store(self.store, self._failure_key)
-            text = text or self.store.read(alarm_key(self._failure_key))
-            if text is not None:
+            if text := self._board.failure() or self._board.read("alarm"):
                 return text
         # Each rank looks at one other, and gives the alarm to all
         neighbour = (self.rank + 1) % len(self.ranks)
@@ -204,7 +212,7 @@ class Membership:
                 return
             text = failure_text(self.known_as, error)
             # Published before the connections close: the other ranks look for it when theirs break
-            self._publish(self._failure_key, text)
+            self._board.publish(text)
             remedy = "Remedy: call rejoin() on all ranks"
             self._leave(GroupError(f"{text}, and so left this group. {remedy}"))
 
@@ -221,7 +229,7 @@ class Membership:
             # The first failure counts
             if era not in self._errors:
                 if self.device.is_watched:  # for ranks whose hosts wait for their device
-                    self._publish(alarm_key(self._failure_key), text)
+                    self._board.publish(text, "alarm")
                 # Before all else, so that the other ranks see it at once
                 self.connections.close_host(self.era)
                 self._leave(self._cause(text))
@@ -229,18 +237,14 @@ class Membership:
 
     def _cause(self, text: str) -> GroupError:
         """The error for a failure that this rank has seen as `text`."""
-        failure = self._failure_key
         if not self._token:  # the ranks have not met yet
-            ended = torch_distributed.world_failure(self.store)
+            ended = end_of_a_rank(self.store)
             return LostPeerError(text) if ended is None else PeerError(ended)
         try:
-            started, published = torch_distributed.roll_call(
-                self.store,
-                f"{failure}/here",
-                self._place,
+            started, published = self._board.roll_call(
+                "here",
                 _SECONDS_OVER_NCCL if self.device.is_watched else _SECONDS_FOR_ROLL_CALL,
                 word=self._num_started,
-                failure=failure,
             )
         except StoreError as problem:
             who = without_store(self._members, self.rank, str(problem))
@@ -268,8 +272,7 @@ class Membership:
             text = f"rank {self.rank} has closed this group"
             if self.connections.host is None:
                 # After a failure: ranks that come back would wait for this one
-                next_era = f"{self._token}/{self.era + 1}"
-                self._publish(torch_distributed.failure_key(next_era), text)
+                self._board_of(self.era + 1).publish(text)
                 return
             self.device.begin_call()  # what is queued is still wanted
             self._leave(GroupError(text))
@@ -284,9 +287,7 @@ class Membership:
         in_vain = self._closed or isinstance(error, LostPeerError)
         self.device.let_go(
             self.connections.take_devices(),
-            self._failure_key,
-            self._place,
-            self.store,
+            self._board,
             None if in_vain else self.connections.limit,
         )
 
@@ -304,42 +305,31 @@ class Membership:
         if self._closed or isinstance(reason, LostPeerError):
             raise self.why_left()
         # A rank whose function raised under `launch` won't come either
-        if ended := torch_distributed.world_failure(self.store):
+        if ended := end_of_a_rank(self.store):
             raise PeerError(ended)
-        spoilt = spoilt_key(self._failure_key)  # of the era that ends here
+        ending = self._board
         if not self.device.becomes_idle():
-            self._publish(
-                spoilt, f"the device of rank {self.rank} still waits for collectives cut off"
-            )
+            text = f"the device of rank {self.rank} still waits for collectives cut off"
+            ending.publish(text, "spoilt")
         # See Note [eras]
         self.era += 1
         self._num_asked = self._num_started = 0
         limit, lost = self.connections.limit, None
         try:
             # A rank that has waited in vain is not there to connect to
-            if gave_up := self.store.read(self._failure_key, seconds=limit):
+            if gave_up := self._board.read("failed", limit):
                 raise RuntimeError(gave_up)
             self.connections.connect(f"functorch_zero/{self._token}/{self.era}")
             # Each rank has said so before it connected, and so all of them raise
             if self.connections.of_device:
-                lost = self.store.read(spoilt, seconds=limit)
+                lost = ending.read("spoilt", limit)
         except RuntimeError as error:
             text = f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
             text += f"all did: {error}"
-            self._publish(self._failure_key, text)
+            self._board.publish(text)
             self._leave(LostPeerError(text))
             raise self.why_left() from error.with_traceback(None)
         if lost is not None:
             self._leave(LostPeerError(f"{lost}. Remedy: start again from the last checkpoint"))
             raise self.why_left() from reason
         self._watch_device()
-
-    @property
-    def _failure_key(self) -> str:
-        """The key in torch's store for this group's next failure; nobody looks for an older one
-        there."""
-        return torch_distributed.failure_key(f"{self._token}/{self.era}")
-
-    def _publish(self, key: str, text: str) -> None:
-        """Leave a text for the other ranks, unless one has been quicker, or the store is lost."""
-        torch_distributed.publish_failure(self.store, key, text)

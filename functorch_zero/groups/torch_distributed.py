@@ -1,16 +1,11 @@
-"""torch.distributed for `ProcessGroup`, besides collectives: making and destroying a group, a
-question, and a last word.
-
-The last word, why a rank failed, goes through torch's store, since a broken group can't carry it. A
-question does so too, since other ranks may be in a collective.
-"""
+"""torch.distributed for `ProcessGroup`, besides collectives: making and destroying a group, and
+torch's store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .deadline import Overdue, await_ends, started, within
-from .store import SECONDS_TO_ANSWER, Store, StoreError
+from .store import SECONDS_TO_ANSWER, Store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +25,8 @@ if TYPE_CHECKING:
 ALL_GATHER, REDUCE_SCATTER = "_allgather_base", "_reduce_scatter_base"
 ALL_TO_ALL = "alltoall_base"
 
-# Set by a rank whose function raised under `launch`, as it ends
-WORLD_FAILURE_KEY = "functorch_zero/failed"
-
 # torch waits for collectives under way, perhaps for their whole time limit; nobody waits so long
 _SECONDS_TO_DESTROY = 1.0
-_MAX_TEXT = 4000  # characters of an error that are passed on
-_MAX_PAUSE = 0.1  # seconds, between two looks at the store
 _SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on by itself
 
 # torch reads it when it makes a group over NCCL
@@ -297,71 +287,6 @@ def is_gone(group: dist.ProcessGroup, rank: int) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def roll_call(
-    store: Store,
-    key: str,
-    place: tuple[int, int],
-    seconds: float,
-    *,
-    word: int = 0,
-    failure: str | None = None,
-    patience: float | None = None,
-) -> tuple[dict[int, int], str | None]:
-    """Say this rank's word, and wait for those of all ranks: rank -> word, of those that say one
-    within that time. It ends early with the text of a failure, if there is one under that key.
-
-    Args:
-        place: this rank, and the number of ranks.
-        patience: seconds, for each call of the store; None: the store's own.
-    """
-    rank, num_ranks = place
-    give_up, pause = time.monotonic() + seconds, 0.01
-    # All words under one key: a key for each rank would be as many questions
-    store.append(key, f"{rank}:{word} ", patience)
-    words: dict[int, int] = {}
-    while True:
-        try:
-            pairs = [said.split(":") for said in (store.read(key, seconds=patience) or "").split()]
-            words = {int(other): int(its_word) for other, its_word in pairs}
-            text = None if failure is None else failure_in_store(store, failure, patience)
-        except StoreError:
-            # It has ended with the rank that serves it, which had heard enough
-            if not words:
-                raise
-            return words, None
-        if text is not None or len(words) == num_ranks or time.monotonic() > give_up:
-            return words, text
-        time.sleep(pause)
-        pause = min(2 * pause, _MAX_PAUSE)
-
-
-def failure_key(token: str) -> str:
-    """The store's key for a group's first failure. torchrun's store outlives restarts, so names
-    alone may be stale."""
-    return f"{WORLD_FAILURE_KEY}/{token}"
-
-
-def publish_failure(store: Store, key: str, text: str) -> None:
-    """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
-    # The store may have died with its host: then nobody can be told
-    with contextlib.suppress(StoreError):
-        store.write_once(key, text[:_MAX_TEXT])
-
-
-def failure_in_store(store: Store, key: str, seconds: float | None = None) -> str | None:
-    """The text of this group's own failure, or of the end of a rank under `launch`, if either is
-    there now."""
-    return store.read(key, WORLD_FAILURE_KEY, seconds=seconds)
-
-
-def world_failure(store: Store) -> str | None:
-    """The error with which some rank's function has ended under `launch`, published by that rank.
-    None of ranks that were killed, nor under torchrun."""
-    with contextlib.suppress(StoreError):
-        return store.read(WORLD_FAILURE_KEY)
-    return None
 
 
 def own_store() -> Store:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from functorch_zero.groups import ProcessGroup, launch, membership, torch_distributed
 from functorch_zero.groups.addresses import way_to
+from functorch_zero.groups.board import Board, publish
 from functorch_zero.groups.members import Member, culprits, without_store
 from functorch_zero.groups.store import Store, StoreError
 from tests.groups.hanging import on_device
@@ -341,7 +342,7 @@ def test_a_failure_is_heard_of_after_a_store_was_slow() -> None:
             written.append(arguments)
 
     store = Store(Slow, DEADLINE)
-    torch_distributed.publish_failure(store, "key", "why")
+    publish(store, "key", "why")
     assert not written
     connection.wakes.set()
     while store._late is None or store._late.is_alive():
@@ -366,7 +367,7 @@ def test_a_store_that_ends_in_the_middle_of_a_roll_call() -> None:
         def append(self, *arguments: Any) -> None:
             """Answers."""
 
-    found = torch_distributed.roll_call(Store(Ending), "key", (2, 3), 20.0, failure="why")
+    found = Board(Store(Ending), "name", 2, 3).roll_call("key", 20.0)
     assert found == ({0: 7, 2: 6}, None)
 
 
