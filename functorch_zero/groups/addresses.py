@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import socket
-import struct
 from typing import NamedTuple
 
-_SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
 _ANY_PORT = 1  # a way is the same for all ports
 
 
@@ -48,17 +45,3 @@ def address_of(host: str) -> str | None:
                 probe.bind(address)
                 return str(address[0])
     return None
-
-
-def interface_of(own: str) -> str:
-    """The name of the interface with this address, or words for it."""
-    others = [name for _, name in socket.if_nameindex() if name != "lo"]
-    if is_loopback(own):
-        return f"the one of {others} that other hosts reach"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in others:
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return f"the one of {others} that has the address {own}"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GroupError
-from .addresses import address_of, interface_of, is_loopback, way_to
+from .addresses import address_of, is_loopback, way_to
 from .deadline import Overdue, within
 from .launchers import BY_NAME, LOOPBACK, SLURM, Task, this_task
 
@@ -187,11 +187,13 @@ def _come(store: Any, task: Task, seconds: float) -> None:
         if trouble.everywhere or (way is not None and not way.is_here):
             store.set(apart, "")
         if trouble.why:
-            own = LOOPBACK if way is None else way.own
+            which = "that other hosts reach"
+            if way is not None and not is_loopback(way.own):
+                which = f"that has the address {way.own}"
             text = (
                 f"rank {task.rank} on host {socket.gethostname()} can't be reached by ranks of "
-                f"other hosts: {trouble.why}. Remedy: on that host, set "
-                f"GLOO_SOCKET_IFNAME={interface_of(own)}"
+                f"other hosts: {trouble.why}. Remedy: on that host, set GLOO_SOCKET_IFNAME to the "
+                f"interface {which}"
             )
             store.compare_set(local_only, "", text)
     num_came = store.add(f"{name}/count", 1)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from functorch_zero.groups import ProcessGroup, launch, rendezvous
-from functorch_zero.groups.addresses import Way, interface_of, way_to
+from functorch_zero.groups.addresses import Way, way_to
 from functorch_zero.groups.launchers import Task, this_task
 from tests.tiers import THOROUGH, tiers
 
@@ -306,7 +306,6 @@ def test_a_host_that_others_cannot_reach(
         rank = int(os.environ["RANK"])
         rendezvous.way_to = lambda host: Way("10.77.0.2", is_here=rank == 0)
         rendezvous.address_of = lambda host: found if rank == bad else "10.77.0.9"
-        rendezvous.interface_of = lambda own: f"the interface of {own}"
         if told is not None and rank == bad:
             os.environ["GLOO_SOCKET_IFNAME"] = told
         return total()
@@ -319,7 +318,7 @@ def test_a_host_that_others_cannot_reach(
         with pytest.raises(AssertionError, match=text):
             raise AssertionError(words)
         assert words.startswith(f"GroupError: rank {bad} on host ")
-        assert words.endswith("set GLOO_SOCKET_IFNAME=the interface of 10.77.0.2")
+        assert words.endswith("GLOO_SOCKET_IFNAME to the interface that has the address 10.77.0.2")
 
 
 def test_one_host_may_be_named_loopback() -> None:
@@ -331,16 +330,14 @@ def test_one_host_may_be_named_loopback() -> None:
     assert started(fn, *(by_name(rank, MASTER_PORT=port) for rank in range(2))) == BOTH
 
 
-def test_the_way_to_another_host_names_the_interface() -> None:
+def test_the_way_to_another_host() -> None:
     """A UDP socket tells the address, and sends nothing."""
     way = way_to("192.0.2.77")  # for documentation: nobody has it
     if way is None:
         pytest.skip("this host has no way to other hosts")
     assert not way.is_here
-    assert interface_of(way.own) in [name for _, name in socket.if_nameindex()]
     assert way_to(way.own) == Way(way.own, is_here=True)
     assert way_to("127.0.0.1") == Way("127.0.0.1", is_here=True)
-    assert "that other hosts reach" in interface_of("127.0.0.1")
 
 
 HOSTS = "fzhost0", "fzhost1"  # network namespaces
@@ -396,4 +393,4 @@ def test_two_hosts_whose_names_resolve_to_nothing(two_hosts: None, told: str) ->
         assert said == BOTH
         return
     for words in said:
-        assert "resolves to nothing" in words and words.endswith("set GLOO_SOCKET_IFNAME=eth0")
+        assert "resolves to nothing" in words and "that has the address 10.77.0." in words
