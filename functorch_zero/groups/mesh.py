@@ -25,7 +25,7 @@ from .labels import labelled
 from .process import ProcessGroup
 from .protocol import Done, Group, Work
 from .single import SingleRank
-from .torch_distributed import parent_group, part_of, rows_of_mesh
+from .torch_distributed import parent_group, part_of
 from .work import Then
 
 SameData = Literal["replicate", "shard"]
@@ -351,9 +351,9 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
     """
     if isinstance(group, Group):
         return group
-    rows = None if group is None else rows_of_mesh(group)
-    if rows is None:
+    if not isinstance(group, DeviceMesh) or group.ndim != 2:
         return ProcessGroup(group)  # a torch group, a mesh of one dim, or None
+    rows: list[list[int]] = group.mesh.tolist()  # (replicas, ranks of each)
     # `everyone` is part of the world at most, and every rank of the mesh makes it
     everyone = sorted(rank for row in rows for rank in row)
     parent = part_of(parent_group(None), everyone)

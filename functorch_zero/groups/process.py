@@ -11,11 +11,12 @@ import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import torch_distributed
 from .checks import check_call, check_subgroup, fold
@@ -28,9 +29,6 @@ from .signature import brought
 from .store import Store
 from .torch_distributed import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from .work import Then, as_bytes, copy_alone, nan_apart, through_host
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)

@@ -41,6 +41,7 @@ class Signature(NamedTuple):
 
 def brought(arguments: Sequence[Any]) -> Tensor:
     """Of a collective's arguments, the tensor that this rank brings."""
-    # Outputs come first
-    found: Tensor = next(filter(Tensor.__instancecheck__, reversed(arguments)))
+    # The last one, or before an operation, a rank or sizes
+    last = arguments[-1]
+    found: Tensor = last if isinstance(last, Tensor) else arguments[-2]
     return found

@@ -9,16 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Overdue, await_ends, started, within
 from .store import SECONDS_TO_ANSWER, Store
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # The methods of torch groups for 1-D tensors. Newer releases give them public names besides,
 # `all_gather_single` and `reduce_scatter_single`.
@@ -40,8 +38,12 @@ _TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
 
 def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The torch group that a user means; an error with a remedy when there is none."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        _check_is_mesh(group)
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise TypeError(
+            "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this "
+            f"rank belongs to, or None for all ranks; got {group!r}. Remedy: to start ranks, "
+            "fz.launch(fn, 2); inside them, fz.ProcessGroup()"
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
@@ -53,7 +55,13 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
         return _world_group()
     if isinstance(group, dist.ProcessGroup):
         return group
-    return _group_of_mesh(group)
+    if group.ndim != 1:
+        raise NotImplementedError(
+            f"a DeviceMesh of {group.ndim} dims ({group.mesh_dim_names}) is not one group of "
+            "ranks. Remedy: pass one axis, as in mesh['shard'], or, to `shard`, two: "
+            "mesh['replicate', 'shard']"
+        )
+    return group.get_group()
 
 
 def num_processes() -> int:
@@ -65,39 +73,6 @@ def _world_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None  # torch.distributed is initialised
     return world
-
-
-def _check_is_mesh(group: Any) -> None:
-    """Raise TypeError for what is neither a group nor a mesh."""
-    from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
-
-    if not isinstance(group, DeviceMesh):
-        raise TypeError(
-            "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this "
-            f"rank belongs to, or None for all ranks; got {group!r}. Remedy: to start ranks, "
-            "fz.launch(fn, 2); inside them, fz.ProcessGroup()"
-        )
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of a mesh of one dim."""
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not one group of ranks. "
-            "Remedy: pass one axis, as in mesh['shard'], or, to `shard`, two: mesh['replicate', "
-            "'shard']"
-        )
-    return mesh.get_group()
-
-
-def rows_of_mesh(group: Any) -> list[list[int]] | None:
-    """The ranks of each replica of a mesh (replicate, shard); None for all but a DeviceMesh of two
-    dims."""
-    if getattr(group, "ndim", None) != 2:  # duck-typed: DeviceMesh is not imported for it
-        return None
-    # A DeviceMesh keeps its ranks in a 2-D integer tensor, (replicas, ranks of each)
-    rows: list[list[int]] = group.mesh.tolist()
-    return rows
 
 
 def part_of(
