@@ -37,7 +37,7 @@ from .arguments import check_is_transform, check_number, check_takes
 from .arithmetic import Number
 from .complex_leaves import in_real_parts, refuse_complex
 from .local import Local
-from .naming import Named
+from .naming import Named, named
 from .state_checks import check_opt_state, outline_of
 from .touched_rows import init_by_rows, name_of, update_by_rows
 from .zero_dim import as_vectors
@@ -300,6 +300,7 @@ def init_empty(params: Tree) -> EmptyState:
     return EmptyState()
 
 
+@named
 def pointwise(
     init: Init, update: Update, *, in_place: Update | None = None, in_parts: bool = False
 ) -> Transform:
@@ -341,19 +342,16 @@ def pointwise(
         asks_nothing(in_place, "in_place") if in_place else None,
     )
     # Some leaves are seen in another form
-    part = as_vectors(in_real_parts(part) if in_parts else part)
-    made_with = {"init": init, "update": update, "in_place": in_place, "in_parts": in_parts}
-    return of_pointwise(part, name="pointwise", hyperparams=made_with)
+    return of_pointwise(as_vectors(in_real_parts(part) if in_parts else part))
 
 
-def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transform:
+def of_pointwise(part: Pointwise, *inside: Transform) -> Transform:
     """The transform of functions of any grouping of the leaves, which `across` therefore runs by
     the bucket.
 
     Args:
         part: the functions.
         inside: of a wrapper, the transforms that these call.
-        naming: its `name` and `hyperparams`.
     """
 
     def init(params: Tree, across: Across) -> Any:
@@ -362,25 +360,17 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
     def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         return across.run_pointwise(part, updates, state, params)
 
-    return Transform(
-        init,
-        update,
-        Needs.POINTWISE,
-        inside,
-        plain=part,
-        takes_rows=True,
-        **naming,
-    )
+    return Transform(init, update, Needs.POINTWISE, inside, plain=part, takes_rows=True)
 
 
 def keeping_zeros(transform: Transform) -> Transform:
     """A pointwise transform that makes zeros of zeros, reads no params, and has no state shaped
     like them: it then sees the rows alone of an update in rows."""
     assert transform.plain is not None
-    part = replace(transform.plain, keeps_zeros=True)
-    return of_pointwise(part, name=transform.name, hyperparams=transform.hyperparams)
+    return of_pointwise(replace(transform.plain, keeps_zeros=True))
 
 
+@named
 def with_statistics(init: Init, update: Update) -> Transform:
     """A transform that needs sums, norms, maxima or means over whole tensors, or over some dims of
     them.
@@ -401,9 +391,6 @@ def with_statistics(init: Init, update: Update) -> Transform:
         begin,
         _apart(lambda u, s, p, across: run(u, across.beside(s, p), p, across)),
         Needs.STATISTICS,
-        name="with_statistics",
-        # They name the transform in errors, and ranks compare the numbers that they refer to
-        hyperparams={"init": init, "update": update},
     )
 
 
@@ -411,6 +398,7 @@ def _numel(shape: Shape) -> float:
     return float(torch.Size(shape).numel())
 
 
+@named
 def with_whole_leaves(
     init: Callable[[Tensor], Any],
     update: Callable[..., tuple[Tensor, Any]],
@@ -435,10 +423,10 @@ def with_whole_leaves(
     num_taken = check_takes(update, _OF_A_LEAF, 2, by="with_whole_leaves' update")
     run = _with_first(num_taken, update)
     spec = WholeLeaf(_made_of_tensors(init), run, num_taken > 2, cost, batched)
-    made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
-    return _of_whole(spec, Needs.WHOLE_LEAF, "with_whole_leaves", made_with)
+    return _of_whole(spec, Needs.WHOLE_LEAF)
 
 
+@named
 def with_whole_rows(
     init: Callable[[Tensor], Any], update: Callable[..., tuple[Tensor, Any]]
 ) -> Transform:
@@ -476,23 +464,20 @@ def with_whole_rows(
         by_rows=True,
         in_place=update_by_rows(run, name, in_place=True),
     )
-    made_with = {"init": init, "update": update}
-    return _of_whole(spec, Needs.WHOLE_ROWS, "with_whole_rows", made_with)
+    return _of_whole(spec, Needs.WHOLE_ROWS)
 
 
-def _of_whole(part: WholeLeaf, needs: Needs, name: str, made_with: dict[str, Any]) -> Transform:
+def _of_whole(part: WholeLeaf, needs: Needs) -> Transform:
     """The transform of a whole-leaf author's functions."""
-
     return Transform(
         lambda params, across: across.init_whole(part, params),
         _apart(lambda u, s, p, across: across.run_whole(part, u, s, p)),
         needs,
         takes_rows=True,
-        name=name,
-        hyperparams=made_with,
     )
 
 
+@named
 def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:
     """A transform that needs every tensor whole, at once: for trees of at most `limit` bytes,
     gathered on every rank.
@@ -516,16 +501,14 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
         given = params if num_taken > 2 else None
         return across.run_whole_tree(run, updates, state, given, limit)
 
-    made_with = {"init": init, "update": update, "limit": limit}
     return Transform(
         lambda params, across: across.init_whole_tree(init, params, limit),
         _apart(update_tree),
         Needs.WHOLE_TREE,
-        name="with_whole_tree",
-        hyperparams=made_with,
     )
 
 
+@named
 def chain(*transforms: Transform) -> Transform:
     """Run transforms one after the other, each on the updates of the one before. The state is a
     tuple of theirs.
@@ -560,18 +543,8 @@ def chain(*transforms: Transform) -> Transform:
     needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
     # Pointwise throughout: then the chain itself can merge with its neighbours in another chain
     plain = runs[0].merged if len(runs) == 1 else None
-    made_with = {str(i): t for i, t in enumerate(transforms)}
-    return Chain(
-        init,
-        update,
-        needs,
-        tuple(transforms),
-        plain,
-        ending=_ending_of(transforms),
-        takes_rows=True,
-        name="chain",
-        hyperparams=made_with,
-    )
+    ending = _ending_of(transforms)
+    return Chain(init, update, needs, transforms, plain, ending=ending, takes_rows=True)
 
 
 def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:

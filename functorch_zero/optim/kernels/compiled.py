@@ -25,12 +25,14 @@ from ..._torch_private import can_compile, compile_by_inductor, mark_dynamic
 from ...errors import TransformError
 from ..across import Fused, Pointwise
 from ..base import Transform
+from ..naming import named
 
 _numbers = itertools.count()  # one per kernel, over all threads of the process
 # Ranks that are threads would each make the kernel that none has made yet
 _one_at_a_time = threading.Lock()
 
 
+@named
 def compiled(transform: Transform) -> Transform:
     """A transform that a sharded step which donates its state runs as one kernel, which
     torch.compile makes; elsewhere it runs as given.
@@ -59,7 +61,7 @@ def compiled(transform: Transform) -> Transform:
         )
     # `plain` stays: it runs where nothing is donated, and the kernel is compared with it
     fused = Fused(_kernel(transform.plain), _takes, one_by_one=True)
-    return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
+    return replace(transform, fused=fused)
 
 
 def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], Any], Any]:
