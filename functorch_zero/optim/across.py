@@ -63,11 +63,13 @@ class Fused:
             the flats, in this order: `{0: flat, 1: flat, ...}`. Of the new one, leaves that follow
             no param (a count of steps) are read.
         takes: whether the kernel takes params of this dtype, on this device.
+        plain: the update that it stands for, which runs where the kernel can't.
         one_by_one: whether it is given one flat at a time.
     """
 
     update: Callable[[list[Tensor], list[Tensor], Any], Any]
     takes: Callable[[Tensor], bool]
+    plain: Pointwise
     one_by_one: bool = False
 
 
@@ -305,13 +307,11 @@ class Across(ABC):
     ) -> tuple[Tree, Any]:
         """Run a pointwise update."""
 
-    def run_fused(
-        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
+    def run_fused(self, fused: Fused, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """Run a pointwise update's kernel where it can run: it adds the updates to the params, and
         those that are left to be added are 0."""
         # In one process nothing is donated
-        return self.run_pointwise(plain, updates, state, params)
+        return self.run_pointwise(fused.plain, updates, state, params)
 
     def beside(self, state: Any, params: Tree) -> Any:
         """All of a transform's state beside its params, for functions that read it by themselves:

@@ -81,7 +81,7 @@ class Transform(Named):
         parts: of a chain or wrapper, the transforms inside, for whoever checks them.
         plain: the same as functions of any grouping of the leaves, if it is pointwise and treats
             all leaves alike.
-        fused: the same as one kernel, params included, which also has `plain`.
+        fused: the same as one kernel, params included; then there is `plain`, too.
         ending: of a chain or wrapper with a kernel in its last part, its `update_and_add`.
         takes_rows: whether updates may have `Rows` in place of tensors; else they are made dense.
     """
@@ -179,8 +179,8 @@ class Transform(Named):
         updates = updates if self.takes_rows else across.dense(updates)
         if self.ending is not None:
             return self.ending(updates, state, params, across)
-        if self.fused is not None and self.plain is not None:
-            return across.run_fused(self.fused, self.plain, updates, state, params)
+        if self.fused is not None:
+            return across.run_fused(self.fused, updates, state, params)
         return self.update_fn(updates, state, params, across)
 
     def init_whole(self, params: Tree, across: Across) -> Any:
@@ -563,14 +563,14 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
     return ending
 
 
-def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
-    """A transform as (the links before, a fused end), if it ends in one. A chain's state is split
-    at its last link."""
+def split_fused(t: Transform) -> tuple[Transform | None, Fused] | None:
+    """A transform as (the links before, its end's kernel), if it ends in one. A chain's state is
+    split at its last link."""
     if t.fused is not None:
-        return None, t
+        return None, t.fused
     # A kernel adds its updates to the params, so it can only be the end
     if isinstance(t, Chain) and t.parts and t.parts[-1].fused is not None:
-        return chain(*t.parts[:-1]), t.parts[-1]
+        return chain(*t.parts[:-1]), t.parts[-1].fused
     return None
 
 

@@ -283,25 +283,21 @@ class Sharded(Across):
         made, state = across.update(part, select(updates, rest), state, select(params, rest))
         return merge(made, merge(rows, updates)), state
 
-    def run_fused(
-        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        return self._on_flats.update_fused(fused, plain, self.dense(updates), state, params)
+    def run_fused(self, fused: Fused, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        return self._on_flats.update_fused(fused, self.dense(updates), state, params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flats (piece,) that a tree's leaves lie in, as `fused` takes them."""
         return self._on_flats.flats(self.dense(tree))
 
-    def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
-        """Whether a transform's kernel takes these flats (piece,) of params."""
-        kernel, plain = transform.fused, transform.plain
-        assert kernel is not None and plain is not None
-        return self._on_flats.fuses(kernel, plain, params)
+    def fuses(self, kernel: Fused, params: Sequence[Tensor]) -> bool:
+        """Whether a kernel takes these flats (piece,) of params."""
+        return self._on_flats.fuses(kernel, params)
 
     def fused(
         self,
         head: Transform | None,
-        end: Transform,
+        kernel: Fused,
         updates: list[Tensor],
         state: Any,
         params: list[Tensor],
@@ -314,20 +310,18 @@ class Sharded(Across):
         own state.
 
         Args:
-            end: one that `fuses`.
+            kernel: one that `fuses`.
             updates: the flats (piece,) that the gradients lie in, as `flats` gives them.
             params: those of the params.
             trees: gradients and params leaf by leaf; None: for a kernel alone.
         """
-        kernel, plain = end.fused, end.plain
-        assert kernel is not None and plain is not None
         if head is None or trees is None:
-            return self._on_flats.fused(kernel, plain, updates, state, params, donate=donate)
+            return self._on_flats.fused(kernel, updates, state, params, donate=donate)
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
         found, states = head.update(trees[0], tuple(before), trees[1], self)
         updates = self.flats(found)
-        return (*states, self._on_flats.fused(kernel, plain, updates, last, params, donate=donate))
+        return (*states, self._on_flats.fused(kernel, updates, last, params, donate=donate))
 
     # Whole leaves: one all-to-all in, one out
 

@@ -229,7 +229,7 @@ class PointwiseOnFlats:
         _put(made, place.positions, leaves)
 
     def update_fused(
-        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
+        self, fused: Fused, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         """Run a kernel, if it can take these leaves, else the pointwise update. Returns the updates
         that are left to be added, and the state."""
@@ -237,9 +237,9 @@ class PointwiseOnFlats:
         # A kernel that wrote to a copy would leave the params as they are
         own = self._owned.params.ids.union(map(id, optree.tree_leaves(params)))
         may_write = bool(self._donate) and own.issuperset(map(id, flats))
-        if not (may_write and self.fuses(fused, plain, flats)):
-            return self.update(plain, updates, state, params)
-        state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)
+        if not (may_write and self.fuses(fused, flats)):
+            return self.update(fused.plain, updates, state, params)
+        state = self.fused(fused, self.flats(updates), state, flats, donate=True)
         leaves, treedef = optree.tree_flatten(updates)
         left = [torch.empty_like(leaf) for leaf in leaves]
         torch._foreach_zero_(left)
@@ -252,18 +252,17 @@ class PointwiseOnFlats:
             return leaves
         return [self._flat_of(group, leaves) for group in self._groups]
 
-    def fuses(self, fused: Fused, plain: Pointwise, params: Sequence[Tensor]) -> bool:
+    def fuses(self, fused: Fused, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this kernel on these flats."""
         kinds = {(param.dtype, param.device): param for param in params}
         if not kinds or not all(map(fused.takes, kinds.values())):
             return False
         # The pointwise update tells how its state is cut flat by flat
-        return self._regrouping(plain) is not None
+        return self._regrouping(fused.plain) is not None
 
     def fused(
         self,
         fused: Fused,
-        plain: Pointwise,
         updates: list[Tensor],
         state: Any,
         params: list[Tensor],
@@ -273,15 +272,15 @@ class PointwiseOnFlats:
         """Run a kernel, which writes over params. Returns the next state.
 
         Args:
-            fused: one of which `fuses` is true; `plain`: the pointwise update that it stands for.
+            fused: one of which `fuses` is true.
             updates: the flat (piece,) of each group, only read.
             state: leaf by leaf, as `init` made it.
             params: the flats (piece,) of the params, in the same order; written to.
             donate: whether the state is written over.
         """
+        plain, ferry, device = fused.plain, self._ferry, params[0].device
         regrouping = self._regrouping(plain)
         assert regrouping is not None
-        ferry, device = self._ferry, params[0].device
         leaves = regrouping.full.flatten_up_to(state)
         flats = self._flats_of(regrouping, leaves, device, to_write=donate)
         if not (donate or ferry.places):

@@ -51,12 +51,12 @@ class Own:
         return slice_tree(grads, self._layout, 0)
 
     def step(self, grads: Any) -> None:
-        flats = self._across.flats(self._params)
-        if self._across.fuses(self._transform, flats):
+        flats, kernel = self._across.flats(self._params), self._transform.fused
+        if kernel is not None and self._across.fuses(kernel, flats):
             given = self._across.flats(grads)
             self._state = self._across.fused(
                 None,
-                self._transform,
+                kernel,
                 given,
                 self._state,
                 flats,

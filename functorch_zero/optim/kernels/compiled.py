@@ -60,7 +60,7 @@ def compiled(transform: Transform) -> Transform:
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
     # `plain` stays: it runs where nothing is donated, and the kernel is compared with it
-    fused = Fused(_kernel(transform.plain), _takes, one_by_one=True)
+    fused = Fused(_kernel(transform.plain), _takes, transform.plain, one_by_one=True)
     return replace(transform, fused=fused)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...devices import number_on
-from ..across import Fused
+from ..across import Fused, Pointwise
 from ..arithmetic import number
 from ..base import Schedule, value_of
 from ..states import CountState, ScaleByLearningRateState
@@ -30,15 +30,17 @@ def _takes(param: Tensor) -> bool:
 
 
 def fused_adamw(
+    plain: Pointwise,
     learning_rate: float | Schedule,
     b1: float,
     b2: float,
     eps: float,
     weight_decay: float | Schedule,
 ) -> Fused:
-    """`chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)` as torch's fused AdamW.
+    """`plain`, of `chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)`, as torch's
+    fused AdamW.
 
-    Arguments: see `adamw`; the kernel takes `b1`, `b2` and `eps` as numbers only.
+    Others: see `adamw`; the kernel takes `b1`, `b2` and `eps` as numbers only.
     """
 
     def update(params: list[Tensor], updates: list[Tensor], state: AdamWState) -> AdamWState:
@@ -76,4 +78,4 @@ def fused_adamw(
             )
         return new
 
-    return Fused(update, _takes)
+    return Fused(update, _takes, plain)

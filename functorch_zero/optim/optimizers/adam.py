@@ -152,8 +152,8 @@ def adamw(
     )
     # torch's kernel decays all leaves, takes numbers, and has no eps_root
     has_numbers = all(isinstance(x, int | float) for x in (b1, b2, eps))
-    if mask is not None or not has_numbers or not is_zero(eps_root):
+    if pure.plain is None or not has_numbers or not is_zero(eps_root):
         return pure
     # Schedules of rate and decay are fine: it looks them up step by step
-    kernel = fused_adamw(learning_rate, b1, b2, eps, weight_decay)  # type: ignore[arg-type]
+    kernel = fused_adamw(pure.plain, learning_rate, b1, b2, eps, weight_decay)  # type: ignore[arg-type]
     return replace(pure, fused=kernel)
