@@ -35,12 +35,11 @@ from .across import Across, Fused, Pointwise, Refusing, Shape, Tree, WholeLeaf
 from .apply_updates import apply_whole
 from .arguments import check_is_transform, check_number, check_takes
 from .arithmetic import Number
-from .complex_leaves import in_real_parts, refuse_complex
+from .leaf_forms import in_forms, refuse_complex
 from .local import Local
 from .naming import Named, named
 from .state_checks import check_opt_state, outline_of
 from .touched_rows import init_by_rows, name_of, update_by_rows
-from .zero_dim import as_vectors
 
 # An author's functions; the constructors below say which arguments they take
 Init = Callable[..., Any]
@@ -341,8 +340,7 @@ def pointwise(
         asks_nothing(update, "update"),
         asks_nothing(in_place, "in_place") if in_place else None,
     )
-    # Some leaves are seen in another form
-    return of_pointwise(as_vectors(in_real_parts(part) if in_parts else part))
+    return of_pointwise(in_forms(part, in_parts=in_parts))
 
 
 def of_pointwise(part: Pointwise, *inside: Transform) -> Transform:
