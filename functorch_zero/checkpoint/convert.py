@@ -376,16 +376,14 @@ def import_into(
     def read() -> State:
         """From here on, a step that donates has used `like` up."""
         old, sources = prepared.own
-        state, new = state_to_fill(step, like, old)
-        state.step.copy_(like.step)
-        if state.seed is not None and like.seed is not None:
-            state.seed.copy_(like.seed)
-        before = _by_name(old.leaves)
-        for name, local in _by_name(new).items():
-            if name in sources:
-                _fill(local, sources[name])
-            elif local.tensor is not before[name].tensor:
-                local.tensor.copy_(before[name].tensor)  # missing, and allowed to be
+        made_anew = {x.path for x in old.leaves if name_in(x.path, ["opt_state"]) is not None}
+        found = {
+            x.path: sources[name] for name, x in _by_name(old.leaves).items() if name in sources
+        }
+        state, new = state_to_fill(step, like, old, made_anew | found.keys())
+        for local in new:
+            if local.path in found:
+                _fill(local, found[local.path])
         return state
 
     # Nothing is written to before every rank has found all in order

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,9 +200,9 @@ def _read(
     """Make the state and fill it. From here on, a step that donates has used `like` up."""
     _check_frozen(prepared.frozen, shares)
     manifest, old = prepared.manifest, prepared.old
-    state, new = state_to_fill(step, like, old)
+    state, new = state_to_fill(step, like, old, manifest.numbers)
     targets: dict[int, list[Target]] = {}  # by the leaf's number
-    for before, local in zip(old.leaves, new, strict=True):
+    for local in new:
         number = manifest.numbers.get(local.path)
         if number is not None:
             # A view, since a blank state's tensors lie row by row
@@ -210,8 +210,6 @@ def _read(
             # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
             is_summed, leaf = local.summed, manifest.leaves[number]
             targets[number] = _rows(target, leaf, local.shape[0]) if is_summed else [target]
-        elif local.tensor is not before.tensor:
-            local.tensor.copy_(before.tensor)  # missing, and allowed to be
     read_leaves(prepared.places, targets)
     # The first lies in place; the others are added when all is read
     for first, *others in targets.values():
@@ -331,9 +329,12 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     return finished
 
 
-def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[LocalLeaf]]:
-    """A state of the same structure whose values are to be overwritten, all of them; and the leaves
-    of `old`, which are `like`'s, in the new tensors.
+def state_to_fill(
+    step: Step, like: State, old: Contents, filled: Container[str]
+) -> tuple[State, list[LocalLeaf]]:
+    """A state of the same structure, in which the caller overwrites the leaves with the paths
+    `filled`, and the others have their values; and the leaves of `old`, which are `like`'s, in the
+    new tensors.
 
     Where the step donates, trees and optimizers' states have the flats of `like`, which is used up,
     but for those that several nodes have. Other tensors are new, since a step doesn't write over
@@ -378,6 +379,9 @@ def state_to_fill(step: Step, like: State, old: Contents) -> tuple[State, list[L
             else:
                 node.use_up()
     tensors = [leaf for leaf in optree.tree_leaves(as_local(made)) if isinstance(leaf, Tensor)]
+    for local, tensor in zip(old.leaves, tensors, strict=True):
+        if local.path not in filled and tensor is not local.tensor:
+            tensor.copy_(local.tensor)
     new = [h._replace(tensor=tensor) for h, tensor in zip(old.leaves, tensors, strict=True)]
     return made, new
 

@@ -29,6 +29,7 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params
 from functorch_zero.sharded.api import shard
+from functorch_zero.step.nonfinite import LossScale
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
@@ -421,6 +422,17 @@ def test_patterns_of_leaves_that_may_be_missing(tmp_path: Path) -> None:
         import_into(tensors, allow_missing=["norm"], allow_extra=True)
     with pytest.raises(StructureError, match=r"it has more\.a\.b, which"):
         import_into(tensors, allow_missing="**", allow_extra="more.*")
+
+
+@pytest.mark.parametrize("level", [None, 3])
+def test_an_import_keeps_the_loss_scale(level: int | None) -> None:
+    loss_fn, params, buffers = ZOO["mlp"].build()
+    base = train_step(loss_fn, optim.sgd(0.1), loss_scale=LossScale(8.0))
+    step = base if level is None else shard(base, level=level, group=SingleRank())
+    like = step.init(params, buffers)
+    before = [x.clone() for x in like.value.finite]
+    state = checkpoint.import_weights({**params, **buffers}, step, like=like)
+    assert all(map(torch.equal, before, state.value.finite))
 
 
 def test_weights_under_other_names() -> None:

@@ -487,6 +487,15 @@ def test_checkpoints_of_another_reduction_are_refused(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "plain", keeping, like=keeping.init(make_params()), **options)
 
 
+def test_an_import_of_weights_leaves_the_parts_as_they_are() -> None:
+    step = fz.shard(make_step(), level=3, group=fz.groups.SingleRank(), reduction=ROUNDED)
+    like = train(step, step.init(make_params()), make_batches(), fz.groups.SingleRank())
+    before = {name: x.clone() for name, x in like.parts["reduction"]["error"].items()}
+    assert all(x.any() for x in before.values())
+    state = checkpoint.import_weights(make_params(), step, like=like)
+    assert_equal_values(before, state.parts["reduction"]["error"], grade=EXACT)
+
+
 @dataclass(frozen=True)
 class Wrong(Rounded):
     """Returns something else than `init` has promised."""
