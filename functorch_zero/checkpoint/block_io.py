@@ -25,7 +25,7 @@ from .files import created, opened, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
 from .places import Places, RankFile
 from .rows import Piece, encode_rows, rows_name
-from .safetensors_file import DTYPES, NAMES, Entry, bytes_of, make_header
+from .safetensors_file import Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
 
 # A multiple of every element's size, so that no element lies in two blocks
@@ -36,37 +36,29 @@ _THREADS = 2  # of a read: one waits for the disk while the other checks
 log = logging.getLogger("functorch_zero.checkpoint")
 
 
+class Target(NamedTuple):
+    """Elements of a leaf that are to be read, and their place."""
+
+    tensor: Tensor  # (n,) contiguous, of any dtype, on any device
+    start: int  # of the first one, in elements of the whole leaf
+
+
 class Wanted(NamedTuple):
     """A run of elements in a file, and where they go."""
 
     offset: int  # in bytes from the beginning of the file
-    numel: int
-    dtype: str  # in the file
-    target: Tensor  # 1-D and contiguous, of any dtype, on any device
-    first: int  # where in the target, in elements
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element in the file."""
-        return DTYPES[self.dtype].itemsize
+    dtype: torch.dtype  # in the file
+    target: Tensor  # (n,) contiguous, of any dtype, on any device
 
     @property
     def end(self) -> int:
-        return self.offset + self.numel * self.width
+        return self.offset + self.target.numel() * self.dtype.itemsize
 
     def within(self, start: int, stop: int) -> Wanted:
         """What of it lies in the bytes [start, stop) of the file."""
         low, high = max(self.offset, start), min(self.end, stop)
-        numel, first = (high - low) // self.width, (low - self.offset) // self.width
-        return self._replace(offset=low, numel=numel, first=self.first + first)
-
-
-class Target(NamedTuple):
-    """Elements [start, stop) of a leaf that are to be read, and their place."""
-
-    tensor: Tensor  # (stop - start,), of any dtype, on any device
-    start: int  # in elements of the whole leaf
-    stop: int
+        first, last = ((at - self.offset) // self.dtype.itemsize for at in (low, high))
+        return Wanted(low, self.dtype, self.target[first:last])
 
 
 def read_leaves(places: Places, targets: Mapping[int, Sequence[Target]]) -> None:
@@ -79,14 +71,14 @@ def read_leaves(places: Places, targets: Mapping[int, Sequence[Target]]) -> None
     for file, pieces in places.by_file(targets):
         wanted = []
         for piece in pieces:
-            leaf = places.manifest.leaves[piece.leaf]
-            for target in targets[piece.leaf]:
+            dtype = places.manifest.leaves[piece.leaf].dtype
+            for tensor, first in targets[piece.leaf]:
                 # The elements in both, if any
-                start, stop = max(target.start, piece.start), min(target.stop, piece.stop)
+                start = max(first, piece.start)
+                stop = min(first + tensor.numel(), piece.stop)
                 if start < stop:
-                    offset = piece.offset + (start - piece.start) * leaf.width
-                    first = start - target.start
-                    wanted.append(Wanted(offset, stop - start, leaf.dtype, target.tensor, first))
+                    offset = piece.offset + (start - piece.start) * dtype.itemsize
+                    wanted.append(Wanted(offset, dtype, tensor[start - first : stop - first]))
         read_wanted(file, wanted)
 
 
@@ -112,9 +104,8 @@ def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
             _read_block(descriptor, file, start, bytes_of(rooms.room))
             # Only now, so that no target has damaged bytes
             for run in runs:
-                data = rooms.room[run.offset - start : run.end - start].view(DTYPES[run.dtype])
-                # Converts the dtype, and copies to the target's device
-                run.target[run.first : run.first + run.numel].copy_(data)
+                data = rooms.room[run.offset - start : run.end - start].view(run.dtype)
+                run.target.copy_(data)  # converts the dtype, and copies to the target's device
 
         # Targets made in inference mode can be written to in that mode alone
         settings = settings_here()
@@ -188,10 +179,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     runs = sorted(snapshot.runs, key=lambda run: -run.tensor.element_size())  # stable
     leaves = snapshot.contents.leaves
     header, _ = make_header(
-        [
-            entry_of(leaves[run.leaf].path, NAMES[run.tensor.dtype], run.start, run.numel)
-            for run in runs
-        ]
+        [entry_of(leaves[run.leaf].path, run.tensor.dtype, run.start, run.numel) for run in runs]
     )
     sums, size = list[int](), 0
     with created(path) as file:
@@ -237,7 +225,7 @@ def _blocks(data: Iterable[memoryview]) -> Iterator[memoryview]:
         yield memoryview(block)
 
 
-def entry_of(path: str, dtype: str, start: int, numel: int) -> Entry:
+def entry_of(path: str, dtype: torch.dtype, start: int, numel: int) -> Entry:
     """A piece of a leaf in the header of a rank's file."""
     # The first element is in the name: several ranks' files hold pieces of one leaf
     return Entry(f"{path}@{start}", dtype, (numel,))

@@ -6,9 +6,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +40,11 @@ from .contents import (
     optimizer_of,
 )
 from .errors import CheckpointError, CorruptError
-from .files import Temporary, created, read_file, write_all, write_file
+from .files import created, folder_named, read_file, write_all, write_file
 from .load import Allowed, Chosen, misfits, not_chosen, some_of, state_to_fill
 from .manifest import Leaf, Manifest
 from .places import Places, find_places
 from .safetensors_file import (
-    DTYPES,
     INTACT,
     LACKING,
     Entry,
@@ -57,14 +64,6 @@ MAX_INDEX = 2**26  # bytes
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FEW = 2**20  # elements that are compared together: their copies take memory
-
-
-class Named(NamedTuple):
-    """A tensor to write."""
-
-    name: str
-    number: int  # of its leaf in the manifest
-    leaf: Leaf
 
 
 def export_weights(
@@ -106,23 +105,18 @@ def export_weights(
         TypeError: `root` is no path: a `State`, say.
     """
     manifest, folder = chosen(root, count)
-    named = named_leaves_in(manifest, trees, names_of(aliases), frozen=frozen)
-    for one in named:
-        if one.leaf.dtype in LACKING:
-            raise CheckpointError(f"safetensors files can't hold {one.leaf.path}: {one.leaf.dtype}")
-    places = places_of(named, manifest, folder)
-    files = _split(named, max_file_bytes)
-    # `out` may lie in anybody's folder, which is not ours to lock
-    temporary = Temporary(Path(out).absolute(), lock=False)
-    try:
+    leaves = leaves_by_name(manifest, trees, names_of(aliases), frozen=frozen)
+    for leaf in leaves.values():
+        if leaf.dtype in LACKING:
+            raise CheckpointError(f"safetensors files can't hold {leaf.path}: {leaf.dtype}")
+    places = places_of(leaves.values(), manifest, folder)
+    files = _split(leaves, max_file_bytes)
+    with folder_named(out) as made:
         names = _file_names(len(files))
-        for name, tensors in zip(names, files, strict=True):
-            _write(temporary.path / name, tensors, places)
+        for name, own in zip(names, files, strict=True):
+            _write(made / name, own, places)
         if len(files) > 1:
-            write_file(temporary.path / INDEX, _index(names, files), MAX_INDEX)
-        temporary.commit()
-    finally:
-        temporary.discard()  # nothing is left to discard after a commit
+            write_file(made / INDEX, _index(names, files), MAX_INDEX)
     return Path(out)
 
 
@@ -143,9 +137,9 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def named_leaves_in(
+def leaves_by_name(
     manifest: Manifest, trees: Sequence[str], names: Names | None, *, frozen: bool = True
-) -> list[Named]:
+) -> dict[str, Leaf]:
     """The leaves under `trees` by the names that files have for them, aliases included.
 
     `names`: None: those that the trees had when they were saved. `frozen`: as of `export_weights`.
@@ -162,22 +156,15 @@ def named_leaves_in(
             "earlier version. Remedy: of a training step, load it and save it anew"
         )
     left_out = frozenset() if frozen else manifest.frozen or frozenset()
-    found: dict[str, Named] = {}
-    for number, leaf in enumerate(manifest.leaves):
-        name = name_in(leaf.path, trees)
-        if name is None or leaf.path in left_out:
-            continue
-        if name in found:
-            other = found[name].leaf.path
-            raise CheckpointError(f"two leaves would have the name {name}: {other} and {leaf.path}")
-        found[name] = Named(name, number, leaf)
+    saved = [leaf for leaf in manifest.leaves if leaf.path not in left_out]
+    found = by_name(saved, trees, CheckpointError)
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
 
     if names is None:
         names = _saved_names(manifest, trees, found)
     # Aliases come last: the same elements written once more
-    again = []
+    again = {}
     unnamed = {name_in(path, trees) for path in left_out}
     for name, target in names.aliases.items():
         if target in unnamed:
@@ -186,8 +173,24 @@ def named_leaves_in(
             raise CheckpointError(f"the alias {name} is a leaf itself")
         if target not in found:
             raise CheckpointError(f"the alias {name} stands for {target}, which is no leaf")
-        again.append(found[target]._replace(name=name))
-    return [*(named for name, named in found.items() if name not in names.unsaved), *again]
+        again[name] = found[target]
+    return {name: leaf for name, leaf in found.items() if name not in names.unsaved} | again
+
+
+L = TypeVar("L", Leaf, LocalLeaf)
+
+
+def by_name(leaves: Iterable[L], trees: Sequence[str], error: type[Exception]) -> dict[str, L]:
+    """The leaves under `trees` by the model's names for them. Raises `error` if two have one."""
+    named: dict[str, L] = {}
+    for leaf in leaves:
+        name = name_in(leaf.path, trees)
+        if name is None:
+            continue
+        if name in named:
+            raise error(f"two leaves have the name {name}: {named[name].path} and {leaf.path}")
+        named[name] = leaf
+    return named
 
 
 def _saved_names(manifest: Manifest, trees: Sequence[str], leaves: Container[str]) -> Names:
@@ -201,17 +204,17 @@ def _saved_names(manifest: Manifest, trees: Sequence[str], leaves: Container[str
     return Names(aliases, frozenset(unsaved))
 
 
-def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
-    """Tensors in files of at most `limit` bytes, in order."""
-    files: list[list[Named]] = [[]]
+def _split(leaves: Mapping[str, Leaf], limit: int) -> list[dict[str, Leaf]]:
+    """Leaves in files of at most `limit` bytes, in order."""
+    files: list[dict[str, Leaf]] = [{}]
     size = 0
-    for tensor in tensors:
-        # A tensor larger than the limit is alone in its file: an empty file is never closed
-        if files[-1] and size + tensor.leaf.nbytes > limit:
-            files.append([])
+    for name, leaf in leaves.items():
+        # A leaf larger than the limit is alone in its file: an empty file is never closed
+        if files[-1] and size + leaf.nbytes > limit:
+            files.append({})
             size = 0
-        files[-1].append(tensor)
-        size += tensor.leaf.nbytes
+        files[-1][name] = leaf
+        size += leaf.nbytes
     return files
 
 
@@ -222,42 +225,38 @@ def _file_names(num_files: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
 
 
-def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
+def _index(names: Sequence[str], files: Sequence[Mapping[str, Leaf]]) -> bytes:
     """The file that says in which file each tensor is."""
-    total = 0
-    file_of: dict[str, str] = {}
-    for name, tensors in zip(names, files, strict=True):
-        for tensor in tensors:
-            total += tensor.leaf.nbytes
-            file_of[tensor.name] = name
+    total = sum(leaf.nbytes for leaves in files for leaf in leaves.values())
+    file_of = {name: file for file, own in zip(names, files, strict=True) for name in own}
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     return json.dumps(index, indent=2).encode()
 
 
-def _write(path: Path, tensors: Sequence[Named], places: Places) -> None:
+def _write(path: Path, leaves: Mapping[str, Leaf], places: Places) -> None:
     """Write one safetensors file of these leaves, read from their places."""
-    ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
-    entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
+    # So that each is aligned
+    ordered = sorted(leaves.items(), key=lambda named: -named[1].width)
+    entries = [Entry(name, leaf.dtype, leaf.shape) for name, leaf in ordered]
     # Loaders of Hugging Face refuse a file without this format
     header, _ = make_header(entries, {"format": "pt"})
     with created(path) as descriptor:
         write_all(descriptor, memoryview(header))
-        for tensor in ordered:
-            if tensor.leaf.numel:  # the leaf is freed before the next one is read
-                write_all(descriptor, bytes_of(read_leaf(tensor, places)))
+        for _, leaf in ordered:
+            if leaf.numel:  # the leaf is freed before the next one is read
+                write_all(descriptor, bytes_of(read_leaf(leaf, places)))
 
 
-def places_of(tensors: Sequence[Named], manifest: Manifest, folder: Path) -> Places:
+def places_of(leaves: Iterable[Leaf], manifest: Manifest, folder: Path) -> Places:
     """Where the leaves lie in the checkpoint in `folder`."""
-    wanted = {tensor.number: (0, tensor.leaf.numel) for tensor in tensors}
+    wanted = {manifest.numbers[leaf.path]: (0, leaf.numel) for leaf in leaves}
     return find_places(manifest, folder, wanted)
 
 
-def read_leaf(tensor: Named, places: Places) -> Tensor:
-    """One leaf, whole and flat, on the CPU."""
-    leaf = tensor.leaf
-    whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype], device="cpu")  # (numel,)
-    read_leaves(places, {tensor.number: [Target(whole, 0, leaf.numel)]})
+def read_leaf(leaf: Leaf, places: Places) -> Tensor:
+    """One leaf, whole, on the CPU."""
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+    read_leaves(places, {places.manifest.numbers[leaf.path]: [Target(whole.view(-1), 0)]})
     return whole
 
 
@@ -371,15 +370,13 @@ def import_into(
         optional = set(own.unsaved)
         if not frozen:
             optional |= {str(name_in(path, TREES)) for path in frozen_in(step, like)}
-        return old, _matching(_by_name(old.leaves), found, own.aliases, optional, allowed)
+        return old, _matching(_by_name(old), found, own.aliases, optional, allowed)
 
     def read() -> State:
         """From here on, a step that donates has used `like` up."""
         old, sources = prepared.own
         made_anew = {x.path for x in old.leaves if name_in(x.path, ["opt_state"]) is not None}
-        found = {
-            x.path: sources[name] for name, x in _by_name(old.leaves).items() if name in sources
-        }
+        found = {x.path: sources[name] for name, x in _by_name(old).items() if name in sources}
         state, new = state_to_fill(step, like, old, made_anew | found.keys())
         for local in new:
             if local.path in found:
@@ -489,19 +486,9 @@ def first_optimizer_state(optimizer: Transform, state: State) -> State:
     return state.replace(opt_state=optimizer.init(params))
 
 
-def _by_name(leaves: Sequence[LocalLeaf]) -> dict[str, LocalLeaf]:
+def _by_name(contents: Contents) -> dict[str, LocalLeaf]:
     """The leaves of params and buffers, by the model's names for them."""
-    named: dict[str, LocalLeaf] = {}
-    for h in leaves:
-        name = name_in(h.path, TREES)
-        if name is None:
-            continue
-        if name in named:
-            raise StructureError(
-                f"two leaves have the name {name}: {named[name].path} and {h.path}"
-            )
-        named[name] = h
-    return named
+    return by_name(contents.leaves, TREES, StructureError)
 
 
 def _sources(source: Any) -> dict[str, Found]:

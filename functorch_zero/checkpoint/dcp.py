@@ -24,12 +24,12 @@ from .convert import (
     Rename,
     Source,
     import_into,
-    named_leaves_in,
+    leaves_by_name,
     names_of,
     places_of,
     read_leaf,
 )
-from .files import Temporary
+from .files import folder_named
 from .load import Allowed, Chosen
 
 
@@ -61,19 +61,11 @@ def export_dcp(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    tensors = {}
-    named_leaves = named_leaves_in(manifest, trees, names_of(aliases))
-    places = places_of(named_leaves, manifest, folder)
-    for named in named_leaves:
-        whole = read_leaf(named, places)
-        tensors[prefix + named.name] = whole.view(named.leaf.shape)
-    # As in `export_weights`: its folder is not locked, and the name comes last
-    temporary = Temporary(Path(out).absolute(), lock=False)
-    try:
-        write_tensors(temporary.path, tensors)
-        temporary.commit()
-    finally:
-        temporary.discard()
+    leaves = leaves_by_name(manifest, trees, names_of(aliases))
+    places = places_of(leaves.values(), manifest, folder)
+    tensors = {prefix + name: read_leaf(leaf, places) for name, leaf in leaves.items()}
+    with folder_named(out) as made:
+        write_tensors(made, tensors)
     return Path(out)
 
 

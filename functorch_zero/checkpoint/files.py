@@ -120,6 +120,18 @@ class Temporary:
             self._lock = None
 
 
+@contextlib.contextmanager
+def folder_named(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folder to write to, which gets the name `out` when the block has ended well."""
+    # It may lie in anybody's folder, which is not ours to lock
+    temporary = Temporary(Path(out).absolute(), lock=False)
+    try:
+        yield temporary.path
+        temporary.commit()
+    finally:
+        temporary.discard()  # nothing is left to discard after a commit
+
+
 def _exists(target: Path) -> CheckpointError:
     return CheckpointError(
         f"{target} exists, and is never overwritten. Remedy: delete or rename it first"

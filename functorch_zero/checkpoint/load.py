@@ -32,7 +32,6 @@ from .files import step_folder
 from .frozen import crc_shares, crcs_from
 from .manifest import Leaf, LeftOut, Manifest, encode_manifest
 from .places import Places, find_places
-from .safetensors_file import DTYPES
 from .save import wait_for_saves
 
 
@@ -153,7 +152,7 @@ class _Prepared(NamedTuple):
         """A digest that ranks compare, and the shares of the frozen leaves' CRC-32s."""
         own = {local.path: local for local in self.old.leaves}
         own_frozen = [own[leaf.path] for leaf, _ in self.frozen]
-        dtypes = [DTYPES[leaf.dtype] for leaf, _ in self.frozen]
+        dtypes = [leaf.dtype for leaf, _ in self.frozen]
         return {
             "digest": hashlib.sha256(encode_manifest(self.manifest)).hexdigest(),
             "shares": crc_shares(own_frozen, dtypes, group.rank, group.size),
@@ -206,7 +205,7 @@ def _read(
         number = manifest.numbers.get(local.path)
         if number is not None:
             # A view, since a blank state's tensors lie row by row
-            target = Target(local.tensor.detach().view(-1), local.start, local.stop)
+            target = Target(local.tensor.detach().view(-1), local.start)
             # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
             is_summed, leaf = local.summed, manifest.leaves[number]
             targets[number] = _rows(target, leaf, local.shape[0]) if is_summed else [target]
@@ -248,7 +247,7 @@ def check_match(
     for local in contents.leaves:
         if local.path in saved:
             leaf = saved[local.path]
-            problems += misfits(local.path, local, leaf.shape, DTYPES[leaf.dtype], allowed)
+            problems += misfits(local.path, local, leaf.shape, leaf.dtype, allowed)
         elif local.path in manifest.values:
             problems.append(f"{local.path} is a tensor here, a number in the checkpoint")
     for path in contents.values:
@@ -308,8 +307,8 @@ def _rows(target: Target, leaf: Leaf, num_ranks: int) -> list[Target]:
     rows: list[Target] = []
     for row in range(target.start // n, leaf.shape[0], num_ranks):  # from this rank's own on
         tensor = torch.empty_like(target.tensor) if rows else target.tensor
-        rows.append(Target(tensor, row * n, (row + 1) * n))
-    return rows or [target._replace(start=0, stop=0)]  # nothing to read, and the zeros stay
+        rows.append(Target(tensor, row * n))
+    return rows or [Target(target.tensor[:0], 0)]  # nothing to read, and the zeros stay
 
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:

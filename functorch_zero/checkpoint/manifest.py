@@ -25,7 +25,7 @@ from .checksums import CHECKSUMS
 from .errors import CorruptError
 from .legacy import upgraded
 from .plain_data import encoded
-from .safetensors_file import DTYPES, strict_json
+from .safetensors_file import DTYPES, NAMES, strict_json
 
 FORMAT = "functorch_zero checkpoint"
 VERSION = 3  # of checkpoints without frozen params; all others are of version 2
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
     """One leaf of the state, whole."""
 
     path: str
-    dtype: str  # a key of safetensors_file.DTYPES
+    dtype: torch.dtype
     shape: tuple[int, ...]
     # Its dims from the slowest to the fastest in memory; None: row by row
     order: tuple[int, ...] | None = None
@@ -53,7 +53,7 @@ class Leaf(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes of an element."""
-        return DTYPES[self.dtype].itemsize
+        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -169,14 +169,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     rows: dict[str, Any] = {"format": FORMAT, "version": VERSION if manifest.left_out else 2}
     for name in _HEAD:
         rows[name] = getattr(manifest, name)
-    # NamedTuples of plain data: JSON has them as lists of their fields
-    rows["leaves"] = manifest.leaves
+    # JSON has tuples as lists of their fields
+    rows["leaves"] = [_row(leaf) for leaf in manifest.leaves]
     rows["files"] = manifest.files
     rows["values"] = encoded(manifest.values, "values")
     rows["user"] = encoded(manifest.user, "user")
     rows["about"] = manifest.about
     if manifest.left_out:
-        rows["left_out"] = [(*leaf, crc) for leaf, crc in manifest.left_out]
+        rows["left_out"] = [(*_row(leaf), crc) for leaf, crc in manifest.left_out]
     body = json.dumps(rows, allow_nan=False, separators=(",", ":")).encode()
     # Over the body alone; the newline at the end is for people
     return f"crc32 {zlib.crc32(body):08x}\n".encode() + body + b"\n"
@@ -184,6 +184,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 _HEAD = ("step", "ranks", "level", "block", "checksum")
 _KEYS = {"format", "version", *_HEAD, "leaves", "files", "values", "user", "about"}
+
+
+def _row(leaf: Leaf) -> tuple[Any, ...]:
+    return (leaf.path, NAMES[leaf.dtype], leaf.shape, leaf.order)
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -314,12 +318,12 @@ def _leaf(row: Any, need: _Need) -> Leaf:
     # An export allocates by this shape
     need(_is_shape(shape), f"the shape of {name} is not a shape: {str(shape)[:80]}")
     if order is None:
-        return Leaf(path, dtype, tuple(shape))
+        return Leaf(path, DTYPES[dtype], tuple(shape))
     ints = isinstance(order, list) and all(type(dim) is int for dim in order)
     # A permutation of the dims
     permuted = ints and sorted(order) == list(range(len(shape)))
     need(permuted, f"{name} has no order of dims")
-    return Leaf(path, dtype, tuple(shape), tuple(order))
+    return Leaf(path, DTYPES[dtype], tuple(shape), tuple(order))
 
 
 def _files(table: Any, ranks: int, need: _Need) -> tuple[File, ...]:

@@ -42,8 +42,8 @@ def rows_size(num_pieces: int, num_blocks: int) -> int:
 
 def _header(num_pieces: int, num_blocks: int) -> tuple[bytes, list[int]]:
     """The first bytes of a rows file; the offsets of its tensors, and its end."""
-    pieces = Entry("pieces", "I64", (num_pieces, _COLUMNS))
-    return make_header([pieces, Entry("checksums", "I64", (num_blocks,))])
+    pieces = Entry("pieces", torch.int64, (num_pieces, _COLUMNS))
+    return make_header([pieces, Entry("checksums", torch.int64, (num_blocks,))])
 
 
 def encode_rows(pieces: Sequence[Piece], sums: Sequence[int]) -> bytes:

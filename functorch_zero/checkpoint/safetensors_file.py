@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..savable import DTYPES as DTYPES
@@ -25,7 +26,7 @@ MAX_HEADER = 2**26  # bytes; the safetensors package takes 10**8
 INTACT = "Remedy: fetch or write the file again, or take another one"
 
 # Of the dtypes that the format lacks, files have the bytes, as U8; the manifest has the dtype
-LACKING = ("C128", "C32")
+LACKING = (torch.complex128, torch.complex32)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -33,7 +34,7 @@ class Entry(NamedTuple):
     """A tensor in a file's header."""
 
     name: str
-    dtype: str  # a key of DTYPES
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
@@ -54,10 +55,10 @@ def make_header(
     starts = [0]  # in bytes from the end of the header, as the format has them
     for name, dtype, shape in tensors:
         start = starts[-1]
-        stop = start + prod(shape) * DTYPES[dtype].itemsize
+        stop = start + prod(shape) * dtype.itemsize
         if dtype in LACKING:
-            dtype, shape = "U8", (stop - start,)
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+            dtype, shape = torch.uint8, (stop - start,)
+        table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         starts.append(stop)
     text = json.dumps(table, separators=(",", ":")).encode()
     # Readers map files and want aligned data; JSON may end in blanks

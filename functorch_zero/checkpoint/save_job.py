@@ -35,7 +35,6 @@ from .manifest import (
     parse_manifest,
 )
 from .places import find_places
-from .safetensors_file import NAMES
 from .snapshot import Snapshot
 
 log = logging.getLogger("functorch_zero.checkpoint")
@@ -244,7 +243,7 @@ def _manifest(
 
 
 def _leaf(local: LocalLeaf) -> Leaf:
-    return Leaf(local.path, NAMES[local.tensor.dtype], local.shape)
+    return Leaf(local.path, local.tensor.dtype, local.shape)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:
