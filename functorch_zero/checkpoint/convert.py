@@ -370,17 +370,17 @@ def import_into(
         optional = set(own.unsaved)
         if not frozen:
             optional |= {str(name_in(path, TREES)) for path in frozen_in(step, like)}
-        return old, _matching(_by_name(old), found, own.aliases, optional, allowed)
+        leaves = by_name(old.leaves, TREES, StructureError)
+        return old, _matching(leaves, found, own.aliases, optional, allowed)
 
     def read() -> State:
         """From here on, a step that donates has used `like` up."""
         old, sources = prepared.own
         made_anew = {x.path for x in old.leaves if name_in(x.path, ["opt_state"]) is not None}
-        found = {x.path: sources[name] for name, x in _by_name(old).items() if name in sources}
-        state, new = state_to_fill(step, like, old, made_anew | found.keys())
+        state, new = state_to_fill(step, like, old, made_anew | sources.keys())
         for local in new:
-            if local.path in found:
-                _fill(local, found[local.path])
+            if local.path in sources:
+                _fill(local, sources[local.path])
         return state
 
     # Nothing is written to before every rank has found all in order
@@ -397,7 +397,7 @@ def _matching(
     optional: Collection[str],
     allowed: Allowed,
 ) -> dict[str, Source]:
-    """The source of each leaf that has one, by the leaf's name.
+    """The source of each leaf that has one, by the leaf's path.
 
     Args:
         leaves: by the model's names.
@@ -449,7 +449,7 @@ def _matching(
             )
     if problems:
         raise StructureError("the weights are those of another model: " + "; ".join(problems[:5]))
-    return sources
+    return {leaves[leaf].path: source for leaf, source in sources.items()}
 
 
 def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
@@ -484,11 +484,6 @@ def first_optimizer_state(optimizer: Transform, state: State) -> State:
     # Trained as the state says, whatever its leaves say
     params = marked(state) if state.sharding is None else params.held_as(params.holding)
     return state.replace(opt_state=optimizer.init(params))
-
-
-def _by_name(contents: Contents) -> dict[str, LocalLeaf]:
-    """The leaves of params and buffers, by the model's names for them."""
-    return by_name(contents.leaves, TREES, StructureError)
 
 
 def _sources(source: Any) -> dict[str, Found]:
