@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -335,48 +334,53 @@ def state_to_fill(
     `filled`, and the others have their values; and the leaves of `old`, which are `like`'s, in the
     new tensors.
 
-    Where the step donates, trees and optimizers' states have the flats of `like`, which is used up,
-    but for those that several nodes have. Other tensors are new, since a step doesn't write over
+    Where the step donates, trees and optimizers' states have the storage of `like`, which is used
+    up, but for what a node before them has. Other tensors are new, since a step doesn't write over
     them either.
     """
+    uses_up = donates(step)
     nodes = [x for x in optree.tree_leaves(like.value, is_leaf=is_on_engine) if is_on_engine(x)]
-    homes = [node.homes() for node in nodes]
-    holders: Counter[int] = Counter()  # by the id of a home or a lease; empty: nothing is used up
-    if donates(step):
+    homes = {id(node): node.homes() for node in nodes}
+    taken: set[int] = set()  # storages of the nodes so far
+    if uses_up:
         assert like.sharding is not None  # only sharded steps donate
         like.sharding.take_storage()
-        for node, own in zip(nodes, homes, strict=True):
-            holders.update({*map(id, (*own, *node.leases))})
-    remaining = iter(homes)
 
-    def is_alone(lease: Any) -> bool:
-        """Whether one node alone has it, of a state that is to be used up."""
-        return holders[id(lease)] == 1
+    def takes(tensors: Sequence[Tensor]) -> bool:
+        """Whether the new state has these tensors of `like`."""
+        own = storages(tensors)
+        is_free = uses_up and taken.isdisjoint(own)
+        taken.update(own)
+        return is_free
 
     def next_of(node: Any) -> Any:
-        if not is_on_engine(node):
-            return _blank(node)
-        own = next(remaining)
         if isinstance(node, ShardedTree):
-            flats = [home and (home.flat if is_alone(home) else home.flat.clone()) for home in own]
+            flats = [
+                home and (home.flat if takes([home.flat]) else home.flat.clone())
+                for home in homes[id(node)]
+            ]
             return ShardedTree.of_flats(flats, node.holding)
-        if all(map(is_alone, (*own, *node.leases))) and _can_be_filled(node):
+        if not isinstance(node, ShardedOptState):
+            return _blank(node)
+        lying = node.as_it_lies
+        if takes([*filter(is_moved, optree.tree_leaves(lying))]) and _can_be_filled(node):
             # Counts are new ones, which users may have as they are
-            tree = tree_map(lambda x: x if is_moved(x) else _blank(x), node.as_it_lies)
-            return ShardedOptState(tree, node.holding, own)
-        return lay_out_state(tree_map(_row_by_row, node.beside), node.holding)
+            tree = tree_map(lambda x: x if is_moved(x) else _blank(x), lying)
+            return ShardedOptState(tree, node.holding, homes[id(node)])
+        # Row by row, so that they can be read into
+        tree = tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, node.beside)
+        return lay_out_state(tree, node.holding)
 
     value = tree_map(next_of, like.value, is_leaf=is_on_engine)
     made: State = tree_map(_blank, like.replace(value=None)).replace(value=value)
     # Before the first write, so that a failure half-way leaves `like` refused, not wrong
-    if holders:
-        for node, own in zip(nodes, homes, strict=True):
-            if isinstance(node, ShardedTree):
-                # Of all buckets, also of those that several nodes have
-                for home in filter(None, own):
-                    home.handed_on()
-            else:
-                node.use_up()
+    for node in nodes if uses_up else ():
+        if isinstance(node, ShardedTree):
+            # Of all buckets, also of those that several nodes have
+            for home in filter(None, homes[id(node)]):
+                home.handed_on()
+        else:
+            node.use_up()
     tensors = [leaf for leaf in optree.tree_leaves(as_local(made)) if isinstance(leaf, Tensor)]
     for local, tensor in zip(old.leaves, tensors, strict=True):
         if local.path not in filled and tensor is not local.tensor:
@@ -395,17 +399,12 @@ def _can_be_filled(state: ShardedOptState) -> bool:
     return are_apart and all(leaf.is_contiguous() and not is_flagged(leaf) for leaf in others)
 
 
-def _row_by_row(leaf: Any) -> Any:
-    """A leaf that a copy of can be read into, whatever the order of its dims."""
-    is_so = not isinstance(leaf, Tensor) or leaf.is_contiguous()
-    return leaf if is_so else _blank(leaf)
-
-
 def _blank(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    return new.requires_grad_() if leaf.requires_grad else new
+    return torch.empty_like(
+        leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format
+    )
 
 
 def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
