@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from ..groups.checks import check_source
 from ..groups.protocol import Group
 from ..sharded.failures import sharing_failures
 from ..sharded.words import exchange_data
+from ..sharded_optim.mail import Mail
 from ..step.state import State
 from .agreement import together
 from .contents import Contents, LocalLeaf, Step, contents_of, frozen_in, group_of
@@ -40,9 +40,9 @@ def leaves(
         for path, leaf in checkpoint.leaves(step, state, dtype=torch.bfloat16):
             server.send(path, leaf)
 
-    Leaves travel in packs, each by one all-to-all: S bytes arrive in all. The receiver holds two
-    packs at most, and what the loop keeps; the others hold no more than their pieces of one pack
-    besides.
+    Leaves travel in packs, each by one all-to-all: what the receiver lacks arrives once. It holds
+    two packs at most, and what the loop keeps; the others hold no more than their pieces of one
+    pack besides.
 
     Args:
         step: that the state belongs to, sharded or not.
@@ -98,15 +98,6 @@ def _at(contents: Contents, of: str, rank: int) -> list[LocalLeaf]:
     return below
 
 
-class _Sent(NamedTuple):
-    """A leaf on its way."""
-
-    path: str  # as it is yielded
-    here: Tensor  # (n,) this rank's elements, in the dtype that travels
-    shape: tuple[int, ...]  # of the whole leaf
-    start: int  # of this rank's elements, in those of the whole leaf
-
-
 def _send(
     chosen: Sequence[LocalLeaf],
     of: str,
@@ -118,9 +109,10 @@ def _send(
     with sharing_failures(group, call="leaves", settles=True):
         for pack in _packs(chosen, dtype, max_bytes):
             # Cast now, so that no rank has all of its leaves twice
-            whole = _gather(
-                [_to_send(local, of, dtype, to, group.rank) for local in pack], to, group
-            )
+            sent = (_to_send(local, dtype, to, group.rank) for local in pack)
+            # None but at the receiver
+            rows = zip(_gather([*sent], to, group), pack, strict=False)
+            whole = [(local.path.removeprefix(of).strip("."), leaf) for leaf, local in rows]
             while whole:
                 try:
                     yield whole.pop(0)
@@ -151,33 +143,32 @@ def _travels_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
-def _to_send(local: LocalLeaf, of: str, dtype: torch.dtype | None, to: int, rank: int) -> _Sent:
+def _to_send(local: LocalLeaf, dtype: torch.dtype | None, to: int, rank: int) -> LocalLeaf:
+    """The elements (n,) that this rank sends of a leaf, in the dtype that travels."""
     # One of the ranks that have the same elements sends them
     sends = rank == to if local.everywhere else local.saved
     here = local.tensor.detach().reshape(-1)[: None if sends else 0]
     here = here.to(_travels_as(here, dtype)).resolve_conj().resolve_neg().contiguous()
-    return _Sent(local.path.removeprefix(of).strip("."), here, local.shape, local.start)
+    return local._replace(tensor=here)
 
 
-def _gather(pack: Sequence[_Sent], to: int, group: Group) -> list[tuple[str, Tensor]]:
+def _gather(pack: Sequence[LocalLeaf], to: int, group: Group) -> list[Tensor]:
     """The leaves of a pack, whole, at the rank that gets them; elsewhere none. One exchange of
     where each rank's elements lie, and one all-to-all of bytes."""
-    own = [(sent.start * sent.here.element_size(), sent.here.nbytes) for sent in pack]
+    own = [(sent.start * sent.tensor.element_size(), sent.tensor.nbytes) for sent in pack]
     # By rank and leaf, in bytes of the leaf: where its elements start, and their number
     spans = exchange_data(group, own)
-    sizes = [sum(n for _, n in of_rank) for of_rank in spans]
-    source = torch.cat([sent.here.view(torch.uint8) for sent in pack])
-    is_here = group.rank == to
-    out = source.new_empty(sum(sizes) if is_here else 0)
-    out_sizes = sizes if is_here else [0] * group.size
-    in_sizes = [source.numel() if rank == to else 0 for rank in range(group.size)]
-    group.all_to_all(out, out_sizes, source, in_sizes).wait()
-    if not is_here:
+    mail = Mail(group)
+    for sent in pack:
+        mail.send(to, sent.tensor.view(torch.uint8))
+    for rank, of_rank in enumerate(spans) if group.rank == to else ():
+        for i, (start, n) in enumerate(of_rank):
+            mail.expect(rank, (i, start), n)
+    arrived = mail.exchange(pack[0].tensor.new_empty(0, dtype=torch.uint8))
+    if group.rank != to:
         return []
-    whole = [sent.here.new_empty(sent.shape) for sent in pack]
-    flats = [leaf.view(-1).view(torch.uint8) for leaf in whole]
-    runs = iter(out.split([n for of_rank in spans for _, n in of_rank]))
-    for of_rank in spans:
-        for flat, (start, n) in zip(flats, of_rank, strict=True):
-            flat[start : start + n] = next(runs)
-    return [(sent.path, leaf) for sent, leaf in zip(pack, whole, strict=True)]
+    whole = [sent.tensor.new_empty(sent.shape) for sent in pack]
+    for (i, start), runs in arrived.items():
+        for run in runs:
+            whole[i].view(-1).view(torch.uint8)[start : start + run.numel()] = run
+    return whole

@@ -114,12 +114,11 @@ def test_leaves_travel_in_another_dtype_and_in_packs(monkeypatch: pytest.MonkeyP
         for path, leaf in sent:
             assert torch.equal(leaf, whole[path].bfloat16())
             leaf.zero_()  # the loop's own
-        return sum(leaf.numel() for leaf in whole.values())
+        return sum(leaf.numel() for leaf in state.params.local_tree.values())
 
-    numel = run_ranks(run, 2)[0]
-    assert sum(arrived) == 2 * numel
-    # The largest leaf, of 35 elements, is a pack by itself
-    assert max(arrived) == 2 * 35 and sorted(arrived)[-2] <= 64
+    numels = run_ranks(run, 2)
+    # Those of the other rank. The largest leaf, of 35 elements, is one of three packs by itself
+    assert sum(arrived) == 2 * numels[1] and len(arrived) == 2 * 3
 
 
 @pytest.mark.parametrize("how", ["break", "raise"])
