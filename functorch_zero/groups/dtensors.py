@@ -100,10 +100,9 @@ def placed(leaves: Mapping[str, Tensor]) -> Placed:
     mesh = dtensors[first].device_mesh
     cuts = {path: _cuts_of(path, x, first, mesh) for path, x in dtensors.items()}
     axes = tuple(sorted({axis for own in cuts.values() for axis, _ in own}))
-    numbered = {axis: n for n, axis in enumerate(axes)}
     by_path: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(leaves, ())
     for path, own in cuts.items():
-        by_path[path] = tuple((numbered[axis], dim) for axis, dim in own)
+        by_path[path] = tuple((axes.index(axis), dim) for axis, dim in own)
     own_ranks = _ranks_along(axes, mesh)
     everyone = _group_of(mesh.mesh)
     group = everyone if own_ranks.numel() == mesh.mesh.numel() else _group_of(own_ranks)

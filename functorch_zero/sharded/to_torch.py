@@ -42,6 +42,7 @@ from ..step.evaluate import check_fits
 from ..tree import content_digests, same_structure
 from .agreement import agree, releases_and_ranks
 from .failures import sharing_failures
+from .refit import without_values
 from .torch_state import ByParam, TorchState, unfit
 from .words import exchange_data
 
@@ -236,32 +237,22 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._layout = layout = placed_layout(leaves, where.sizes)
             self._check_locals()
             self._agree()
-            metas = {
-                x.path: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in layout.leaves
-            }
-            check_claims(self.transform, metas)
-            across = self._across(self._params, UpdateFlats())
+            check_claims(self.transform, without_values(layout, read_only=True))
+            self._together: dict[tuple[str, ...], _Together] = {}
+            one = self._together_of([*self._params])
             pieces = self._pieces(self._locals(self._params))
-            tree = optree.tree_map(torch.clone, self.transform.init(pieces, across))
+            tree = optree.tree_map(torch.clone, self.transform.init(pieces, one.across))
             self._state = TorchState(
-                *(tree, self._plan(self._params), self._shared(), layout, self._params, where),
+                *(tree, one.plan, self._shared(), layout, self._params, where),
                 apart=self._is_apart,
             )
         self._num_steps = dict.fromkeys(self._params, 0)
         self._calls = itertools.count()  # of `step`, on each rank alike
-        self._together: dict[tuple[str, ...], _Together] = {}
 
     @property
     def _is_apart(self) -> bool:
         """Whether each param is updated as by an optimizer of its own."""
         return self.transform.needs == Needs.POINTWISE
-
-    def _across(self, paths: Collection[str], flats: UpdateFlats) -> Sharded:
-        """The answers about these params."""
-        # Not the gradients are donated, which somebody may read after a step
-        group = labelled(self._placed.group, "optimizer/update")
-        mask = self._mask(paths)
-        return Sharded(self._layout, group, donate="state", mask=mask, owned=flats)
 
     def _plan(self, paths: Collection[str]) -> StatePlan:
         """The plan of the state of these params."""
@@ -474,7 +465,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             if len(self._together) == _MOST_TOGETHER:
                 self._together.clear()
             flats = UpdateFlats()
-            across = self._across(paths, flats)
+            # Not the gradients are donated, which somebody may read after a step
+            across = Sharded(
+                self._layout,
+                labelled(self._placed.group, "optimizer/update"),
+                donate="state",
+                mask=self._mask(paths),
+                owned=flats,
+            )
             self._together[key] = _Together(across, flats, self._plan(paths))
         return self._together[key]
 
