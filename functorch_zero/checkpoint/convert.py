@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import (
     Callable,
-    Collection,
     Container,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -394,7 +394,7 @@ def _matching(
     leaves: Mapping[str, LocalLeaf],
     found: Mapping[str, Found],
     aliases: Mapping[str, str],
-    optional: Collection[str],
+    optional: AbstractSet[str],
     allowed: Allowed,
 ) -> dict[str, Source]:
     """The source of each leaf that has one, by the leaf's path.
@@ -411,15 +411,13 @@ def _matching(
     aliases = {name: leaf for name, leaf in aliases.items() if leaf in leaves}
     # Patterns name what is left out unread; True doesn't say that a name is to lose
     patterns = False if allowed.extra is True else allowed.extra
-    read = {leaf: leaf for leaf in leaves if leaf in found}  # leaf -> the name that it is read by
-    again = []  # tied leaves with their further names, whose values must be the same
+    # By leaf, its names among those found: others may write a tied leaf under any of its names
+    names = {leaf: [leaf] for leaf in leaves if leaf in found}
     for name, leaf in aliases.items():
-        # Others may write a tied leaf under any of its names
-        is_second = name in found and read.setdefault(leaf, name) != name and name not in leaves
-        if is_second and not_chosen([name], patterns):
-            again.append((leaf, name))
-    lacking = not_chosen(set(leaves) - set(read) - set(optional), allowed.missing)
-    extra = not_chosen(set(found) - set(leaves) - set(aliases), allowed.extra)
+        if name in found and name not in leaves:
+            names.setdefault(leaf, []).append(name)
+    lacking = not_chosen(leaves.keys() - names.keys() - optional, allowed.missing)
+    extra = not_chosen(found.keys() - leaves.keys() - aliases.keys(), allowed.extra)
     problems = []
     if lacking:
         problems.append(
@@ -433,23 +431,27 @@ def _matching(
             "(aliases=apply knows other names of tied leaves, and rename= gives the model's "
             "names; allow_extra=True, or patterns, leaves them out)"
         )
-    for leaf, name in sorted([*read.items(), *again]):  # their shapes and dtypes
-        given = found[name]
-        if isinstance(given, str):
-            problems.append(f"{_told(name, given)} has the name of a leaf")
-        else:
-            problems += misfits(name, leaves[leaf], given.shape, given.dtype, allowed)
-    sources = {leaf: x for leaf, name in read.items() if isinstance(x := found[name], Source)}
-    for leaf, name in [] if problems else again:
-        if not _are_equal(leaves[leaf], sources[leaf], found[name]):
-            problems.append(
-                f"{read[leaf]} and {name} are names of one leaf here, and have different "
-                "values. Remedy: "
-                f'rename={{"{name}": None}} lets {read[leaf]} count, or allow_extra="{name}"'
-            )
+    sources: dict[str, Source] = {}
+    unequal = []
+    for leaf, (first, *others) in sorted(names.items()):
+        local = leaves[leaf]
+        for name in (first, *not_chosen(others, patterns)):
+            given = found[name]
+            if isinstance(given, str):
+                problems.append(f"{_told(name, given)} has the name of a leaf")
+                continue
+            problems += misfits(name, local, given.shape, given.dtype, allowed)
+            source = sources.setdefault(local.path, given)
+            if not (problems or _are_equal(local, source, given)):
+                unequal.append(
+                    f"{first} and {name} are names of one leaf here, and have different values. "
+                    f'Remedy: rename={{"{name}": None}} lets {first} count, or '
+                    f'allow_extra="{name}"'
+                )
+    problems += unequal
     if problems:
         raise StructureError("the weights are those of another model: " + "; ".join(problems[:5]))
-    return {leaves[leaf].path: source for leaf, source in sources.items()}
+    return sources
 
 
 def _renamed(found: Mapping[str, Found], rename: Rename) -> dict[str, Found]:
@@ -564,9 +566,10 @@ def _elements(local: LocalLeaf, source: Source) -> Tensor:
     return source.whole().detach().reshape(-1)[local.start : local.stop]
 
 
-def _are_equal(local: LocalLeaf, *sources: Any) -> bool:
+def _are_equal(local: LocalLeaf, *sources: Source) -> bool:
     """Whether two sources of a leaf have the same values on this rank, to the bit."""
-    if local.start == local.stop:  # other ranks have them, and are asked, too
+    # Of no elements here other ranks have them, and are asked, too
+    if sources[0] is sources[1] or local.start == local.stop:
         return True
     runs = [_elements(local, source).split(_FEW) for source in sources]
     for one, other in zip(*runs, strict=True):
