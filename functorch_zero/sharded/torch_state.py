@@ -10,7 +10,7 @@ can gather and cut anew. The names are the state's paths without the param's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -140,11 +140,9 @@ class TorchState:
         """Tensors by param and name, with all elements. One all-to-all per dtype where leaves have
         owners."""
         leaves = self._values()
-        for spread in self._spreads(
-            leaves, [i for i, e in enumerate(self._entries) if e.has_owner]
-        ):
-            for i, rows in spread.to_rows(leaves).items():
-                leaves[i] = sharded_by_rows(rows, spread.shapes[i], self._placed)
+        spread = self._by_rows(i for i, entry in enumerate(self._entries) if entry.has_owner)
+        for i, rows in spread.to_rows(leaves).items():
+            leaves[i] = sharded_by_rows(rows, spread.shapes[i], self._placed)
         return self._by_param(leaves)
 
     def load(self, given: ByParam) -> None:
@@ -167,9 +165,8 @@ class TorchState:
             new.append(self._fitting(entry, leaf, value))
             if entry.has_owner and is_dtensor(value):
                 by_rows.append(i)
-        for spread in self._spreads(leaves, by_rows):
-            for i, whole in spread.from_rows(new).items():
-                new[i] = whole
+        for i, whole in self._by_rows(by_rows).from_rows(new).items():
+            new[i] = whole
         # All of it fits: only now is something written. Leaves that lie in flats stay there
         shared: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for entry, x in zip(self._entries, new, strict=True):
@@ -221,13 +218,8 @@ class TorchState:
             found[entry.param][entry.name] = x
         return found
 
-    def _spreads(self, leaves: list[Tensor], positions: list[int]) -> Iterator[_ByRows]:
-        """By device: counts lie on the CPU, and go from rank to rank by another backend."""
-        by_device: defaultdict[str, list[int]] = defaultdict(list)
-        for i in positions:
-            by_device[leaves[i].device.type].append(i)
-        for own in by_device.values():
-            yield _ByRows({i: self._entries[i].leaf for i in own}, self._placed)
+    def _by_rows(self, numbers: Iterable[int]) -> _ByRows:
+        return _ByRows({i: self._entries[i].leaf for i in numbers}, self._placed)
 
 
 class _ByRows:

@@ -103,7 +103,7 @@ class Exchange:
         """
         whole: list[dict[int, Tensor]] = [{} for _ in trees]
         # In the order of the leaves, so that all ranks start the same all-to-all next
-        by_dtype: defaultdict[torch.dtype, list[_Travelling]] = defaultdict(list)
+        by_dtype: defaultdict[Any, list[_Travelling]] = defaultdict(list)
         for t, pieces in enumerate(trees):
             for i, (piece, leaf) in enumerate(zip(pieces, self._leaves, strict=True)):
                 if isinstance(piece, Rows):
@@ -111,7 +111,8 @@ class Exchange:
                 elif owners[i] == HOLDERS:
                     whole[t][i] = piece.reshape(-1, *leaf.shape[1:])
                 elif self._group.size > 1 and leaf.is_cut:
-                    by_dtype[piece.dtype].append(_Travelling(t, i))
+                    # And by device: numbers lie on the CPU, and go by another backend
+                    by_dtype[piece.dtype, piece.device].append(_Travelling(t, i))
                 else:
                     # Here whole on every rank: a view, and nothing travels
                     whole[t][i] = piece.reshape(leaf.shape)
@@ -162,7 +163,7 @@ class Exchange:
             By position, this rank's pieces (n,) of the results.
         """
         found: dict[int, Tensor] = {}  # by position, this rank's pieces (n,) of results
-        by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+        by_dtype: defaultdict[Any, list[int]] = defaultdict(list)
         for i, piece in enumerate(pieces):
             if self._group.size == 1 or owners[i] in (EVERYONE, HOLDERS):
                 # Every rank has run it, on a leaf that is not cut: all of it is the piece. Or each
@@ -170,7 +171,7 @@ class Exchange:
                 made = results[i]
                 found[i] = made if isinstance(made, Rows) else made.reshape(-1)
             else:
-                by_dtype[piece.dtype].append(i)
+                by_dtype[piece.dtype, piece.device].append(i)
 
         for travelling in by_dtype.values():
             self._scatter(travelling, results, pieces[travelling[0]], owners, found)
