@@ -10,7 +10,8 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from ..groups.thread_settings import settings_here
 from .checksums import CHECKSUMS
 from .contents import Run
 from .errors import CorruptError
-from .files import created, opened, read_into, write_all, write_file
+from .files import created, opened_whole, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
 from .places import Places, RankFile
 from .rows import Piece, encode_rows, rows_name
@@ -93,30 +94,27 @@ def read_wanted(file: RankFile, wanted: Sequence[Wanted]) -> None:
     Raises:
         CorruptError: the file is missing, of another size, or a block has another checksum.
     """
-    with _opened(file) as descriptor:
-        rooms = threading.local()  # one block per thread
+    rooms = threading.local()  # one block per thread
+    # Targets made in inference mode can be written to in that mode alone
+    settings = settings_here()
 
-        def read(block_and_runs: tuple[int, list[Wanted]]) -> None:
-            start, runs = block_and_runs  # the block's first byte in the file
-            if not hasattr(rooms, "room"):
-                # (block,) uint8, made on a thread's first block
-                rooms.room = torch.empty(file.block, dtype=torch.uint8, device="cpu")
-            _read_block(descriptor, file, start, bytes_of(rooms.room))
-            # Only now, so that no target has damaged bytes
-            for run in runs:
-                data = rooms.room[run.offset - start : run.end - start].view(run.dtype)
-                run.target.copy_(data)  # converts the dtype, and copies to the target's device
+    with opened_whole(file.path, file.size) as descriptor:
 
-        # Targets made in inference mode can be written to in that mode alone
-        settings = settings_here()
-
-        def read_as_here(block: tuple[int, list[Wanted]]) -> None:
+        def read(block: tuple[int, list[Wanted]]) -> None:
+            start, runs = block  # its first byte in the file
             with settings():
-                read(block)
+                if not hasattr(rooms, "room"):
+                    # (block,) uint8, made on a thread's first block
+                    rooms.room = torch.empty(file.block, dtype=torch.uint8, device="cpu")
+                _read_block(descriptor, file, start, bytes_of(rooms.room))
+                # Only now, so that no target has damaged bytes
+                for run in runs:
+                    data = rooms.room[run.offset - start : run.end - start].view(run.dtype)
+                    run.target.copy_(data)  # converts the dtype, and copies to the target's device
 
         with ThreadPoolExecutor(_THREADS, "functorch_zero load") as pool:
             # Raises the first error, in the order of the file; then blocks not begun are not read
-            list(pool.map(read_as_here, _by_block(wanted, file.block)))
+            list(pool.map(read, _by_block(wanted, file.block)))
 
 
 def read_through(file: RankFile) -> None:
@@ -125,25 +123,10 @@ def read_through(file: RankFile) -> None:
     Raises:
         CorruptError: as `read_wanted`.
     """
-    with _opened(file) as descriptor:
+    with opened_whole(file.path, file.size) as descriptor:
         room = memoryview(bytearray(file.block))  # used for each block anew
         for start in range(0, file.size, file.block):
             _read_block(descriptor, file, start, room)
-
-
-@contextmanager
-def _opened(file: RankFile) -> Iterator[int]:
-    """Its descriptor. The size is compared before anything is read: a cut-off file is named as
-    such."""
-    with opened(file.path) as (descriptor, size):
-        check_size(file.path, size, file.size)
-        yield descriptor
-
-
-def check_size(path: Path, found: int, expected: int) -> None:
-    """Raise `CorruptError` unless a file has the size it must have."""
-    if found != expected:
-        raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
 def _read_block(descriptor: int, file: RankFile, start: int, room: memoryview) -> None:
@@ -158,18 +141,15 @@ def _read_block(descriptor: int, file: RankFile, start: int, room: memoryview) -
 
 def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[Wanted]]]:
     """The blocks that are needed, by their first byte, and the runs in each."""
-    current, runs = -1, list[Wanted]()  # the block under way, and what is wanted of it
-    for w in sorted(wanted, key=lambda w: w.offset):
-        # All blocks that the run touches, the last one perhaps not whole
-        for number in range(w.offset // block, -(-w.end // block)):
-            # Sorted by offset, so a block is complete when the first run of another one comes
-            if number != current and runs:
-                yield current * block, runs
-                runs = []
-            current = number
-            runs.append(w.within(number * block, (number + 1) * block))
-    if runs:
-        yield current * block, runs
+    # Of each run all blocks that it touches, the last one perhaps not whole
+    parts = (
+        (number, run)
+        for run in sorted(wanted, key=attrgetter("offset"))
+        for number in range(run.offset // block, -(-run.end // block))
+    )
+    for number, own in groupby(parts, itemgetter(0)):
+        start = number * block
+        yield start, [run.within(start, start + block) for _, run in own]
 
 
 def write_rank_file(path: Path, snapshot: Snapshot) -> File:

@@ -272,6 +272,20 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def opened_whole(path: Path, expected: int) -> Iterator[int]:
+    """A descriptor of a file of the size that it must have: one that is cut off is named as such
+    before anything is read.
+
+    Raises:
+        CorruptError: it has another size; or as `opened`.
+    """
+    with opened(path) as (descriptor, size):
+        if size != expected:
+            raise CorruptError(f"{path}: {size} bytes, and it must have {expected}")
+        yield descriptor
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """All of a small file.
 
