@@ -22,7 +22,7 @@ from ..sharded.program.step import ShardedStep
 from ..step.state import State
 from .contents import Step, donates, group_of
 from .device_copies import reading_beside
-from .save_job import SaveJob
+from .save_job import run_save
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of
 
 PathLike = str | os.PathLike[str]
@@ -64,7 +64,7 @@ def save(
     # The `async_save` under way ends first, and its error is raised rather than lost
     wait_for_saves(step)
     take = partial(snapshot_of, step, state, user, frozen=frozen)
-    return SaveJob(Path(root), group_of(step), take).run()
+    return run_save(Path(root), group_of(step), take)
 
 
 def async_save(
@@ -114,11 +114,11 @@ def async_save(
         taken.copies.wait()
         return taken
 
-    job = SaveJob(Path(root), savers.group, take)
+    job = partial(run_save, Path(root), savers.group, take)
     # Without a snapshot the job only tells the other ranks why
     if snapshot is None:
-        return savers.start(job.run, Progress())
-    return savers.start(reading_beside(devices_of(snapshot), job.run), snapshot.progress)
+        return savers.start(job, Progress())
+    return savers.start(reading_beside(devices_of(snapshot), job), snapshot.progress)
 
 
 def wait_for_saves(step: Step) -> None:

@@ -40,117 +40,106 @@ from .snapshot import Snapshot
 log = logging.getLogger("functorch_zero.checkpoint")
 
 
-class SaveJob:
-    """A save, on one rank.
+def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
+    """Save on all ranks, each of which calls this, and return the folder. Three exchanges.
 
     Args:
         root: the folder of checkpoints.
-        group: the ranks, each of which runs the same job.
-        take: makes the snapshot, or raises why there is none.
+        group: the ranks.
+        take: makes this rank's snapshot, or raises why there is none.
     """
+    started = time.monotonic()
+    snapshot: Any = None
+    temporary: Temporary | None = None  # on rank 0, which makes the folder
 
-    def __init__(self, root: Path, group: Group, take: Callable[[], Snapshot]) -> None:
-        self._root = root
-        self._group = group
-        self._take = take
-        self._temporary: Temporary | None = None  # on rank 0, which makes the folder
-        self._snapshot: Snapshot | None = None  # while the job runs
-
-    def run(self) -> Path:
-        """Save, and return the folder. Three exchanges."""
-        started = time.monotonic()
-        try:
-            # Snapshots, and rank 0's folder: rank 0 alone makes and names it
-            what = f"save to {self._root}"
-            begun = together(self._group, what, self._begin).of_all
-            _check_agreement(begun)
-            if any(row["digest"] != begun[0]["digest"] for row in begun):
-                facts = together(self._group, what, lambda: self._facts(_in_texts)).of_all
-                _, difference = difference_in_words(facts)
-                raise MismatchError(
-                    f"the ranks save different things: {difference} (this is rank "
-                    f"{self._group.rank}). Remedy: gather what differs by rank into one value "
-                    "that all ranks pass"
-                )
-            what = f"save step {begun[0]['step']} to {self._root}"
-            # Every rank's file is on disk before any rank goes on
-            told = together(self._group, what, lambda: self._write(Path(begun[0]["folder"]))).of_all
-            # The name comes last: until then the folder is nobody's checkpoint
-            together(self._group, what, lambda: self._commit(told))
-        finally:
-            self._snapshot = None  # lets go of the state's tensors
-            if self._temporary is not None:  # after a commit there is nothing to discard
-                self._temporary.discard()
-        target = step_folder(self._root, begun[0]["step"])
-        if self._group.rank == 0:
-            size = sum(File(*one["file"]).size for one in told)
-            log.info("saved %s: %.1f MB in %.1f s", target, size / 1e6, time.monotonic() - started)
-        return target
-
-    def _begin(self) -> dict[str, Any]:
+    def begin() -> dict[str, Any]:
         """This rank's snapshot, and facts that ranks compare; rank 0 gives the folder."""
-        self._snapshot = snapshot = self._take()
-        folder = ""
-        if self._group.rank == 0:
-            _check_loadable(snapshot, self._group.size)
+        nonlocal snapshot, temporary
+        snapshot = take()
+        if group.rank == 0:
+            _check_loadable(snapshot, group.size)
             # Absolute, since other ranks may run in another folder
-            self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
-            folder = str(self._temporary.path)
+            temporary = Temporary(step_folder(root.absolute(), snapshot.step))
         # `user` in one text, since a million numbers in texts of their own take a second
-        facts = self._facts(lambda user: json.dumps(user, sort_keys=True))
+        facts = _facts(snapshot, json.dumps(snapshot.user, sort_keys=True))
         return {
             "step": snapshot.step,
-            "root": str(self._root),
-            "folder": folder,
+            "root": str(root),
+            "folder": "" if temporary is None else str(temporary.path),
             "digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         }
 
-    def _facts(self, told: Callable[[Any], Any]) -> dict[str, Any]:
-        """Facts that all ranks have alike, `user` as `told` has it: not the elements, of which each
-        has its own."""
-        assert self._snapshot is not None
-        leaves, values = self._snapshot.contents
-        return {
-            "the level": str(self._snapshot.level),
-            "leaves": list(map(_words, leaves)),
-            "frozen leaves that are left out": list(map(_words, self._snapshot.left_out)),
-            "numbers": [f"{path}: {value!r}" for path, value in values.items()],
-            "user": told(self._snapshot.user),
-        }
+    def commit() -> None:
+        if temporary is not None:
+            _write_manifest(snapshot, temporary.path, told)
+            temporary.commit()
 
-    def _write(self, folder: Path) -> dict[str, Any]:
-        """Write this rank's file; its manifest entry, and what the manifest needs besides."""
-        assert self._snapshot is not None
-        name = file_name(self._group.rank, self._group.size)
-        file = write_rank_file(folder / name, self._snapshot)
-        left_out = self._snapshot.left_out
-        dtypes = [local.tensor.dtype for local in left_out]
-        shares = crc_shares(left_out, dtypes, self._group.rank, self._group.size)
-        # Written while it changed: an error now, and the folder is discarded
-        self._snapshot.check_unchanged()
-        # Every rank gets this from every rank: of fixed size, but for leaves that few have whole,
-        # and frozen ones that are left out
-        orders = list(orders_of(self._snapshot, everywhere=False).items())
-        return {"file": file, "orders": orders, "shares": shares}
+    try:
+        # Snapshots, and rank 0's folder: rank 0 alone makes and names it
+        what = f"save to {root}"
+        begun = together(group, what, begin).of_all
+        _check_agreement(begun)
+        if any(row["digest"] != begun[0]["digest"] for row in begun):
+            facts = together(group, what, lambda: _facts(snapshot, _in_texts(snapshot.user))).of_all
+            _, difference = difference_in_words(facts)
+            raise MismatchError(
+                f"the ranks save different things: {difference} (this is rank {group.rank}). "
+                "Remedy: gather what differs by rank into one value that all ranks pass"
+            )
+        first = begun[0]
+        what = f"save step {first['step']} to {root}"
+        # Every rank's file is on disk before any rank goes on
+        told = together(group, what, lambda: _write(snapshot, Path(first["folder"]), group)).of_all
+        # The name comes last: until then the folder is nobody's checkpoint
+        together(group, what, commit)
+    finally:
+        snapshot = None  # lets go of the state's tensors, which an error would hold
+        if temporary is not None:  # after a commit there is nothing to discard
+            temporary.discard()
+    target = step_folder(root, first["step"])
+    if group.rank == 0:
+        size = sum(File(*one["file"]).size for one in told)
+        log.info("saved %s: %.1f MB in %.1f s", target, size / 1e6, time.monotonic() - started)
+    return target
 
-    def _commit(self, told: Sequence[dict[str, Any]]) -> None:
-        """On rank 0, write the manifest and give the folder its name.
 
-        `told`: of `_write`, in rank order.
-        """
-        if self._temporary is None:
-            return
-        assert self._snapshot is not None
-        folder = self._temporary.path
-        orders = orders_of(self._snapshot, everywhere=True)
-        for one in told:
-            orders |= {number: tuple(order) for number, order in one["orders"]}
-        crcs = crcs_from([one["shares"] for one in told], len(self._snapshot.left_out))
-        manifest = _manifest(self._snapshot, [File(*one["file"]) for one in told], orders, crcs)
-        # Our own bug would show here, before the checkpoint has a name
-        find_places(manifest, folder, manifest.everything)
-        write_file(folder / NAME, encode_manifest(manifest), MAX_BYTES)
-        self._temporary.commit()
+def _facts(snapshot: Snapshot, user: Any) -> dict[str, Any]:
+    """Facts that all ranks have alike, with `user` in these words: not the elements, of which each
+    has its own."""
+    leaves, values = snapshot.contents
+    return {
+        "the level": str(snapshot.level),
+        "leaves": list(map(_words, leaves)),
+        "frozen leaves that are left out": list(map(_words, snapshot.left_out)),
+        "numbers": [f"{path}: {value!r}" for path, value in values.items()],
+        "user": user,
+    }
+
+
+def _write(snapshot: Snapshot, folder: Path, group: Group) -> dict[str, Any]:
+    """Write this rank's file; its manifest entry, and what the manifest needs besides."""
+    file = write_rank_file(folder / file_name(group.rank, group.size), snapshot)
+    left_out = snapshot.left_out
+    dtypes = [local.tensor.dtype for local in left_out]
+    shares = crc_shares(left_out, dtypes, group.rank, group.size)
+    # Written while it changed: an error now, and the folder is discarded
+    snapshot.check_unchanged()
+    # Every rank gets this from every rank: of fixed size, but for leaves that few have whole, and
+    # frozen ones that are left out
+    orders = list(orders_of(snapshot, everywhere=False).items())
+    return {"file": file, "orders": orders, "shares": shares}
+
+
+def _write_manifest(snapshot: Snapshot, folder: Path, told: Sequence[dict[str, Any]]) -> None:
+    """On rank 0. `told`: of `_write`, in rank order."""
+    orders = orders_of(snapshot, everywhere=True)
+    for one in told:
+        orders |= {number: tuple(order) for number, order in one["orders"]}
+    crcs = crcs_from([one["shares"] for one in told], len(snapshot.left_out))
+    manifest = _manifest(snapshot, [File(*one["file"]) for one in told], orders, crcs)
+    # Our own bug would show here, before the checkpoint has a name
+    find_places(manifest, folder, manifest.everything)
+    write_file(folder / NAME, encode_manifest(manifest), MAX_BYTES)
 
 
 def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
