@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..params import is_on_engine
 from ..tree import PyTree
+from .arithmetic import Number, full_like
 from .base import step_count, tree_zeros_like
 
 State = TypeVar("State")  # a transform's NamedTuple
@@ -24,16 +25,18 @@ class CountState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
 
 
-def zeros(kind: Callable[..., State]) -> Callable[[PyTree[Tensor]], State]:
+def zeros(kind: Callable[..., State], **others: Number) -> Callable[[PyTree[Tensor]], State]:
     """The `init` of a state that begins at zero: a NamedTuple of trees like params, whose `count`,
-    if it has one, is of steps."""
+    if it has one, is of steps. `others`: the fields that begin at another number."""
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
 
-    def init(params: PyTree[Tensor]) -> State:
-        # No two parts of a state may share storage
-        return kind(*(step_count() if f == "count" else tree_zeros_like(params) for f in fields))
+    def first(field: str, params: PyTree[Tensor]) -> Any:
+        if field == "count":
+            return step_count()
+        return full_like(params, others[field]) if field in others else tree_zeros_like(params)
 
-    return init
+    # No two parts of a state may share storage
+    return lambda params: kind(*(first(field, params) for field in fields))
 
 
 init_count = zeros(CountState)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, clamp, elementwise, full_like
-from ..base import Transform, chain, pointwise, tree_zeros_like
+from ..arithmetic import Number, Tree, clamp, elementwise
+from ..base import Transform, chain, pointwise
 from ..naming import named
+from ..states import zeros
 from ..transforms.scaling import scale
 
 
@@ -48,9 +49,6 @@ def scale_by_rprop(
         max_step_size: the largest.
     """
 
-    def init(params: Tree) -> ScaleByRpropState:
-        return ScaleByRpropState(full_like(params, learning_rate), tree_zeros_like(params))
-
     def resize(size: Tensor, g: Tensor, prev: Tensor) -> Tensor:
         # Above 0 where signs agree, below 0 where they differ, 0 where either gradient is 0
         agreement = g * prev
@@ -71,7 +69,7 @@ def scale_by_rprop(
         steps = elementwise(lambda g, size: g.sign() * size, grads, sizes)
         return steps, ScaleByRpropState(sizes, grads)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByRpropState, step_sizes=learning_rate), update, in_parts=True)
 
 
 @named

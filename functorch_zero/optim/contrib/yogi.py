@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, elementwise, ema, full_like
-from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count
+from ..arithmetic import Number, Tree, elementwise, ema
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
 from ..optimizers.adam import adam_directions
+from ..states import zeros
 from ..transforms.moments import ScaleByAdamState
 from ..transforms.scaling import scale_by_learning_rate
 
@@ -36,12 +37,6 @@ def scale_by_yogi(
         initial_accumulator_value: both moments begin at it. Others: see `scale_by_adam`.
     """
 
-    def init(params: Tree) -> ScaleByAdamState:
-        # The mean begins at it, too, as in optax
-        mu = full_like(params, initial_accumulator_value)
-        nu = full_like(params, initial_accumulator_value)
-        return ScaleByAdamState(step_count(), mu, nu)
-
     def new_nu(v: Tensor, g: Tensor) -> Tensor:
         squares = g * g
         # A step of the size of g**2, whatever the distance: nu falls slower than Adam's
@@ -55,7 +50,9 @@ def scale_by_yogi(
         new = ScaleByAdamState(state.count + 1, mu, nu)
         return adam_directions(new, b1, b2, eps, eps_root), new
 
-    return pointwise(init, update, in_parts=True)
+    # The mean begins at it, too, as in optax
+    first = initial_accumulator_value
+    return pointwise(zeros(ScaleByAdamState, mu=first, nu=first), update, in_parts=True)
 
 
 @named

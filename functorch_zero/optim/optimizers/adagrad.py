@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arithmetic import Number, Tree, elementwise, full_like, is_zero, number
+from ..arithmetic import Number, Tree, elementwise, is_zero, number
 from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
+from ..states import zeros
 from ..transforms.scaling import scale_by_learning_rate, scale_by_schedule
 from ..transforms.weight_decay import coupled_decay
 
@@ -36,14 +37,12 @@ def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -
         eps: added to the root, against division by zero.
     """
 
-    def init(params: Tree) -> ScaleByRssState:
-        return ScaleByRssState(full_like(params, initial_accumulator_value))
-
     def update(updates: Tree, state: ScaleByRssState, params: Tree) -> tuple[Tree, ScaleByRssState]:
         sums = elementwise(lambda s, g: torch.addcmul(s, g, g), state.sum_of_squares, updates)
         directions = elementwise(lambda g, s: g / (s.sqrt() + eps), updates, sums)
         return directions, ScaleByRssState(sums)
 
+    init = zeros(ScaleByRssState, sum_of_squares=initial_accumulator_value)
     return pointwise(init, update, in_parts=True)
 
 

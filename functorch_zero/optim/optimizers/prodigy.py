@@ -9,7 +9,7 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ..across import Across, widest_dtype
-from ..arithmetic import Tree, device_of, elementwise
+from ..arithmetic import Tree, bias_correction, device_of, elementwise
 from ..base import (
     NumberOrSchedule,
     Transform,
@@ -100,7 +100,7 @@ def prodigy(
     def rate_of(state: ProdigyState, count: Tensor) -> Tensor:
         """The step's learning rate, 0-d: the estimate, the schedule, Adam's bias corrections."""
         # 0-d float64; m and v stay uncorrected
-        correction = (1 - b2 ** count.double()).sqrt() / (1 - b1 ** count.double())
+        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         rate: Tensor = state.estim_lr * value_of(learning_rate, state.count) * correction
         # In the estimate's dtype, which stays the same over the steps
         return rate.to(state.estim_lr.dtype)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like
-from ..base import NumberOrSchedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares
+from ..base import NumberOrSchedule, Transform, chain, pointwise
 from ..naming import named
+from ..states import zeros
 from ..transforms.momentum import trace
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import coupled_decay
@@ -50,9 +51,6 @@ def scale_by_rms(
         bias_correction: correct the mean for having begun at zero, as Adam does.
     """
 
-    def init(params: Tree) -> ScaleByRmsState:
-        return ScaleByRmsState(step_count(), full_like(params, initial_scale))
-
     def update(updates: Tree, state: ScaleByRmsState, params: Tree) -> tuple[Tree, ScaleByRmsState]:
         count = state.count + 1
         nu = ema_of_squares(state.nu, updates, decay)
@@ -61,7 +59,7 @@ def scale_by_rms(
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
         return directions, ScaleByRmsState(count, nu)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByRmsState, nu=initial_scale), update, in_parts=True)
 
 
 class ScaleByStddevState(NamedTuple):
@@ -94,10 +92,6 @@ def scale_by_stddev(
     Arguments: see `scale_by_rms`.
     """
 
-    def init(params: Tree) -> ScaleByStddevState:
-        mu = tree_zeros_like(params)
-        return ScaleByStddevState(step_count(), mu, full_like(params, initial_scale))
-
     def variance(m: Tensor, v: Tensor) -> Tensor:
         # Where gradients hardly vary, rounding may leave less than nothing
         return torch.addcmul(v, m, m, value=-1).clamp(min=0)
@@ -117,7 +111,7 @@ def scale_by_stddev(
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, variances)
         return directions, ScaleByStddevState(count, mu, nu)
 
-    return pointwise(init, update, in_parts=True)
+    return pointwise(zeros(ScaleByStddevState, nu=initial_scale), update, in_parts=True)
 
 
 def _root(nu: Tensor, eps: Number, inside: bool) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..across import Shape, sum_dtype
-from ..arithmetic import Number, identity
+from ..arithmetic import Number, bias_correction, identity
 from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
@@ -87,8 +87,7 @@ def graft_step(
         return g / (sums.sqrt() + eps), sums
     # rmsprop, corrected for having begun at zero
     means = (b2 * squares + (1 - b2) * g * g).to(squares.dtype)
-    correction = 1 - b2 ** (count + 1).double()
-    corrected = means / correction.to(means.dtype)
+    corrected = means / bias_correction(b2, count + 1).to(means.dtype)
     return g / (corrected.sqrt() + eps), means
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..across import Shape, sum_dtype
-from ..arithmetic import identity
+from ..arithmetic import bias_correction, identity
 from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
@@ -179,9 +179,8 @@ def scale_by_soap(
         rotated_mu = into_basis(mu, state.left, state.right)
         nu = state.nu + ((1 - b2) * later).to(g.dtype) * (rotated * rotated - state.nu)
         # Steps that count; in the first, where there are none, the corrections are 1
-        steps = state.count.double()
-        c1 = 1 - b1**steps + (1 - later)
-        c2 = 1 - b2**steps + (1 - later)
+        c1 = bias_correction(b1, state.count) + (1 - later)
+        c2 = bias_correction(b2, state.count) + (1 - later)
         corrected = rotated_mu / c1.to(mu.dtype)
         scaled = corrected / ((nu / c2.to(nu.dtype)).sqrt() + eps)
         # The first step's mu is zero, so its direction is zero, too
