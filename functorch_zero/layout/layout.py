@@ -123,14 +123,26 @@ class Bucket:
         return None if isinstance(self.reduce, torch.dtype) else self.reduce
 
     @cached_property
+    def is_gathered(self) -> bool:
+        """Whether its whole flat is gathered for each use, or rows of it."""
+        return self.cut.level >= 3
+
+    @cached_property
     def is_published(self) -> bool:
         """Whether a rank has a whole flat beside its piece; see Note [published flats]."""
-        return self.cut.holds_pieces and self.cut.level < 3
+        return self.cut.holds_pieces and not self.is_gathered
 
     @cached_property
     def is_published_as_used(self) -> bool:
         """Whether losses use that flat as it is."""
         return self.is_published and self.gather == self.compute
+
+    @cached_property
+    def is_made_on_use(self) -> bool:
+        """Whether its whole flat is made for each use, gathered or cast, and then freed. Else it is
+        the state's own."""
+        is_cast = self.dtypes is not None and not self.is_published_as_used
+        return self.is_gathered or is_cast
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -234,6 +246,7 @@ class UnitContent(NamedTuple):
     slices: tuple[slice, ...]  # per trained bucket, its leaves among the unit's
     frozen: tuple[int, ...]  # among the unit's leaves, those that are not trained
     is_table: bool  # whose rows alone are used
+    is_made_on_use: bool  # whether some of its flats are; see there
 
 
 class LossView(NamedTuple):
@@ -299,6 +312,7 @@ class Layout:
             slices=tuple(slices),
             frozen=tuple(frozen),
             is_table=any(bucket.cut.by_rows for bucket in buckets),
+            is_made_on_use=any(bucket.is_made_on_use for bucket in buckets),
         )
 
     @cached_property

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from ..layout.layout import Layout, Unit
-from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
 from ..tree import PyTree
 
@@ -62,8 +61,7 @@ def _made_on_use(layout: Layout, unit: Unit) -> Iterator[int]:
     and backward needn't fetch them again."""
     for b in unit.buckets:
         bucket = layout.buckets[b]
-        is_cast = bucket.dtypes is not None and not bucket.is_published_as_used
-        if level_of(bucket).cuts_params or is_cast:
+        if bucket.is_made_on_use:
             yield from bucket.leaves
 
 

@@ -962,11 +962,11 @@ class Pass:
         flats = unit.flats.unshard()
         if unit.flats.transient and self._look:
             unit.untouched = Untouched(flats, look=True)
-        for k, (flat, passing) in enumerate(zip(flats, unit.flats.passing, strict=True)):
+        for k, (flat, bucket) in enumerate(zip(flats, unit.content.buckets, strict=True)):
             # Resident flats of a mixed unit stay; an empty flat may share its address with others
-            if passing and flat.numel():
+            if bucket.is_made_on_use and flat.numel():
                 self._gathered[storage_id(flat)] = unit, k
-            elif not passing:
+            elif not bucket.is_made_on_use:
                 self._resident.add(storage_id(flat))
         return flats
 

@@ -28,8 +28,6 @@ class UnitFlats(Protocol):
 
     transient: bool  # whether they are freed when the unit is left; autograd must not keep them
     moves: bool  # whether they are gathered from other ranks
-    # By bucket, of transient ones: whether this flat is freed; it was gathered, or cast
-    passing: Sequence[bool]
     here: list[Tensor] | None  # the flats, where nobody has to wait for them
     under_way: Sequence[Gathering] | None  # gathers that were started and not waited for
     versions: Sequence[int]  # of transient ones, when they came: a loss must not write to them
@@ -66,7 +64,6 @@ class ResidentFlats:
 
     transient = False
     moves = False
-    passing: Sequence[bool] = ()
     under_way: Sequence[Gathering] | None = None
     versions: Sequence[int] = ()
 
@@ -93,11 +90,10 @@ class GatheredFlats:
     another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: one per bucket: (bucket.held.piece,) where `cut`; published ones; elsewhere whole
+        flats: one per bucket: (bucket.held.piece,) at level 3; published ones; elsewhere whole
             flats of other levels' leaves, as held between steps. They stay if nothing is made of
             them.
         buckets: the unit's.
-        cut: by bucket, whether its flat is gathered on use, as at level 3.
         group: of the ranks that hold the other pieces.
         log: of the collectives started, which ranks compare.
         name: of the unit, in the log.
@@ -109,7 +105,6 @@ class GatheredFlats:
         self,
         flats: list[Tensor],
         buckets: Buckets,
-        cut: Sequence[bool],
         group: Group,
         log: list[str],
         name: str,
@@ -117,15 +112,10 @@ class GatheredFlats:
         self.here: list[Tensor] | None = None
         self.under_way: Sequence[Gathering] | None = None
         self.versions: Sequence[int] = ()
-        # Flats that are neither cut nor cast are the state's own, and stay
-        self.passing: Sequence[bool] = [
-            c or (bucket.dtypes is not None and not bucket.is_published_as_used)
-            for c, bucket in zip(cut, buckets, strict=True)
-        ]
-        self._flats, self._buckets, self._cut = flats, buckets, cut
+        self._flats, self._buckets = flats, buckets
         self._group, self._log, self._name = group, log, name
         # A unit whose flats are only cast starts nothing, and so is in no log
-        self.moves = any(cut)
+        self.moves = any(bucket.is_gathered for bucket in buckets)
 
     def start(self) -> None:
         # Asked for ahead and on use: the first to ask starts it
@@ -135,8 +125,8 @@ class GatheredFlats:
         self._log.append("gather " + self._name)
         started = []
         with ranged("gather", self._name) if profiler_enabled() else NOTHING:
-            for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
-                if not cut:
+            for flat, bucket in zip(self._flats, self._buckets, strict=True):
+                if not bucket.is_gathered:
                     started.append(Gathering(flat, flat, Done()))
                     continue
                 # Rounded before it travels; the cast after it takes the leaf to the compute dtype
@@ -153,10 +143,10 @@ class GatheredFlats:
         wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
         self.under_way = None
         here = []
-        for whole, bucket, cut in zip(wholes, self._buckets, self._cut, strict=True):
+        for whole, bucket in zip(wholes, self._buckets, strict=True):
             codec = None if isinstance(bucket.gather, torch.dtype) else bucket.gather
             # What has arrived, now or when it was published, was rounded before
-            if cut or bucket.is_published:
+            if bucket.is_gathered or bucket.is_published:
                 if codec is not None:
                     whole = decoded(whole, codec, self._group.size, bucket.dtype)
                 # To the compute dtype: a new flat, and the arrived one goes

@@ -137,20 +137,16 @@ def make_unit_flats(
     made: list[UnitFlats] = []
     leaves: list[Tensor] = []  # as held, in tree order, once a unit wants them
     for unit, content in zip(layout.units, layout.contents, strict=True):
-        own = [flats[b] for b in unit.buckets]
+        own = [*map(flats.__getitem__, unit.buckets)]
         if content.is_table:
             bucket, rank = content.buckets[0], axes.world.rank
             made.append(TableFlats(own[0], bucket, axes.shard, log, unit.name, rank))
-            continue
-        in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
-        # Gathered at level 3, cast where a leaf is used in another dtype; else as they are here
-        casts = [b.dtypes is not None and not b.is_published_as_used for b in content.buckets]
-        if any(casts) or any(in_pieces):
+        elif content.is_made_on_use:
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            made.append(GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name))
+            made.append(GatheredFlats(own, content.buckets, group, log, unit.name))
         else:
             if params is not None and not leaves:
                 leaves = optree.tree_leaves(params.local_tree)
-            held = [leaves[n] for n in content.leaves] if leaves else ()
+            held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
     return made
