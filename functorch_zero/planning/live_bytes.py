@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -26,26 +26,16 @@ from .._torch_private import (
     dynamo_imported,
     reads_number,
     storage_id,
+    written_of,
 )
+from ..layout.operators import kind_of
 from ..layout.piece import Piece
 from ..sharded_optim.state_plan import is_placeholder
-from ..tree import has_values
+from ..tree import has_values, tensors_among
 from .report import KINDS
 
 _aten = torch.ops.aten
-# Methods that make a tensor like the one given, and use none of its values
-_MAKERS = {
-    _aten.new_empty,
-    _aten.new_zeros,
-    _aten.new_ones,
-    _aten.new_full,
-    _aten.new_empty_strided,
-}
-# Torch's batch_norm does not say that it writes to these
-_WRITTEN_ANYWAY = {
-    "running_mean",
-    "running_var",
-}
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 class ValueNeeded(Exception):
@@ -101,16 +91,19 @@ class LiveBytes(QuickDispatchMode):
         if Piece in types:
             return NotImplemented
         kwargs = kwargs or {}
-        facts = _facts_of(func)
-        # A view has the storage of its base, which is followed already
-        if self._paused or facts.views:
+        # Every second operator asks a fake tensor for its device
+        if self._paused or func is _DEVICE_OF:
             return func(*args, **kwargs)
-        # Tensors given, in arguments and in keywords
-        given = _tensors((args, kwargs))
+        written = written_of(func, args, kwargs)
+        # A view has the storage of its base, which is followed already
+        if func.is_view and not written:
+            return func(*args, **kwargs)
+        given = [*tensors_among(*args, *kwargs.values())]
         num_known = sum(map(has_values, given))
         # All have values: a number such as a step count, which the host may read later
         if num_known == len(given):
-            return self._known(func, args, kwargs, anew=facts.makes if given else facts.has_device)
+            anew = kind_of(func).makes_new if given else _is_factory(func)
+            return self._known(func, args, kwargs, anew=anew)
         # `item()` or `bool(x)` of a tensor without a value
         if reads_number(func):
             return self._answer(given[0])
@@ -124,13 +117,11 @@ class LiveBytes(QuickDispatchMode):
             out = torch.empty(args[1], dtype=dtype, device="meta")
         else:
             out = func(*args, **kwargs)
-        # Positions by the operator's schema; the argument may have come by name
-        for position, name in facts.writes:
-            written = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(written):
-                own = self._storages.get(storage_id(tensor))
-                if own is not None:
-                    own.is_written = True
+        written += [args[i] for i in _running_means(func)]
+        for tensor in tensors_among(*written):
+            own = self._storages.get(storage_id(tensor))
+            if own is not None:
+                own.is_written = True
         # New storages are counted when they first appear as a result
         self._follow(out)
         if func is _aten.clone.default:
@@ -218,7 +209,7 @@ class LiveBytes(QuickDispatchMode):
 
     def _follow(self, out: Any) -> None:
         """Count an operator's new tensors as activations, until `adopt` says otherwise."""
-        for tensor in _tensors(out):
+        for tensor in tensors_among(out):
             # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
             # A sparse gradient has no storage to follow; the dense one that it becomes is larger
@@ -246,11 +237,6 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among an operator's arguments or results, also in lists and tuples."""
-    return [x for x in optree.tree_leaves(values) if isinstance(x, Tensor)]
-
-
 def _on_meta(values: Any) -> Any:
     """The values with every tensor in them on the meta device."""
 
@@ -269,29 +255,14 @@ def _moved(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     return kwargs | {"device": torch.device(device)}
 
 
-class _Facts(NamedTuple):
-    """The facts of an operator that say how to follow its results."""
-
-    views: bool  # it makes a view, and nothing new
-    makes: bool  # it makes a new tensor, like one that it is given
-    has_device: bool
-    writes: tuple[tuple[int, str], ...]  # arguments it writes to: (position, name)
-
-
 @cache  # a plan calls few operators, each very often
-def _facts_of(func: Any) -> _Facts:
-    arguments = arguments_of(func)
-    writes = []
-    for position, argument in enumerate(arguments):
-        alias = argument.alias_info
-        # The schema's alias annotations: "(a!)" is written to
-        says_so = alias is not None and alias.is_write
-        if says_so or argument.name in _WRITTEN_ANYWAY:
-            writes.append((position, argument.name))
-    return _Facts(
-        # An operator that writes is followed, though it may return a view
-        views=func.is_view and not writes,
-        makes=func.overloadpacket in _MAKERS,
-        has_device=any(argument.name == "device" for argument in arguments),
-        writes=tuple(writes),
-    )
+def _is_factory(func: Any) -> bool:
+    """Whether an operator without tensors makes one, on a device."""
+    return any(argument.name == "device" for argument in arguments_of(func))
+
+
+@cache
+def _running_means(func: Any) -> list[int]:
+    """The positions of a batch_norm's statistics, to which it writes without saying so."""
+    names = "running_mean", "running_var"
+    return [i for i, argument in enumerate(arguments_of(func)) if argument.name in names]
