@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
+from zlib import crc32
 
 import optree
 from torch import Tensor
@@ -104,8 +105,8 @@ class OnEngine:
     Attributes:
         holding: as given.
         origin: the call of the library that has made it, or the place in a program's value, in
-            words that are the same on all ranks; "" where nobody has named it. See Note [words] in
-            `layout.piece`.
+            words that are the same on all ranks; "" where nobody has named it. It is named before
+            somebody reads the leaves, which are in its words. See Note [words] in `layout.piece`.
         place: its path in the value that a program was given; None: it isn't of that.
         num_uses: how often it was read so far, or given to a function of the library.
     """
@@ -170,19 +171,9 @@ class OnEngine:
         """How it is cut, in words for errors."""
         raise NotImplementedError
 
-    def named_from(self, origin: str, *, place: str | None = None) -> None:
-        """Note where the tree comes from, in words that are the same on all ranks; and its path in
-        the value that a program was given, if it is of that."""
-        raise NotImplementedError
-
     @property
     def story(self) -> Story:
         """How its leaves were made."""
-        raise NotImplementedError
-
-    @property
-    def leaf_paths(self) -> Sequence[str]:
-        """Of all leaves, as it is cut, for errors."""
         raise NotImplementedError
 
     @property
@@ -190,6 +181,13 @@ class OnEngine:
         """This rank's part of the tree in plain tensors, wherever it lies: what has a place
         isn't brought beside the others."""
         raise NotImplementedError
+
+    @property
+    def tensors(self) -> list[Any]:
+        """This rank's part, in tensors that count all writes to it: leaves, or flats of leaves that
+        nobody has read."""
+        found: list[Any] = optree.tree_leaves(self.as_it_lies)
+        return found
 
     def with_numbers(self, tree: Any) -> Any:
         """Of an optimizer's state: the same of a tree in which some numbers are others."""
@@ -204,9 +202,14 @@ class Story(NamedTuple):
     """How the leaves of a tree were made, for ranks to compare. See Note [words] in
     `layout.piece`."""
 
-    word: int  # the same on all ranks that have made the tree alike
+    origin: str  # of a tree that is made anew of the same leaves
     unread: Sequence[Any]  # tensors on a device that they were made with, of which words know forms
-    tell: Callable[[], Sequence[str]]  # the same in words, leaf by leaf, for errors
+    tell: Callable[[], Mapping[str, str]]  # the same in words, by leaf, for errors
+
+    @property
+    def word(self) -> int:
+        """The same on all ranks that have made the tree alike."""
+        return crc32(self.origin.encode())
 
 
 def engine_of(*trees: Any) -> Engine | None:

@@ -543,15 +543,16 @@ def _plain_version(leaf: Any) -> int:
     return version_of(leaf) if is_counted else 0
 
 
-def story_of(leaves: Sequence[Any], made: AsMade | None = None) -> Story:
+def story_of(leaves: Sequence[Any], names: Sequence[str], made: AsMade | None = None) -> Story:
     """How a tree's leaves were made, which need not be pieces.
 
     Args:
+        names: of the leaves, as the tree is cut.
         made: the leaves at first; None: the library hasn't made them. As long as they are the same,
             it makes no difference whether a rank has read them.
     """
     if made is not None and made.still(leaves):
-        return story_from(made.origin, made.names)
+        return story_from(made.origin, names)
     words: list[int] = []
     texts: list[str] = []
     unread: list[Tensor] = []
@@ -566,12 +567,15 @@ def story_of(leaves: Sequence[Any], made: AsMade | None = None) -> Story:
         texts.append(text)
         if isinstance(leaf, Tensor) and not _is_readable(leaf):
             unread.append(leaf)
-    return Story(crc32(repr(words).encode()), _distinct(unread), lambda: texts)
+    origin = f"#{crc32(repr(words).encode()):08x}"
+    # Somebody's own tree in a state's place may have another number of leaves
+    told = {name or "(root)": text for name, text in zip(names, texts, strict=False)}
+    return Story(origin, _distinct(unread), lambda: told)
 
 
 def story_from(origin: str, names: Sequence[str]) -> Story:
     """How the leaves of these names were made, which the library has made there."""
-    return Story(crc32(origin.encode()), (), lambda: [text_from(origin, name) for name in names])
+    return Story(origin, (), lambda: {n or "(root)": text_from(origin, n) for n in names})
 
 
 def text_from(origin: str, name: str) -> str:

@@ -359,6 +359,11 @@ class ShardedTree(OnEngine):
         """The local tensors: no storage moves them."""
         return self.local_tree
 
+    @property
+    def tensors(self) -> list[Any]:
+        """Flats, which count the writes to their leaves; leaves, once somebody has read them."""
+        return self.flats() if self.is_uncut else super().tensors
+
     def with_local(self, tree: PyTree[Tensor | None]) -> ShardedTree:
         """A tree of other local tensors, held as this one is."""
         return ShardedTree.of_local(tree, self.holding)
@@ -490,15 +495,17 @@ class ShardedTree(OnEngine):
         return self._is_packed and self._shown is None
 
     def held_as(self, holding: Holding) -> ShardedTree:
-        """A tree of these leaves under another holding of the same cut. Those of params that
-        somebody has read are cut anew, without the gradients that theirs may have by now."""
-        if self.are_leaves_shown and holding.form == "held":
-            return ShardedTree.of_homes(self.homes(), holding)
-        if holding is self.holding:
+        """A tree of these leaves under a holding of the same cut, which nobody has read. Leaves of
+        params that somebody has are cut anew, without the gradients that theirs may have by now."""
+        if not self.are_leaves_shown and holding is self.holding:
             return self
-        made = ShardedTree(self._shown, holding)
-        made._local, made._homes = self._local, self._homes
-        made._is_packed, made.leases = self._is_packed, self.leases
+        if self.are_leaves_shown and holding.form == "held":
+            made = ShardedTree.of_homes(self.homes(), holding)
+        else:
+            local = self.local_tree if self.are_leaves_shown else self._local
+            made = ShardedTree.of_local(local, holding, self.known_homes)
+            made._is_packed, made.leases = self.is_uncut, self.leases
+        made.origin = self.story.origin
         return made
 
     @property
@@ -567,25 +574,13 @@ class ShardedTree(OnEngine):
         """The trained leaves in the form of pieces, as views; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
 
-    def named_from(self, origin: str, *, place: str | None = None) -> None:
-        """Note where the tree comes from: ranks have made it alike. The leaves that somebody has
-        read are made anew for those who come later."""
-        if self._shown is not None:
-            leaves, self._homes, self._is_packed = self._leaves(), self.known_homes, False
-            self._local, self._shown = self.sharding.layout.treedef.unflatten(leaves), None
-        self._made, self.origin, self.place = None, origin, place
-
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
+        names = self.sharding.layout.paths
         if self._shown is None:
-            return story_from(self.origin, self.sharding.layout.paths)
-        return story_of(self._shown_leaves(), self._made)
-
-    @property
-    def leaf_paths(self) -> Sequence[str]:
-        """Of all leaves, in tree order."""
-        return self.sharding.layout.paths
+            return story_from(self.origin, names)
+        return story_of(self._shown_leaves(), names, self._made)
 
     def _shown_leaves(self) -> list[Any]:
         """The leaves that users see, in tree order; None where masked."""

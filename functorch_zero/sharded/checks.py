@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from ..errors import DonatedError, StructureError
 from ..layout.sharding import Sharding
-from ..params import is_on_engine
 from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
-from ..step.state import State, check_state
 from .options import Options, StatePlace
 
 
@@ -54,15 +51,12 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
         )
 
 
-def check_place(state: State, options: Options) -> Sharding:
+def check_place(sharding: Sharding | None, options: Options) -> Sharding:
     """The sharding of any program's state, which must be as these options cut.
 
     Raises:
-        TypeError: `state` is no state.
-        StructureError: it is whole, or cut in another way.
+        StructureError: the state is whole, or cut in another way.
     """
-    check_state(state)
-    sharding = state.sharding
     if sharding is None:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
@@ -86,13 +80,12 @@ def check_place(state: State, options: Options) -> Sharding:
     return sharding
 
 
-def check_not_donated(nodes: Sequence[Any], step: Tensor) -> None:
-    """Raise if a step has taken the storage of one of the nodes of a state of this number."""
-    if any(is_on_engine(node) and node.is_used_up for node in nodes):
-        # Who took it may have failed since, so no state need have come of it
-        raise DonatedError(
-            f"the state of step {int(step)} was donated to a step or a load, which has "
-            "written over its storage. Remedy: use the state that it returned; if it failed, load "
-            "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, state), or "
-            "shard with donate=False"
-        )
+def donated_state(step: Tensor) -> DonatedError:
+    """The error of a state of this number, of which a step has taken the storage of a node."""
+    # Who took it may have failed since, so no state need have come of it
+    return DonatedError(
+        f"the state of step {int(step)} was donated to a step or a load, which has "
+        "written over its storage. Remedy: use the state that it returned; if it failed, load "
+        "the newest checkpoint. To keep a state, copy it with tree_map(torch.clone, state), or "
+        "shard with donate=False"
+    )

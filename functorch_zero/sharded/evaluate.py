@@ -25,13 +25,13 @@ from ..step.loss import Metrics
 from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes
 from ..step.scope import given_batch
-from ..step.state import State
+from ..step.state import State, check_state
 from ..step.weights import check_weight_value
 from ..tree import PyTree, check_tensors
 from .average import compare_words, means_of, start_means
 from .batch_on_ranks import BatchOnRanks
 from .buffers import apart_from
-from .checks import check_batch, check_not_donated, check_place
+from .checks import check_batch, check_place, donated_state
 from .failures import sharing_failures
 from .options import Options
 from .params import TreesAmong, make_unit_flats
@@ -68,9 +68,11 @@ class ShardedEvalStep:
         groups, step = self.options.axes.groups, getattr(state, "step", None)
         failures = sharing_failures(*groups, call="evaluation", step=step)
         with failures, self.gather_order.forgotten_on_failure():
-            check_place(state, self.options)
+            check_state(state)
+            check_place(state.sharding, self.options)
             nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
-            check_not_donated(nodes, state.step)
+            if any(is_on_engine(node) and node.is_used_up for node in nodes):
+                raise donated_state(state.step)
             # Ranks compare it with their metrics
             log: list[str] = []
             given, others = self._arguments(state, args, log)

@@ -190,7 +190,8 @@ class ShardedOptState(OnEngine):
         if len(leaves) != len(self.holding.plan.leaves):
             return tree
         shown, is_brought = [], self.holding.brought is not None
-        rows = zip(leaves, self.holding.places(), self.leaf_paths, strict=True)
+        names = self.holding.plan.paths
+        rows = zip(leaves, self.holding.places(), names, strict=True)
         for leaf, place, path in rows:
             if isinstance(leaf, Tensor) and place is not None:
                 given = None if self.place is None else text_from(self.place, path)
@@ -199,7 +200,7 @@ class ShardedOptState(OnEngine):
                 shown.append(place.piece(leaf, history))
             else:
                 shown.append(leaf)
-        self._made = AsMade.of(self.origin, self.leaf_paths, shown)
+        self._made = AsMade.of(self.origin, names, shown)
         return treedef.unflatten(shown)
 
     @property
@@ -207,23 +208,13 @@ class ShardedOptState(OnEngine):
         """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
         return any(map(has_ended, self.leases))
 
-    def named_from(self, origin: str, *, place: str | None = None) -> None:
-        """Note where the state comes from: ranks have made it alike. The leaves that somebody has
-        read are forgotten."""
-        self._shown = self._made = None
-        self.origin, self.place = origin, place
-
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
+        names = self.holding.plan.paths
         if self._shown is None:
-            return story_from(self.origin, self.holding.plan.paths)
-        return story_of(optree.tree_leaves(self._shown), self._made)
-
-    @property
-    def leaf_paths(self) -> Sequence[str]:
-        """Of all leaves, in flatten order."""
-        return self.holding.plan.paths
+            return story_from(self.origin, names)
+        return story_of(optree.tree_leaves(self._shown), names, self._made)
 
     @property
     def in_words(self) -> str:
@@ -243,7 +234,7 @@ class ShardedOptState(OnEngine):
 
     def with_local(self, tree: Any) -> ShardedOptState:
         """A state of other plain tensors, which lie where these do; some may be these."""
-        return self.held_as(self.holding, tree)
+        return self.lying_in(tree, self.holding.brought)
 
     def with_numbers(self, tree: Any) -> ShardedOptState:
         """A state of a tree in which some numbers are others, which ranks compare."""
@@ -252,18 +243,22 @@ class ShardedOptState(OnEngine):
         numbers = [x for x in leaves if id(x) not in known and not is_moved(x)]
         words = ", ".join(map(content_word, numbers))
         made = self.with_local(tree)
-        made.named_from(f"#{self.story.word:08x} with {words}")
+        made.origin = f"#{self.story.word:08x} with {words}"
         return made
 
-    def held_as(self, holding: StateHolding, tree: Any) -> ShardedOptState:
-        """A state of these leaves under another holding; `tree`: its tensors as they lie there."""
-        made = ShardedOptState(tree, holding, self._homes)
+    def lying_in(self, tree: Any, brought: Callable[[Any], Any] | None) -> ShardedOptState:
+        """A state of other plain tensors, some of which may be these, in another place."""
+        made = ShardedOptState(tree, self.holding.lying(brought), self._homes)
         made.leases = self.leases
         return made
 
-    def on(self, engine: Engine) -> ShardedOptState:
-        """A state of these leaves on an engine."""
-        return self.held_as(replace(self.holding, engine=engine), self._tree)
+    def held_as(self, holding: StateHolding) -> ShardedOptState:
+        """A state of these leaves under a holding of the same cut, which nobody has read."""
+        if not self.are_leaves_shown and holding is self.holding:
+            return self
+        made = ShardedOptState(self.as_it_lies, holding, self._homes)
+        made.origin, made.leases = self.story.origin, self.leases
+        return made
 
     @property
     def beside(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.arguments import check_takes
-from ..params import as_local
+from ..params import as_local, is_on_engine
 from ..shared_elements import check_apart
 from ..tree import (
     all_settled,
@@ -232,7 +232,7 @@ class ProgramStep:
         look = is_looked_at(int(state.step))
         if look:
             self._check_rule(value)
-        unwritten = Unwritten([optree.tree_leaves(state.value)], look=look)
+        unwritten = Unwritten([state.value], look=look)
         scope = StepScope(
             streams=Streams(state.seed, state.step), calls=self.calls, rank=rank_of_step()
         )
@@ -466,41 +466,42 @@ class Unwritten:
     the state that was given would change. See `Untouched`.
 
     Args:
-        nodes: of each node of the value its leaves; a value of whole leaves is one node.
+        nodes: of the value; one of whole leaves is one node.
         look: whether values are compared.
     """
 
-    def __init__(self, nodes: Sequence[Sequence[Any]], *, look: bool):
-        # Of each node: the numbers of its tensors, and these
-        self._nodes: list[tuple[list[int], Untouched]] = []
+    def __init__(self, nodes: Sequence[Any], *, look: bool):
+        # Each node with the numbers of its tensors, and these
+        self._nodes: list[tuple[Any, list[int], Untouched]] = []
         # Under a transform of torch.func tensors stand for others
-        for leaves in () if transforms_active() else nodes:
+        for node in () if transforms_active() else nodes:
+            leaves = node.tensors if is_on_engine(node) else optree.tree_leaves(node)
             counted = _counted(leaves)
             untouched = Untouched([*counted.values()], look=look)
-            self._nodes.append(([*counted], untouched))
+            self._nodes.append((node, [*counted], untouched))
 
-    def check(
-        self,
-        path_of: Callable[[int, int], str],
-        rank: int | None = None,
-        used_up: Container[int] = (),
-    ) -> None:
-        """Raise, naming the path, if the program has written to a tensor.
+    def check(self, path_of: Callable[[int, int], str], rank: int | None = None) -> None:
+        """Raise, naming the path, if the program has written to a tensor. A step that donates may
+        have used up nodes.
 
         Args:
             path_of: the path of a node's leaf, by the numbers of both. Asked for an error alone,
                 since paths of all leaves take longer than their check.
             rank: for errors.
-            used_up: numbers of nodes that a step which donates has written over.
         """
-        for node, (numbers, untouched) in enumerate(self._nodes):
-            leaf = None if node in used_up else untouched.first_changed()
+        for n, (node, numbers, untouched) in enumerate(self._nodes):
+            if is_on_engine(node):
+                if node.is_used_up:
+                    continue
+                if node.are_leaves_shown:
+                    node.story  # noqa: B018  counts writes to leaves by plain views
+            leaf = untouched.first_changed()
             if leaf is None:
                 continue
             raise StructureError(
                 "a program has written to its value in place, and the state that it was given "
                 "has changed with it",
-                path=path_of(node, numbers[leaf]),
+                path=path_of(n, numbers[leaf]),
                 expected="new tensors: a step is a pure function",
                 got="a write to the value's own",
                 rank=rank,

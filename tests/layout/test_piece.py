@@ -128,7 +128,7 @@ def test_pointwise_operators_run(name: str) -> None:
         assert (got.extent, got.shape, got.dtype) == (PART, want.shape, want.dtype)
         assert torch.equal(got.local.detach(), part_of(want))
     again = function(part(1), part(2))
-    assert story_of(found).word == story_of(optree.tree_leaves(again)).word
+    assert story_of(found, ()).word == story_of(optree.tree_leaves(again), ()).word
     # Of whole pieces nobody need know the difference
     for want, got in zip(expected, optree.tree_leaves(function(whole(1), whole(2))), strict=True):
         local = got.local if isinstance(got, Piece) else got
@@ -267,7 +267,7 @@ def test_numbers_on_a_device_stay_few() -> None:
     for rate in rates:
         made = 0.9 * made + rate
         assert len(made.history.numbers) <= 16
-    assert len(story_of([made, made]).unread) <= 16
+    assert len(story_of([made, made], ()).unread) <= 16
 
 
 @pytest.mark.parametrize("make", [part, whole])

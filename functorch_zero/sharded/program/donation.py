@@ -64,11 +64,15 @@ class Donation:
         self._updated: dict[int, tuple[Any, int]] = {}
         self._agreed = False
 
-    def findings(self, result: Any) -> EarlierCalls:
+    def findings(self, made: Sequence[Any]) -> EarlierCalls:
         """The findings of all calls, this one among them, which has failed on no rank: the nodes
-        that the program has used after their update, or returns, are needed by the next step."""
+        that the program has used after their update, or returns, are needed by the next step.
+
+        Args:
+            made: the nodes of the next value.
+        """
         num_gradients, needed = self._earlier
-        returned = set(map(id, optree.tree_leaves(result, is_leaf=is_on_engine)))
+        returned = set(map(id, made))
         for node, num_uses in self._updated.values():
             if node.num_uses > num_uses or id(node) in returned:
                 needed = needed.union(self._places_of(node))

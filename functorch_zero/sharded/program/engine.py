@@ -186,7 +186,7 @@ class ShardedEngine:
             places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
             if old is not None and old.holding.brought is self._brought:
                 over = old.as_it_lies
-            here = state.held_as(holding.lying(self._brought), state.as_it_lies)
+            here = state.lying_in(state.as_it_lies, self._brought)
             made = placed(places, here, over, look=look, ferry=ferry)
         if old is not None:
             old.use_up()
@@ -365,7 +365,7 @@ class ShardedEngine:
                 return no_updates(params)
             flats = [None if flat is None else make(flat) for flat in params.pieces().flats()]
             made = ShardedTree.of_flats(flats, params.holding.in_pieces)
-            made.named_from(origin)
+            made.origin = origin
             return made
 
     @compared("unshard", settles=True)

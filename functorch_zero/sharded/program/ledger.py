@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...layout.piece import content_word, form_in_words
 from ...layout.sharded_tree import ShardedTree
-from ...params import OnEngine, is_on_engine, without_engines
+from ...params import Story, is_on_engine, without_engines
 from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
@@ -128,7 +128,7 @@ class Ledger:
         place = f"call {len(self.calls)} ({call.name})"
         for n, node in enumerate(call.nodes, 1):
             node.num_uses += 1
-            self._note_story(f"tree {n} in {place}", node)
+            self._note_story(f"tree {n} in {place}", node.story)
         for name, words in call.settings.items():
             self.facts[f"{name} in {place}"] = words
         for path, leaf in {} if self._own else call.buffers.items():
@@ -141,20 +141,17 @@ class Ledger:
         finally:
             self._is_calling = False
 
-    def note_given(self, paths: Sequence[str], nodes: Sequence[Any]) -> None:
-        """Note how the nodes of the value were made that the step is given: somebody may have
-        changed them between the steps. A program's calls note what they are given of the rest."""
-        for path, node in zip(paths, nodes, strict=True):
-            if is_on_engine(node):
-                self._note_story(f"the value's tree {path!r}", node)
-            elif self.is_by_gradients and not is_within(path, self._own):
-                self._note_leaf(f"the value's leaf {path!r}", node)
+    def note_given(self, path: str, node: Any) -> None:
+        """Note how a node of the value was made that the step is given: somebody may have changed
+        it between the steps. A program's calls note what they are given of the rest."""
+        if is_on_engine(node):
+            self._note_story(f"the value's tree {path!r}", node.story)
+        elif self.is_by_gradients and not is_within(path, self._own):
+            self._note_leaf(f"the value's leaf {path!r}", node)
 
-    def _note_story(self, name: str, node: OnEngine) -> None:
+    def _note_story(self, name: str, story: Story) -> None:
         """Note how a tree was made, under a name of the tree."""
-        story = node.story
-        self.facts[name] = story.word
-        self.leaf_words[name] = partial(_by_path, node.leaf_paths, story.tell)
+        self.facts[name], self.leaf_words[name] = story.word, story.tell
         if self.look:
             for n, leaf in enumerate(story.unread):
                 self._note_leaf(f"number {n} in {name}", leaf)
@@ -202,7 +199,7 @@ class Ledger:
         self.facts = {"the number of draws of fz.random": num_draws} | self.facts
         for path, node in nodes.items():
             if is_on_engine(node):
-                self._note_story(f"the next value's tree {path!r}", node)
+                self._note_story(f"the next value's tree {path!r}", node.story)
             elif not is_within(path, self._own):
                 self._note_leaf(f"leaf {path!r}", node)
         for name, metric in metrics.items():
@@ -288,20 +285,13 @@ class LibraryCall:
 
 
 def name_results(made: Any, origin: str) -> None:
-    """Name the sharded trees and states among the results of a call by their numbers; the only one
-    has none."""
+    """Name the sharded trees and states that a call has made by their numbers among its results;
+    the only one has none."""
     nodes = _nodes_among(made)
     for n, node in enumerate(nodes):
-        node.named_from(f"{origin}.{n}" if len(nodes) > 1 else origin)
+        node.origin = node.origin or (f"{origin}.{n}" if len(nodes) > 1 else origin)
 
 
 def _nodes_among(tree: Any) -> list[Any]:
     """The sharded trees and states in a tree."""
     return [*filter(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))]
-
-
-def _by_path(leaf_paths: Sequence[str], tell: Callable[[], Sequence[str]]) -> dict[str, str]:
-    """Words for leaves by path, for errors."""
-    names = [path or "(root)" for path in leaf_paths]
-    # Somebody's own tree in a state's place may have another number of leaves
-    return dict(zip(names, tell(), strict=False))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ...layout.sharded_tree import Holding, ShardedTree, hold
-from ...layout.sharding import Sharding
 from ...optim.base import Transform
 from ...params import Engine
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
@@ -18,7 +17,7 @@ from ...sharded_optim.state_plan import plan_state
 from ...step.program_step import ProgramStep
 from ...tree import select
 from ..refit import without_values
-from .value import ValueStructure, as_marked, without_pieces
+from .value import Nodes, ValueStructure, as_marked, without_pieces
 
 
 class OutlineEngine:
@@ -37,14 +36,13 @@ class OutlineEngine:
 
 
 def structure_made_of(
-    step: ProgramStep, given: Mapping[str, Any], sharding: Sharding, engine: Engine
+    step: ProgramStep, given: Mapping[str, Any], engine: Engine
 ) -> ValueStructure | None:
     """The structure of the value that a program's `init` makes. None: it asks for values, or for
     other ranks.
 
     Args:
         given: the arguments of `init`, by name. Trees are cut: of them, a `Holding`.
-        sharding: of the state.
         engine: of the trees of the state's value.
     """
     outlining: Any = OutlineEngine(engine)
@@ -57,7 +55,7 @@ def structure_made_of(
             value = without_pieces(step.first_value(*args))
     except Exception:  # a user's init may raise anything where values are missing
         return None
-    return ValueStructure.of(as_marked(value, step.nameless), sharding).on(engine)
+    return Nodes.of(as_marked(value, step.nameless)).structure.on(engine)
 
 
 def _outlined(holding: Holding, engine: Engine) -> ShardedTree:

@@ -126,7 +126,7 @@ class ShardedStep:
         self._trees: TrainedTrees | None = None  # of the last value
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
-        self._structures: list[ValueStructure] = []
+        self._structures: list[tuple[Sharding | None, ValueStructure]] = []
         self._calls = EraCounter(self.group)
         self._loss_calls = LossCalls()  # this rank's: thread ranks share the unsharded step
         self._earlier = EarlierCalls(step.num_gradients)  # where the step donates
@@ -175,7 +175,7 @@ class ShardedStep:
                     given[name] = deferred.pop(name).fill(given[name])
             marked = self.unsharded.marked(given)
             state, _ = self._agreed_on(marked, seed, _fills(given, deferred), {})
-            self._note_structure(_structure_of(state))
+            self._note_structure(state.sharding, Nodes.of(state.value).structure)
             return state
 
     def _agreed_on(
@@ -272,7 +272,7 @@ class ShardedStep:
                 return self.engine.placed(node)
             return node
 
-        return value._replace(nodes=[*map(placed, value.nodes)])
+        return Nodes(value.structure, [*map(placed, value.nodes)])
 
     def refit(self, state: State, *args: Any, **named: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -298,7 +298,7 @@ class ShardedStep:
             # The states of a program of any number of optimizers may be others
             if self.unsharded.is_training_step:
                 nodes.check_states(self.group.rank)
-            old = beside_params(nodes.as_noted().value)
+            old = beside_params(nodes.value)
             given = args_of_refit(self.unsharded.first_value, args, old, named)
             known, begun = {}, {}
             for name, arg in given.items():
@@ -324,7 +324,7 @@ class ShardedStep:
             new = beside_params(fresh.value)
             value = carried(new, old, self._refit_group, "the value")
             # A refit that fails changes nothing
-            self._note_structure(_structure_of(fresh))
+            self._note_structure(fresh.sharding, Nodes.of(fresh.value).structure)
             value = self._placed(Nodes.of(value)).value
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
 
@@ -333,11 +333,11 @@ class ShardedStep:
         """The ranks among which elements travel in `refit`."""
         return labelled(self.options.axes.optimizer, "refit")
 
-    def _note_structure(self, structure: ValueStructure) -> None:
-        """Remember how a value is cut. States of other structures stay valid."""
+    def _note_structure(self, sharding: Sharding | None, structure: ValueStructure) -> None:
+        """Remember how a first state's value is cut. States of other structures stay valid."""
         # One per layout
-        others = [known for known in self._structures if known.sharding != structure.sharding]
-        self._structures = [*others, structure]
+        others = [known for known in self._structures if known[0] != sharding]
+        self._structures = [*others, (sharding, structure)]
 
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program on this rank's part of the batch. The state given stays valid,
@@ -358,13 +358,13 @@ class ShardedStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             # The state arrives: its nodes are noted as they are given, then marked and named
-            as_given, number = self._checked(state), int(state.step)
+            check_is_state(state)
+            number = int(state.step)
             # Calls are counted, whatever their states: ranks that look meet in messages that others
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
-            ledger.note_given(as_given.paths, as_given.nodes)
-            given, kept, donation = as_given.as_noted(number, are_given=True), None, None
+            given, kept, donation = self._checked(state, ledger), None, None
             # Parts that it doesn't keep are refused
             if self.options.reduction.keeps or state.parts is not None:
                 kept = KeptTensors(self._trees_of(given), state.parts)
@@ -375,7 +375,7 @@ class ShardedStep:
                 donation = Donation(given.nodes, self._earlier, agree)
             # A training step's program is the library's own, which writes to none of them
             compares = look and not self.unsharded.is_training_step
-            unwritten = Unwritten(given.tensors, look=compares)
+            unwritten = Unwritten(given.nodes, look=compares)
 
             # The program runs
             streams = Streams(state.seed, state.step)
@@ -394,18 +394,18 @@ class ShardedStep:
             self.unsharded.check_taken(streams, rank)
             value, metrics = check_result(result, rank)
             made = given.next(value, rank, free=self.unsharded.free)
-            unwritten.check(lambda node, leaf: given.paths[node], rank, given.used_up())
+            unwritten.check(lambda node, leaf: given.structure.paths[node], rank)
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             if not ledger.is_by_gradients:
                 ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
-            if donation is not None:
-                self._earlier = donation.findings(result)
+                if donation is not None:
+                    self._earlier = donation.findings(made.nodes)
 
             # It is handed on: to compare it may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made
-            after = placed.as_noted(number + 1)
+            after = placed.named(number + 1)
             parts = None if kept is None else kept.next_parts(made, self._trees_of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
@@ -417,9 +417,10 @@ class ShardedStep:
             return noted
         made = self._outlined(state)
         if made is None and not self._structures:
-            made = _structure_of(state)
-        # The last one stays that of a first state
-        self._structures[:0] = [] if made is None else [made]
+            made = Nodes.of(state.value).structure
+        if made is not None:
+            # The last one stays that of a first state
+            self._structures.insert(0, (state.sharding, made))
         return made
 
     def _outlined(self, state: State) -> ValueStructure | None:
@@ -432,12 +433,12 @@ class ShardedStep:
         if self.unsharded.nameless is not None:
             # That of the state: its tree may have been replaced
             cut[self.unsharded.nameless] = Holding(state.sharding, "held")
-        made = structure_made_of(self.unsharded, cut, state.sharding, self.engine)
+        made = structure_made_of(self.unsharded, cut, self.engine)
         return made if made is not None and made.fits(state.value) else None
 
     def _noted(self, sharding: Sharding | None) -> ValueStructure | None:
         """That of the first state with such trees; None: this step has made none."""
-        noted = [known for known in self._structures if known.sharding == sharding]
+        noted = [structure for own, structure in self._structures if own == sharding]
         return noted[-1] if noted else None
 
     def _own_args(self, value: Any) -> dict[str, Any] | None:
@@ -447,18 +448,18 @@ class ShardedStep:
         except StructureError:
             return None
 
-    def _structure_like(self, whole: State) -> ValueStructure:
-        """How a whole state's value is cut: as `init` makes it of the value's own trees; as that of
-        the last first state, where they don't tell."""
-        made, given = None, self._own_args(self.unsharded.as_trained(whole))
+    def _structure_like(self, whole: State) -> tuple[Sharding | None, ValueStructure]:
+        """How a whole state is cut, and its value: as `init` makes it of the value's own trees; as
+        that of the last first state, where they don't tell."""
+        given = self._own_args(self.unsharded.as_trained(whole))
         if given is not None:
             layouts = self._layouts(given)
             for name, layout in layouts.items():
                 sharding, number = self.options.sharding(layout), next_number(self.group)
                 given[name] = Holding(sharding, "held", number=number, name=self._name_of(name))
-            made = structure_made_of(self.unsharded, given, self._sharding(layouts), self.engine)
-        if made is not None:
-            return made
+            made = structure_made_of(self.unsharded, given, self.engine)
+            if made is not None:
+                return self._sharding(layouts), made
         if not self._structures:
             raise StructureError(
                 "step.shard was called before init, from which follows how this program's value is "
@@ -472,13 +473,14 @@ class ShardedStep:
         step = getattr(state, "step", None)
         failures = sharing_failures(*axes.groups, call="unshard", step=step, settles=True)
         with failures, torch.no_grad():
-            marked = self._checked(state).as_noted()
-            value = whole_value(marked.value)
+            check_is_state(state)
+            nodes = self._checked(state)
+            value = whole_value(nodes.value)
             return State(
                 step=state.step.clone(),
                 value=value,
                 seed=tree_map(torch.clone, state.seed),
-                parts=self._trees_of(marked).parts.whole(state.parts, axes.at("unshard")),
+                parts=self._trees_of(nodes).parts.whole(state.parts, axes.at("unshard")),
                 trained=self.unsharded.trained_of(value),
             )
 
@@ -495,18 +497,18 @@ class ShardedStep:
             raise StructureError("step.shard takes a whole state, and this one is sharded already")
         check_policies(state, self.unsharded.known_tree(state.value))
         with torch.no_grad():
-            structure = self._structure_like(state)
+            sharding, structure = self._structure_like(state)
             self._check_trained(structure)
-            value = structure.part_of(state.value)
+            value = structure.part_of(state.value, self.group.rank)
             check_trained_alike(self.unsharded.as_trained(state), value, self.group.rank)
             nodes = Nodes.of(value)
             parts = self._trees_of(nodes).parts.part(state.parts, nodes.device)
-            self._note_structure(structure)
+            self._note_structure(sharding, structure)
             return State(
                 step=state.step.clone(),
                 value=self._placed(nodes).value,
                 seed=tree_map(torch.clone, state.seed),
-                sharding=structure.sharding,
+                sharding=sharding,
                 parts=parts,
             )
 
@@ -545,28 +547,30 @@ class ShardedStep:
 
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
-        nodes = Nodes.of_state(state, self._structure_of(state))
-        return self._trees_of(nodes.as_noted()).parts
+        return self._trees_of(Nodes.of_state(state, self._structure_of(state))).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
+        check_is_state(state)
         self._checked(state)
 
-    def _checked(self, state: State) -> Nodes:
-        """The nodes of a state that is one of this step's, on this rank."""
-        structure = self._noted(check_place(state, self.options))
+    def _checked(self, state: State, ledger: Ledger | None = None) -> Nodes:
+        """The nodes of a state that is one of this step's, on this rank. `ledger`: of the call that
+        is given it; None: it is for no program."""
+        structure = self._noted(check_place(state.sharding, self.options))
         if structure is None:
             structure = self._structure_of(state)
             if structure is None:
+                known, _ = self._structures[-1]
                 raise StructureError(
                     "the state was sharded by another step",
-                    expected=self._structures[-1].sharding.in_words,
+                    expected=known and known.in_words,
                     got=state.sharding and state.sharding.in_words,
                     rank=self.group.rank,
                     remedy="unshard it with the step that made it, then shard it with this one",
                 )
             self._check_trained(structure)
-        return Nodes.of_state(state, structure)
+        return Nodes.of_state(state, structure, ledger)
 
     def _check_trained(self, structure: ValueStructure) -> None:
         """Raise if this step's `trainable` chooses other leaves than a state from elsewhere
@@ -575,11 +579,6 @@ class ShardedStep:
             rule = self.unsharded.trainable.get(path)
             if rule is not None and isinstance(noted, Holding):
                 check_trained(rule, without_values(noted.sharding.layout), self.group.rank)
-
-
-def _structure_of(first: State) -> ValueStructure:
-    assert first.sharding is not None
-    return ValueStructure.of(first.value, first.sharding)
 
 
 def _fills(given: Mapping[str, Any], values: Mapping[str, DeferredInit]) -> dict[str, DigestedFill]:

@@ -6,7 +6,7 @@ A value's nodes are sharded trees, optimizers' states, and leaves that every ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from torch import Tensor
 from ...errors import StructureError
 from ...layout.piece import Piece, refuse, text_from
 from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
-from ...layout.sharding import Sharding
 from ...optim.state_checks import check_opt_state
 from ...params import Engine, as_local, is_on_engine, map_local
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
@@ -29,167 +28,21 @@ from ...step.refit import without_values
 from ...step.state import State, Trained
 from ...step.trainable import check_alike
 from ...tree import paths, select, settled
-from ..checks import check_not_donated
+from ..checks import donated_state
 from ..refit import without_values as leaves_without_values
 from ..state import part_of_state
+from .ledger import Ledger
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
-
-
-class Nodes(NamedTuple):
-    """A value, taken apart once in a step, for all that is asked of its nodes."""
-
-    treedef: Any  # down to the nodes
-    paths: Sequence[str]
-    noted: Sequence[Any]  # of each node, what a `ValueStructure` has; None: it is of another one
-    nodes: Sequence[Any]
-
-    @classmethod
-    def of(cls, value: Any) -> Nodes:
-        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        return cls(treedef, paths(value, is_on_engine), [None] * len(nodes), nodes)
-
-    @classmethod
-    def of_state(cls, state: State, structure: ValueStructure | None) -> Nodes:
-        """Those of a state, in whose value users may have put bare trees for optimizers' states.
-
-        Raises:
-            DonatedError: a step has taken the storage of one of them.
-            StructureError: as `ValueStructure.with_states`.
-        """
-        value = state.value
-        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        check_not_donated(nodes, state.step)
-        if structure is not None and structure.treedef != treedef:
-            value = structure.with_states(value)
-            nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        if structure is None or structure.treedef != treedef:
-            return cls.of(value)
-        return cls(treedef, structure.paths, structure.nodes, nodes)
-
-    @property
-    def value(self) -> Any:
-        """The whole of them."""
-        return self.treedef.unflatten(self.nodes)
-
-    @property
-    def device(self) -> torch.device:
-        """That of the first held tree, of which no leaf is cut; else of a tensor."""
-        for node in self.nodes:
-            if is_held(node) and (own := node.flats()):
-                device: torch.device = own[0].device
-                return device
-        return device_of(as_local(self.value))
-
-    @property
-    def tensors(self) -> list[list[Any]]:
-        """Of each node its tensors. Flats stand for leaves that nobody has read, and count the
-        writes to them."""
-        found = []
-        for node in self.nodes:
-            if isinstance(node, ShardedTree) and node.is_uncut:
-                found.append(node.flats())
-            else:
-                found.append(optree.tree_leaves(node.as_it_lies if is_on_engine(node) else node))
-        return found
-
-    def used_up(self) -> set[int]:
-        """The numbers of the nodes that a step has written over. Writes to leaves of the others
-        that somebody has read are counted, also those by plain views."""
-        found = set()
-        for n, node in enumerate(self.nodes):
-            if is_on_engine(node) and node.is_used_up:
-                found.add(n)
-            elif is_on_engine(node) and node.are_leaves_shown:
-                node.story  # noqa: B018
-        return found
-
-    def next(self, value: Any, rank: int, *, free: Sequence[str]) -> Nodes:
-        """The nodes of the value that a program has returned in this one's place, with plain
-        tensors for single leaves of sharded trees.
-
-        To compare the leaves of a tree would cut them, so nodes whose holdings say that they fit
-        are left out.
-
-        Args:
-            free: names of entries whose leaves may have another shape or dtype.
-
-        Raises:
-            StructureError: the value has another structure, or ranks hold parts of such a leaf.
-        """
-        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        if treedef != self.treedef:
-            outline = self.treedef.unflatten(map(_structure_of, self.nodes))
-            check_next_value(outline, value, rank)  # which names the difference
-        made = self._replace(nodes=[x if is_on_engine(x) else _plain(x) for x in nodes])
-        before, after = [*self.nodes], [*made.nodes]
-        for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):
-            if not is_on_engine(one) or type(one) is not type(two):
-                continue
-            if _fits(one, two):
-                before[n] = after[n] = None
-            elif one.holding == two.holding:
-                before[n], after[n] = one.as_it_lies, two.as_it_lies
-        if any(node is not None for node in before):
-            expected = self.treedef.unflatten(map(_structure_of, before))
-            check_next_value(expected, self.treedef.unflatten(after), rank, free=free)
-        return made
-
-    @property
-    def by_path(self) -> dict[str, Any]:
-        """The nodes by their paths, each of which the value has once."""
-        return dict(zip(self.paths, self.nodes, strict=True))
-
-    def check_states(self, rank: int) -> None:
-        """Raise unless optimizers' states have the structure that is noted of those there."""
-        for path, noted, node in zip(self.paths, self.noted, self.nodes, strict=True):
-            if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
-                check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
-
-    def as_noted(self, step: int | None = None, *, are_given: bool = False) -> Nodes:
-        """These nodes as is noted of their places: trees are trained, or read only, and have names,
-        as they had in the first value, whatever their leaves say. Without a note, as each was
-        made.
-
-        Args:
-            step: of whose value they are: it says where they come from, with their paths; None:
-                nobody asks.
-            are_given: to the program, now. What the step before has made says already where it
-                comes from.
-        """
-        found = []
-        for path, noted, node in zip(self.paths, self.noted, self.nodes, strict=True):
-            is_tree = is_on_engine(node)
-            # The usual case: a step has made it for this place, and nobody has read its leaves
-            if not is_tree or node.holding is not noted or node.are_leaves_shown:
-                node = _as_noted(node, noted)
-            if step is not None and is_tree:
-                # With the number, since a program may keep trees of earlier steps
-                origin = text_from(f"step {step}'s value", path)
-                if are_given:
-                    node.named_from(node.origin or origin, place=path)
-                else:
-                    node.named_from(origin)
-            found.append(node)
-        return self._replace(nodes=found)
 
 
 class ValueStructure(NamedTuple):
     """How a program's value is cut: its nodes without their tensors."""
 
-    sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
     paths: Sequence[str]  # of the nodes
     # Holding or StateHolding; of a leaf that every rank holds, its form: it, without values
-    nodes: list[Any]
-
-    @classmethod
-    def of(cls, value: Any, sharding: Sharding) -> ValueStructure:
-        made = Nodes.of(value)
-        noted = [
-            node.holding if is_on_engine(node) else without_values(node) for node in made.nodes
-        ]
-        return cls(sharding, made.treedef, made.paths, noted)
+    nodes: Sequence[Any]
 
     def on(self, engine: Engine) -> ValueStructure:
         """This structure, of trees that lie on this engine."""
@@ -218,13 +71,12 @@ class ValueStructure(NamedTuple):
             return value
         return self.treedef.unflatten(map(_with_state, self.paths, self.nodes, found))
 
-    def part_of(self, whole: Any) -> Any:
+    def part_of(self, whole: Any, rank: int) -> Any:
         """This rank's part of a whole value, in tensors of its own.
 
         Raises:
             StructureError: the value has another structure, or a leaf another shape or dtype.
         """
-        rank = self.sharding.rank
         try:
             nodes = self.treedef.flatten_up_to(whole)
         except ValueError as error:
@@ -244,6 +96,130 @@ class ValueStructure(NamedTuple):
             remedy=_OF_THIS_PROGRAM,
         )
         return self.treedef.unflatten(map(_part_like, self.nodes, nodes))
+
+
+class Nodes:
+    """A value, taken apart once in a step, for all that is asked of its nodes.
+
+    Args:
+        structure: that is noted of such values.
+        nodes: in the places of the structure.
+
+    Attributes:
+        structure, nodes: as given.
+        value: the whole of them.
+    """
+
+    def __init__(self, structure: ValueStructure, nodes: Sequence[Any]):
+        self.structure, self.nodes = structure, nodes
+        self.value = structure.treedef.unflatten(nodes)
+
+    @classmethod
+    def of(cls, value: Any, known: ValueStructure | None = None) -> Nodes:
+        """Those of a value. `known`: its structure, if it has that; else it is as its nodes are."""
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        if known is not None and known.treedef == treedef:
+            return cls(known, nodes)
+        noted = [node.holding if is_on_engine(node) else without_values(node) for node in nodes]
+        return cls(ValueStructure(treedef, paths(value, is_on_engine), noted), nodes)
+
+    @classmethod
+    def of_state(
+        cls, state: State, known: ValueStructure | None, ledger: Ledger | None = None
+    ) -> Nodes:
+        """Those of a state, as is noted of their places. Users may have put others there: bare
+        trees for optimizers' states, say.
+
+        Args:
+            known: the structure of this step's values; None: this one's is another.
+            ledger: of the call that is given the state. It notes how they were made, and they know
+                their paths then; what a step has made says already where it comes from. None:
+                nobody asks.
+
+        Raises:
+            DonatedError: a step has taken the storage of one of them.
+            StructureError: as `ValueStructure.with_states`, and `trained_like`.
+        """
+        given = cls.of(state.value, known)
+        if known is not None and given.structure is not known:
+            given = cls.of(known.with_states(state.value), known)
+        found = []
+        for path, noted, node in given._rows():
+            is_tree = is_on_engine(node)
+            if is_tree and node.is_used_up:
+                raise donated_state(state.step)
+            if ledger is not None:
+                ledger.note_given(path, node)
+            own = node if _is_as_noted(node, noted) else _as_noted(node, noted)
+            if ledger is not None and is_tree:
+                own.origin, own.place = own.origin or _origin(ledger.step, path), path
+            found.append(own)
+        return cls(given.structure, found)
+
+    def named(self, step: int) -> Nodes:
+        """These nodes as is noted of their places, and named as those of the value of this step."""
+        found = []
+        for path, noted, node in self._rows():
+            own = node if _is_as_noted(node, noted) else _as_noted(node, noted)
+            if is_on_engine(own):
+                own.origin, own.place = _origin(step, path), None
+            found.append(own)
+        return Nodes(self.structure, found)
+
+    def _rows(self) -> Iterator[tuple[str, Any, Any]]:
+        """The path of each node, what is noted of its place, and the node."""
+        return zip(self.structure.paths, self.structure.nodes, self.nodes, strict=True)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first held tree, of which no leaf is cut; else of a tensor."""
+        for node in self.nodes:
+            if is_held(node) and (own := node.flats()):
+                device: torch.device = own[0].device
+                return device
+        return device_of(as_local(self.value))
+
+    def next(self, value: Any, rank: int, *, free: Sequence[str]) -> Nodes:
+        """The nodes of the value that a program has returned in this one's place, with plain
+        tensors for single leaves of sharded trees.
+
+        To compare the leaves of a tree would cut them, so nodes whose holdings say that they fit
+        are left out.
+
+        Args:
+            free: names of entries whose leaves may have another shape or dtype.
+
+        Raises:
+            StructureError: the value has another structure, or ranks hold parts of such a leaf.
+        """
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        if treedef != self.structure.treedef:
+            outline = self.structure.treedef.unflatten(map(_structure_of, self.nodes))
+            check_next_value(outline, value, rank)  # which names the difference
+        own = [x if is_on_engine(x) else _plain(x) for x in nodes]
+        before, after = [*self.nodes], [*own]
+        for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):
+            if not is_on_engine(one) or type(one) is not type(two):
+                continue
+            if _fits(one, two):
+                before[n] = after[n] = None
+            elif one.holding == two.holding:
+                before[n], after[n] = one.as_it_lies, two.as_it_lies
+        if any(node is not None for node in before):
+            expected = treedef.unflatten(map(_structure_of, before))
+            check_next_value(expected, treedef.unflatten(after), rank, free=free)
+        return Nodes(self.structure, own)
+
+    @property
+    def by_path(self) -> dict[str, Any]:
+        """The nodes by their paths, each of which the value has once."""
+        return dict(zip(self.structure.paths, self.nodes, strict=True))
+
+    def check_states(self, rank: int) -> None:
+        """Raise unless optimizers' states have the structure that is noted of those there."""
+        for path, noted, node in self._rows():
+            if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
+                check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
 
 
 def _is_cut(noted: Any) -> bool:
@@ -279,18 +255,30 @@ def _state_like(noted: StateHolding) -> Any:
     return state_like(noted.plan, sharding.layout, sharding.piece_number)
 
 
+def _origin(step: int, path: str) -> str:
+    """Of a node of the value of this step: programs may keep those of earlier ones."""
+    return text_from(f"step {step}'s value", path)
+
+
+def _is_as_noted(node: Any, noted: Any) -> bool:
+    """Whether a node is as is noted of its place. The usual case: a step has made it for that, and
+    nobody has read its leaves."""
+    return is_on_engine(node) and node.holding is noted and not node.are_leaves_shown
+
+
 def _as_noted(node: Any, noted: Any) -> Any:
-    # Pickled, it has lost its engine
-    if isinstance(node, ShardedOptState) and node.holding.engine is None and _is_cut(noted):
-        return node.on(noted.engine)
-    if not isinstance(node, ShardedTree):
+    """A node as is noted of its place, whose leaves nobody has read: a tree is trained, or read
+    only, and has a name, as in the first value, whatever its leaves say."""
+    if not is_on_engine(node):
         return settled(node)
-    if not isinstance(noted, Holding):
-        return node.held_as(node.holding)
+    holding, engine = node.holding, node.holding.engine
+    if isinstance(node, ShardedOptState):
+        # Pickled, it has lost its engine
+        is_lost = engine is None and _is_cut(noted)
+        return node.held_as(replace(holding, engine=noted.engine) if is_lost else holding)
     # In another form it doesn't fit, as `Nodes.next` tells
-    if node.holding.form != noted.form:
-        return node
-    engine = node.holding.engine
+    if not isinstance(noted, Holding) or holding.form != noted.form:
+        return node.held_as(holding)
     own = engine is not None and engine is not noted.engine
     return trained_like(node, replace(noted, engine=engine) if own else noted)
 
@@ -316,7 +304,7 @@ def as_marked(value: Any, nameless: str | None) -> Any:
         )
 
     # A tree that the value holds twice has a node for each
-    return made.treedef.unflatten(map(mark, made.nodes, made.paths))
+    return made.structure.treedef.unflatten(map(mark, made.nodes, made.structure.paths))
 
 
 def _detached(leaf: Any) -> Any:
@@ -336,7 +324,7 @@ def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
         # As leaves from elsewhere, which are copied
         return ShardedTree.of_homes(ShardedTree.of_local(tree.local_tree, noted).homes(), noted)
     if is_alike:
-        return tree
+        return tree.held_as(tree.holding)
     raise StructureError(
         "a tree of the value trains other leaves than the one that was in its place, and is "
         "cut in another way",
