@@ -25,7 +25,7 @@ from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
-from ..params import as_local, is_on_engine, map_local
+from ..params import as_local, is_on_engine, map_local, without_engines
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.refit import Form, check_values, in_both
@@ -77,17 +77,15 @@ def refuse_parts(state: State, rank: int) -> None:
     )
 
 
-def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> None:
-    """Raise `MismatchError` on every rank, unless all refit one state. One exchange.
-
-    Args:
-        rest: by path, leaves of its value that every rank has.
-    """
+def agree_on_refit(state: State, options: Options) -> None:
+    """Raise `MismatchError` on every rank, unless all refit one state. One exchange."""
     assert state.sharding is not None
+    rest = without_engines(state.value)
+    forms = [repr(Form.of(leaf)) for leaf in optree.tree_leaves(rest)]
     facts = {
         "step": int(state.step),
         "layout before": state.sharding.layout.describe(),
-        "other leaves": {path: repr(Form.of(leaf)) for path, leaf in rest.items()},
+        "other leaves": dict(zip(paths(rest), forms, strict=True)),
     }
     agree(labelled(options.axes.world, "refit/agreement"), facts)
 

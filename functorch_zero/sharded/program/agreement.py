@@ -11,10 +11,11 @@ from torch import Tensor
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
+from ...layout.piece import content_word
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.naming import described
-from ...params import as_local
+from ...params import as_local, is_on_engine
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
@@ -25,7 +26,7 @@ from ..options import Options
 from ..readable import told_apart, told_values
 from ..words import exchange_data, tell
 from .ledger import Ledger
-from .value import unsharded_leaves
+from .value import Nodes
 
 
 class AgreementOfRanks:
@@ -88,12 +89,19 @@ class AgreementOfRanks:
             value: as it returned it.
             fills: of trees whose values each rank has made, and which could not be compared before.
         """
-        # Nothing else would show that the rest beside sharded trees differs
+        # Nothing else would show that it differs: the first step begins with it as it is
         facts: dict[str, Any] = {"the first value": paths(as_local(value))}
-        leaves = unsharded_leaves(value)
-        leaves = {path: leaf for path, leaf in leaves.items() if not is_within(path, self.own)}
-        numbers = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
-        for path, words in (numbers | told_values(leaves)).items():
+        leaves: dict[str, Any] = {}
+        for path, node in Nodes.of(value).by_path.items():
+            if is_on_engine(node):
+                story = node.story
+                numbers = [content_word(number, look=True) for number in story.unread]
+                made = {**story.tell(), "its numbers": numbers}
+                facts[f"the first value's tree {path!r}"] = made
+            elif not is_within(path, self.own):
+                leaves[path] = node
+        others = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
+        for path, words in (others | told_values(leaves)).items():
             facts[f"values of {path!r} in the first value"] = words
         for name, fill in fills.items():
             facts[f"deferred values of {name}"] = fill.digests

@@ -82,7 +82,6 @@ from .value import (
     beside_params,
     check_trained_alike,
     trained_of,
-    unsharded_leaves,
     whole_value,
     without_pieces,
 )
@@ -197,9 +196,7 @@ class ShardedStep:
         # Of leaves that are known nobody reads the values
         new = {n: _without(given[n], known[n]) if n in known else given[n] for n in layouts}
         self._agreement.on_arguments(new, layouts, seed, self.unsharded.facts)
-        state, cut = self._first_state(given, layouts, seed, fills, known)
-        self._agreement.on_first_value(state.value, fills)
-        return state, cut
+        return self._first_state(given, layouts, seed, fills, known)
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
@@ -249,6 +246,7 @@ class ShardedStep:
             self.engine.agreed = None
         check_value(value, self.group.rank)
         self.unsharded.check_buffers(value)
+        self._agreement.on_first_value(value, fills)
         marked = Nodes.of(as_marked(value, self.unsharded.nameless))
         state = State.first(
             self._placed(marked).value,
@@ -293,7 +291,7 @@ class ShardedStep:
             check_is_state(state)
             check_same_ranks(state, self.options)
             refuse_parts(state, self.group.rank)
-            agree_on_refit(state, unsharded_leaves(state.value), self.options)
+            agree_on_refit(state, self.options)
             nodes = Nodes.of_state(state, self._structure_of(state))
             # The states of a program of any number of optimizers may be others
             if self.unsharded.is_training_step:

@@ -403,13 +403,6 @@ def _plain(node: Any) -> Any:
     return node.local
 
 
-def unsharded_leaves(value: Any) -> dict[str, Any]:
-    """By path, the tensors and numbers of a value beside its sharded trees and states: every rank
-    holds them whole."""
-    nodes = Nodes.of(value).by_path
-    return {path: node for path, node in nodes.items() if not is_on_engine(node)}
-
-
 def _structure_of(node: Any) -> Any:
     """A used up node's structure, with numbers for leaves; any other node is itself."""
     if not is_on_engine(node) or not node.is_used_up:

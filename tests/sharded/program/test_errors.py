@@ -356,3 +356,22 @@ def test_a_backward_of_a_programs_own_gets_a_note() -> None:
 
     run(None)
     run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", ["gen", "gen_opt", "pull"])
+def test_a_first_value_by_a_ranks_own_number_is_refused(name: str, level: int) -> None:
+    """Nobody sees the values: pieces of ranks differ anyway."""
+
+    def run(group: Any) -> str:
+        def own_init(gen: Any) -> Any:
+            value = {"gen": gen, "gen_opt": adam.init(gen), "pull": fz.zero_updates(gen)}
+            own = tree_map(lambda x: (x + group.rank).requires_grad_(x.requires_grad), value[name])
+            return {**value, name: own}
+
+        step = fz.program_step(lambda value: (value, {}), init=own_init)
+        sharded = fz.shard(step, level=level, group=group)
+        return refused(MismatchError, lambda: sharded.init(FIRST_GEN))
+
+    for text in run_ranks(run, 2):
+        assert f"the first value's tree '{name}'" in text
