@@ -26,7 +26,13 @@ from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
 from .backward import dense, nodes_behind, noting, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
-from .program import GradientOptions, LossCall, check_callable_here, differentiate, unshard
+from .program import (
+    GradientOptions,
+    LossCall,
+    check_callable_here,
+    unshard,
+    whole_value_and_grad,
+)
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
 _LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
@@ -94,7 +100,9 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
         with _noting_first_derivatives():
             held = _held_like(params, vector)
             call = LossCall(slope_of, args, buffers, batch, options, slope_of=loss)
-            found, (product, grads) = differentiate(call, (params, held))
+            engine = engine_of(params, held, args)
+            ask = whole_value_and_grad if engine is None else engine.value_and_grad
+            found, (product, grads) = ask(call, (params, held))
         # The slope always has metrics, and buffers where the loss was given some
         _, metrics, *new_buffers = found
         value = metrics.pop(_VALUE)

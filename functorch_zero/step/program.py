@@ -113,19 +113,14 @@ def value_and_grad(
     options = GradientOptions(accumulate, None if scale is None else float(scale), nonfinite)
 
     def run(tree: Any, *args: Any, buffers: Any = None, batch: Any = None) -> tuple[Any, Any]:
-        return differentiate(LossCall(loss, args, buffers, batch, options), tree)
+        # Sharded trees among tree or args decide for all: one engine answers
+        engine = engine_of(tree, args)
+        check_callable_here("fz.value_and_grad", engine)
+        call = LossCall(loss, args, buffers, batch, options)
+        ask = whole_value_and_grad if engine is None else engine.value_and_grad
+        return ask(call, tree)
 
     return run
-
-
-def differentiate(call: LossCall, tree: Any) -> tuple[Any, Any]:
-    """The results of a loss, and its gradients; see `value_and_grad`."""
-    # Sharded trees among tree or args decide for all: one engine answers
-    engine = engine_of(tree, call.args)
-    check_callable_here("fz.value_and_grad", engine)
-    if engine is not None:
-        return engine.value_and_grad(call, tree)
-    return _value_and_grad(call, tree)
 
 
 def check_callable_here(name: str, engine: Engine | None) -> None:
@@ -389,7 +384,8 @@ _ALL = Part(0, lambda grads, outcome: (grads, outcome))
 PART: ContextVar[Part] = ContextVar("PART", default=_ALL)  # so that threads have parts of their own
 
 
-def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
+def whole_value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
+    """The results of a loss, and its gradients, of whole trees; see `value_and_grad`."""
     call.check()
     options, leaves = call.options, optree.tree_leaves(tree)
     # An evaluation's. Such a leaf has no storage to be a leaf of a graph

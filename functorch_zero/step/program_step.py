@@ -170,16 +170,41 @@ class ProgramStep:
         if are_tensors(optree.tree_leaves(params)):
             check_trained(self.trainable.get(self.nameless), params)
 
-    def check_taken(self, streams: Streams, rank: int | None = None) -> None:
-        """Raise unless a step has taken as many gradients as the program has said."""
-        if self.num_gradients not in (None, streams.num_gradients):
+    def run(
+        self, value: Any, args: tuple[Any, ...], scope: StepScope, device: torch.device
+    ) -> tuple[Any, Metrics]:
+        """The program's next value, and its metrics as 0-d tensors.
+
+        Args:
+            value, args: that it is given.
+            scope: of this call.
+            device: beside the CPU, where it draws numbers.
+        """
+        with running(scope, device), torch.no_grad(), noting_missing_graphs():
+            result = self.program(value, *args)
+        taken = scope.streams.num_gradients
+        if self.num_gradients not in (None, taken):
             raise StructureError(
                 "a program has taken another number of gradients in a step than it says",
                 expected=f"num_gradients={self.num_gradients}",
-                got=streams.num_gradients,
-                rank=rank,
+                got=taken,
+                rank=scope.rank,
                 remedy="program_step without num_gradients= counts them in the first step",
             )
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or not isinstance(result[1], Mapping):
+            raise TypeError(
+                explain(
+                    "a program returns its next value and a dict of metrics",
+                    expected="(value, {name: number})",
+                    got=f"a {type(result).__name__}",
+                    rank=scope.rank,
+                    remedy="return value, {} where there are no metrics",
+                )
+            )
+        new, metrics = result
+        check_metrics(metrics, scope.rank)
+        return new, {name: as_metric(metric) for name, metric in metrics.items()}
 
     def check_buffers(self, value: Any) -> None:
         """Raise unless a value, or the arguments of `init`, have trees of the names of buffers."""
@@ -236,10 +261,7 @@ class ProgramStep:
         scope = StepScope(
             streams=Streams(state.seed, state.step), calls=self.calls, rank=rank_of_step()
         )
-        with running(scope, device_of(value)), torch.no_grad(), noting_missing_graphs():
-            result = self.program(value, *args)
-        self.check_taken(scope.streams)
-        new, metrics = check_result(result)
+        new, metrics = self.run(value, args, scope, device_of(value))
         unwritten.check(lambda _, leaf: paths(state.value)[leaf])
         check_next_value(state.value, new, free=self.free)
         next_value = _next_value(state.value, value, new)
@@ -438,27 +460,6 @@ def check_value(value: Any, rank: int | None = None) -> None:
             rank=rank,
             remedy="return the trees of params and the optimizers' states from init",
         )
-
-
-def check_result(result: Any, rank: int | None = None) -> tuple[Any, Metrics]:
-    """A program's result: the next value, and the metrics as 0-d tensors."""
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-    if not is_pair:
-        raise TypeError(
-            explain(
-                "a program returns its next value and a dict of metrics",
-                expected="(value, {name: number})",
-                got=f"a {type(result).__name__}",
-                rank=rank,
-                remedy="return value, {} where there are no metrics",
-            )
-        )
-    value, given = result
-    check_metrics(given, rank)
-    metrics = {}
-    for name, metric in given.items():
-        metrics[name] = as_metric(metric)
-    return value, metrics
 
 
 class Unwritten:

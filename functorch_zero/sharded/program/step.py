@@ -31,7 +31,6 @@ from ...params import Engine, as_local, is_on_engine
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
-from ...step.backward import noting_missing_graphs
 from ...step.loss import Metrics, check_records
 from ...step.loss_calls import LossCalls
 from ...step.program_step import (
@@ -39,7 +38,6 @@ from ...step.program_step import (
     Unwritten,
     args_of_refit,
     carried_tree,
-    check_result,
     check_value,
     entry_of,
     named_args,
@@ -47,7 +45,6 @@ from ...step.program_step import (
 )
 from ...step.refit import check_own_tensors
 from ...step.rng import Streams
-from ...step.scope import running
 from ...step.state import State, check_policies
 from ...step.state import check_state as check_is_state
 from ...step.trainable import check_trained
@@ -385,12 +382,9 @@ class ShardedStep:
                 donation=donation,
                 kept=kept,
             )
-            with running(scope, given.device), noting_missing_graphs():
-                result = self.unsharded.program(given.value, *args)
+            value, metrics = self.unsharded.run(given.value, args, scope, given.device)
 
             # Its results are compared: with the state, and with those of other ranks
-            self.unsharded.check_taken(streams, rank)
-            value, metrics = check_result(result, rank)
             made = given.next(value, rank, free=self.unsharded.free)
             unwritten.check(lambda node, leaf: given.structure.paths[node], rank)
             if donation is not None:
