@@ -392,8 +392,8 @@ class ShardedStep:
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
             if not ledger.is_by_gradients:
                 ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
-                if donation is not None:
-                    self._earlier = donation.findings(made.nodes)
+            if donation is not None:
+                self._earlier = donation.findings(made.nodes)
 
             # It is handed on: to compare it may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made
