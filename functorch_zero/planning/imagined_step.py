@@ -194,7 +194,8 @@ class _AnnouncedEngine:
         self.reduced = 0
         self.agreed: Transform | None = None
         # The rest of an `Engine`, as it is
-        self.rank, self.orders, self.placed = engine.rank, engine.orders, engine.placed
+        self.options, self.rank = options, engine.rank
+        self.orders, self.placed = engine.orders, engine.placed
         self.keeps_tensors, self.unshard = engine.keeps_tensors, engine.unshard
         self.dot, self.norms, self.squares = engine.dot, engine.norms, engine.squares
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces
@@ -243,7 +244,7 @@ class _AnnouncedEngine:
             elif is_held(node):
                 self._watch.live.adopt(_flats_here(node), "params")
                 for flats in (node.flats(), node.published()) if "params" in self._places else ():
-                    places, layout = self._engine.options.places.params, node.sharding.layout
+                    places, layout = self.options.places.params, node.sharding.layout
                     written = stored_flats(places, flats, layout, trained=True)
                     self._places["params"].written += bytes_held(written)
         self._watch.enter(BETWEEN)

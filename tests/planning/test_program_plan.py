@@ -284,6 +284,21 @@ def test_random_numbers_and_questions() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_tree_that_the_program_cuts_itself() -> None:
+    def loss(params: Any, anchor: Any, x: Tensor) -> Tensor:
+        return forward(params, x).square().mean() - forward(anchor, x).mean()
+
+    def program(value: Any, x: Tensor) -> Any:
+        zeros = tree_map(lambda p: torch.zeros(p.shape, dtype=p.dtype), whole)
+        anchor = fz.shard_tree(zeros, layout_like=value)
+        found, grads = fz.value_and_grad(loss)(value, anchor, x)
+        return fz.apply_updates(value, grads), {"loss": found}
+
+    whole, _ = trees()
+    step = fz.program_step(program, init=lambda params: params)
+    plan(whole, step, level=3, ranks=2, batch=torch.empty(2, WIDTH))
+
+
 class Distilled(NamedTuple):
     net: Any
     teacher: Any

@@ -77,9 +77,9 @@ def shard_tree(
     if layout_like is not None and not isinstance(layout_like, ShardedTree):
         return copied_like(tree, layout_like)
     # That of `layout_like`, of the same ranks and options, so that the trees can be used together
-    engine = _new_engine(level, group) if layout_like is None else layout_like.engine
-    assert isinstance(engine, ShardedEngine)
-    options, axes = engine.options, engine.options.axes
+    engine: Any = _new_engine(level, group) if layout_like is None else layout_like.engine
+    options: Options = engine.options
+    axes = options.axes
     with sharing_failures(*axes.groups, call="shard_tree"), torch.no_grad():
         check_tensors(tree, "the tree")
         check_apart(tree)
