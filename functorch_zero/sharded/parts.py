@@ -32,6 +32,7 @@ from ..runtime.reduce import Carried, Kept, Reduction
 from ..tree import paths, same_structure
 
 Parts = dict[str, Any]
+TreeBucket = tuple[str, int]  # the place of a tree, and the number of one of its buckets
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class KeptFlat:
     """A tensor that a reduction keeps of one bucket, and its leaves in the parts.
 
     Attributes:
-        number: of the bucket in the layout.
+        at: the tree's place, and the bucket's number there.
         piece_number: of this rank's piece of it.
         keys: of the leaves in the parts.
     """
@@ -47,7 +48,7 @@ class KeptFlat:
     name: str
     carried: Carried
     bucket: Bucket
-    number: int
+    at: TreeBucket
     piece_number: int
     keys: Sequence[str]
 
@@ -112,14 +113,14 @@ class KeptFlat:
 
 
 class ReductionParts:
-    """The parts of states that are cut by one layout, and the tensors that a reduction keeps.
+    """The parts of states whose values hold the same trained trees, and the tensors that a
+    reduction keeps of these.
 
-    Attributes:
-        layout: of the params, or of a program's trees together.
+    Args:
+        layouts: of the trees, by their places, with which paths begin; "": they don't.
     """
 
-    def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
-        self.layout = layout
+    def __init__(self, reduction: Reduction, layouts: Mapping[str, Layout], axes: Axes):
         self._reduction, self._axes = reduction, axes
         # A whole state holds each element once, and each replica keeps a value of its own for it:
         # nothing says which to save
@@ -129,12 +130,19 @@ class ReductionParts:
                 'each keep others. Remedy: keep a "sum", or use one axis of ranks'
             )
         self._flats: list[KeptFlat] = []
-        names = _distinct_names(layout.buckets)
-        for b, bucket in enumerate(layout.buckets):
-            own_paths = [layout.leaves[n].path for n in bucket.leaves]
-            for name, carried in reduction.keeps.items() if bucket.trainable else ():
-                keys = [names[b]] if carried == "same" else own_paths
-                self._flats.append(KeptFlat(name, carried, bucket, b, axes.piece_number, keys))
+        self._trained: dict[TreeBucket, Bucket] = {}
+        for tree, layout in layouts.items():
+            names = _distinct_names(layout.buckets)
+            for b, bucket in enumerate(layout.buckets):
+                if not bucket.trainable:
+                    continue
+                self._trained[tree, b] = bucket
+                own_paths = [layout.leaves[n].path for n in bucket.leaves]
+                for name, carried in reduction.keeps.items():
+                    named = [names[b]] if carried == "same" else own_paths
+                    keys = [f"{tree}.{key}".lstrip(".") for key in named]
+                    made = KeptFlat(name, carried, bucket, (tree, b), axes.piece_number, keys)
+                    self._flats.append(made)
 
     def by_leaf(self, leaves_of: Callable[[KeptFlat], Sequence[Any]]) -> Parts | None:
         """Parts of the leaves that a function gives for each kept tensor."""
@@ -145,28 +153,27 @@ class ReductionParts:
 
     def _kept(
         self, parts: Parts, flat_of: Callable[[KeptFlat, Sequence[Tensor]], Tensor]
-    ) -> dict[int, Kept]:
+    ) -> dict[TreeBucket, Kept]:
         """By bucket, the tensors that a function makes of their leaves in the parts."""
-        kept = defaultdict[int, dict[str, Tensor]](dict)
+        kept = defaultdict[TreeBucket, dict[str, Tensor]](dict)
         for own in self._flats:
             leaves = parts["reduction"][own.name]
-            kept[own.number][own.name] = flat_of(own, [leaves[key] for key in own.keys])
+            kept[own.at][own.name] = flat_of(own, [leaves[key] for key in own.keys])
         return {**kept}
 
     def init(self, device: torch.device) -> Parts | None:
         """The parts before the first step. No communication."""
-        kept: dict[int, Kept] = {}
-        for b, bucket in enumerate(self.layout.buckets):
-            if bucket.trainable:
-                kept[b] = self._reduction.init(bucket, device)
-                self._check_init(bucket, kept[b])
+        kept: dict[TreeBucket, Kept] = {}
+        for at, bucket in self._trained.items():
+            kept[at] = self._reduction.init(bucket, device)
+            self._check_init(bucket, kept[at])
         return self.parts_of(kept)
 
-    def parts_of(self, kept: Mapping[int, Kept]) -> Parts | None:
+    def parts_of(self, kept: Mapping[TreeBucket, Kept]) -> Parts | None:
         """Kept tensors by bucket -> parts, which are views of them."""
-        return self.by_leaf(lambda own: own.leaves(kept[own.number][own.name]))
+        return self.by_leaf(lambda own: own.leaves(kept[own.at][own.name]))
 
-    def kept_in(self, parts: Any) -> dict[int, Kept]:
+    def kept_in(self, parts: Any) -> dict[TreeBucket, Kept]:
         """The inverse: the kept tensors by bucket."""
         self.check(parts)
         return self._kept(parts, KeptFlat.flat)
@@ -214,7 +221,7 @@ class ReductionParts:
         or one all-gather of pieces.
         """
         kept = self.kept_in(parts)
-        return self.by_leaf(lambda own: own.whole(kept[own.number][own.name], axes))
+        return self.by_leaf(lambda own: own.whole(kept[own.at][own.name], axes))
 
     def part(self, whole: Any, device: torch.device) -> Parts | None:
         """This rank's part of a whole state's parts; those of `init`, where it has none. No

@@ -11,12 +11,11 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from ...errors import StructureError
-from ...layout.joined import join_layouts
 from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree, is_held
 from ...runtime.reduce import Kept, Reduction
 from ..options import Options
-from ..parts import Parts, ReductionParts
+from ..parts import Parts, ReductionParts, TreeBucket
 from .value import Nodes
 
 # Each tree whose gradients are taken, with the number of its first bucket in the pass
@@ -39,11 +38,7 @@ class TrainedTrees:
 
     def __init__(self, layouts: Mapping[str, Layout], options: Options):
         self.layouts, self.reduction = layouts, options.reduction
-        # A tree that is the value, or has no name, has its leaves' own paths
-        prefixes = None if [*layouts] == [""] else [*layouts]
-        joined = join_layouts([*layouts.values()], [True] * len(layouts), prefixes)
-        self.parts = ReductionParts(options.reduction, joined.layout, options.axes)
-        self._first_buckets = dict(zip(layouts, joined.first_buckets, strict=True))
+        self.parts = ReductionParts(options.reduction, layouts, options.axes)
         self._rank = options.group.rank
 
     @classmethod
@@ -66,11 +61,6 @@ class TrainedTrees:
         # By identity, since to compare layouts takes long
         is_same = all(map(is_, known.layouts.values(), layouts.values()))
         return known if is_same else cls(layouts, options)
-
-    def buckets_of(self, place: str) -> dict[int, int]:
-        """By number of a trained bucket in the tree of this place, its number among all."""
-        buckets = enumerate(self.layouts[place].buckets)
-        return {k: self._first_buckets[place] + k for k, bucket in buckets if bucket.trainable}
 
     def place_of(self, tree: ShardedTree) -> str:
         """The place whose tensors a gradient by this tree goes through.
@@ -147,7 +137,7 @@ class KeptTensors:
 
     def __init__(self, trees: TrainedTrees, parts: Any):
         self._trees = trees
-        self._kept = trees.parts.kept_in(parts)  # by bucket of all trees
+        self._kept = trees.parts.kept_in(parts)
 
     @property
     def reduction(self) -> Reduction:
@@ -162,10 +152,8 @@ class KeptTensors:
         """
         places = [self._trees.place_of(tree) for tree, _ in trained]
         self._trees.check_once(places)
-        numbers: dict[int, int] = {}
-        for place, (_, first) in zip(places, trained, strict=True):
-            for k, number in self._trees.buckets_of(place).items():
-                numbers[first + k] = number
+        firsts = dict(zip(places, [first for _, first in trained], strict=True))
+        numbers = {(tree, b): firsts[tree] + b for tree, b in self._kept if tree in firsts}
         return KeptOfGradient(self._kept, numbers)
 
     def next_parts(self, value: Nodes, after: TrainedTrees) -> Parts | None:
@@ -179,28 +167,25 @@ class KeptTensors:
             StructureError: other trees of the next value are trained.
         """
         self._trees.check_next(after)
-        kept = dict(self._kept)
-        for place, name in _moved(value, [*after.layouts]).items():
-            old = self._trees.buckets_of(name)
-            for k, number in after.buckets_of(place).items():
-                kept[number] = self._kept[old[k]]
+        moved = _moved(value, [*after.layouts])
+        kept = {(tree, b): self._kept[moved.get(tree, tree), b] for tree, b in self._kept}
         return after.parts.parts_of(kept)
 
 
 class KeptOfGradient(NamedTuple):
     """The tensors that a reduction keeps of the trees of one gradient."""
 
-    kept: dict[int, Kept]  # of all trees, by bucket. It is written to
-    numbers: Mapping[int, int]  # by trained bucket of the gradient's pass, its number there
+    kept: dict[TreeBucket, Kept]  # of all trees. It is written to
+    numbers: Mapping[TreeBucket, int]  # of its own trees' buckets, in the gradient's pass
 
     @property
     def before(self) -> dict[int, Kept]:
         """Those that the reduction begins with, by bucket of the pass."""
-        return {b: self.kept[number] for b, number in self.numbers.items()}
+        return {number: self.kept[at] for at, number in self.numbers.items()}
 
     def replace(self, kept: Mapping[int, Kept]) -> None:
         """Note those that it has kept, by bucket of the pass."""
-        self.kept.update({number: kept[b] for b, number in self.numbers.items()})
+        self.kept.update({at: kept[number] for at, number in self.numbers.items()})
 
 
 def _moved(value: Nodes, places: Sequence[str]) -> dict[str, str]:
