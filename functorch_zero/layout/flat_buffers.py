@@ -55,10 +55,8 @@ def pack(
     return torch.cat(parts, out=flat)
 
 
-def is_flat(
-    leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = None
-) -> TypeGuard[Tensor]:
-    """Whether this whole leaf, the bucket's first, is all of its flat as it lies."""
+def is_flat(leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Whether this whole leaf, the bucket's first, is all of a flat of this dtype as it lies."""
     # The bucket has one leaf and no padding, as `_stands_alone` wants it
     return (
         leaf is not None
@@ -66,7 +64,7 @@ def is_flat(
         and leaf.numel() == bucket.numel
         and leaf.is_contiguous()
         and not is_flagged(leaf)
-        and leaf.dtype == (bucket.dtype if dtype is None else dtype)
+        and leaf.dtype == dtype
     )
 
 

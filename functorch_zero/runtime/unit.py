@@ -819,7 +819,7 @@ class Pass:
 
     def _reduce(self, unit: UnitInPass, grads: Grads | None) -> None:
         """Pack a use's gradients into whole flats, and reduce them or add them up. None: zeros."""
-        reduction, scale = self._reduction, self._scale
+        reduction = self._reduction
         if unit.is_reduced:
             raise _too_late(unit.name)
         # Before packing, so that the new flat takes the room that the oldest leaves
@@ -829,14 +829,14 @@ class Pass:
         for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
             bucket = self._layout.buckets[b]
             own: Grads = [None] * len(bucket.leaves) if grads is None else grads[which]
-            dtype = None if bucket.dtypes is None else bucket.summed_in
             at_once = b in reduction.every_use  # freed as soon as it is reduced: levels 2 and 3
             # A reduce-scatter only reads its flat, so that may be autograd's own
-            if at_once and is_flat(own[0], bucket, dtype):
+            if at_once and is_flat(own[0], bucket, bucket.summed_in):
                 # (numel,), where one leaf fills the bucket
-                flat = scale(own[0].detach().view(-1), is_own=False)
+                flat = self._scale(own[0].detach().view(-1), is_own=False)
             else:
-                flat = scale(pack(own, bucket, device=self._device, dtype=dtype), is_own=True)
+                flat = pack(own, bucket, device=self._device, dtype=bucket.summed_in)
+                flat = self._scale(flat, is_own=True)
             if at_once:
                 reduction.start(b, flat, is_last=self._last and not unit.num_open)
             else:
@@ -857,8 +857,8 @@ class Pass:
         if not ready and reduction.in_layout_order:  # other ranks may have some
             for b in unit.content.trained:
                 bucket = self._layout.buckets[b]
-                dtype = None if bucket.dtypes is None else bucket.summed_in
-                zeros = pack([None] * len(bucket.leaves), bucket, device=self._device, dtype=dtype)
+                none, dtype = [None] * len(bucket.leaves), bucket.summed_in
+                zeros = pack(none, bucket, device=self._device, dtype=dtype)
                 reduction.add(b, self._scale(zeros, is_own=True))  # (numel,)
             ready = [*unit.content.trained]
         if ready:
