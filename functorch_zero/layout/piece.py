@@ -519,17 +519,16 @@ class AsMade(NamedTuple):
     """The leaves that the library has made, as somebody first reads them."""
 
     origin: str  # see `OnEngine`
-    names: Sequence[str]
     leaves: list[Any]
     versions: list[int]  # of leaves that are plain tensors
 
     @classmethod
-    def of(cls, origin: str, names: Sequence[str], leaves: list[Any]) -> AsMade:
-        return cls(origin, names, leaves, [*map(_plain_version, leaves)])
+    def of(cls, origin: str, leaves: list[Any]) -> AsMade:
+        return cls(origin, leaves, [*map(_plain_version, leaves)])
 
-    def still(self, leaves: Sequence[Any]) -> bool:
-        """Whether these are the leaves, to which nobody has written."""
-        rows = zip(self.names, self.leaves, self.versions, leaves, strict=False)
+    def still(self, leaves: Sequence[Any], names: Sequence[str]) -> bool:
+        """Whether these are the leaves of these names, to which nobody has written."""
+        rows = zip(names, self.leaves, self.versions, leaves, strict=False)
         return len(leaves) == len(self.leaves) and all(self._is_still(*row) for row in rows)
 
     def _is_still(self, name: str, made: Any, version: int, leaf: Any) -> bool:
@@ -551,7 +550,7 @@ def story_of(leaves: Sequence[Any], names: Sequence[str], made: AsMade | None = 
         made: the leaves at first; None: the library hasn't made them. As long as they are the same,
             it makes no difference whether a rank has read them.
     """
-    if made is not None and made.still(leaves):
+    if made is not None and made.still(leaves, names):
         return story_from(made.origin, names)
     words: list[int] = []
     texts: list[str] = []

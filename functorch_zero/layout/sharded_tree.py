@@ -298,7 +298,7 @@ class ShardedTree(OnEngine):
                 requires_grad=on,
             )
             made.append(piece)
-        self._made = AsMade.of(self.origin, layout.paths, [*made])
+        self._made = AsMade.of(self.origin, [*made])
         return layout.treedef.unflatten(made)
 
     @property

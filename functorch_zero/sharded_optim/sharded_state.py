@@ -200,7 +200,7 @@ class ShardedOptState(OnEngine):
                 shown.append(place.piece(leaf, history))
             else:
                 shown.append(leaf)
-        self._made = AsMade.of(self.origin, names, shown)
+        self._made = AsMade.of(self.origin, shown)
         return treedef.unflatten(shown)
 
     @property

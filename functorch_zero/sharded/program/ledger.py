@@ -179,11 +179,9 @@ class Ledger:
         Args:
             batch: this rank's part.
         """
-        label = "gradient/metrics"
-        if not self.is_by_gradients:
-            # The end of the step compares the batch
-            return self._compare(self, label, flags=flags)
-        return self._compare(self, label, flags=flags, batch=batch)
+        # A program's batch is compared at the end of the step
+        own = batch if self.is_by_gradients else None
+        return self._compare(self, "gradient/metrics", flags=flags, batch=own)
 
     def settle_at_end(
         self, args: Sequence[Any], nodes: Mapping[str, Any], metrics: Metrics, num_draws: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import optree
@@ -170,30 +171,9 @@ class ShardedStep:
                 if name in deferred:
                     given[name] = deferred.pop(name).fill(given[name])
             marked = self.unsharded.marked(given)
-            state, _ = self._agreed_on(marked, seed, _fills(given, deferred), {})
+            state, _ = self._first_state(marked, seed, _fills(given, deferred))
             self._note_structure(state.sharding, Nodes.of(state.value).structure)
             return state
-
-    def _agreed_on(
-        self,
-        given: Mapping[str, Any],
-        seed: int | None,
-        fills: Mapping[str, DigestedFill],
-        known: Mapping[str, ShardedTree],
-    ) -> tuple[State, dict[str, ShardedTree]]:
-        """The first state of arguments by name, which know what is trained; and the trees that
-        `init` was given of them.
-
-        Args:
-            known: by name, trees of another state, whose elements count where they have any.
-        """
-        layouts = self._layouts(given)
-        # Before any tensor is made, so that ranks that differ say so instead of hanging later
-        check_places_work(self.options.places.given, given, self.group.rank)
-        # Of leaves that are known nobody reads the values
-        new = {n: _without(given[n], known[n]) if n in known else given[n] for n in layouts}
-        self._agreement.on_arguments(new, layouts, seed, self.unsharded.facts)
-        return self._first_state(given, layouts, seed, fills, known)
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
@@ -207,6 +187,20 @@ class ShardedStep:
         self.options.places.check_units(units, arguments)
         return layouts
 
+    def _holdings(self, layouts: Mapping[str, Layout]) -> dict[str, Holding]:
+        """Those of new trees that are cut so, by name: each has a number of its own."""
+        # All at once: a rank that fails at one tree must count as the others do
+        return {
+            n: Holding(
+                self.options.sharding(layout),
+                "held",
+                self.engine,
+                next_number(self.group),
+                name=self._name_of(n),
+            )
+            for n, layout in layouts.items()
+        }
+
     def _name_of(self, argument: str) -> str:
         """The name of the tree that is this argument of `init`, by which its paths begin."""
         return "" if argument == self.unsharded.nameless else argument
@@ -214,19 +208,25 @@ class ShardedStep:
     def _first_state(
         self,
         given: Mapping[str, Any],
-        layouts: Mapping[str, Layout],
-        seed: int | None,
-        fills: Mapping[str, DigestedFill],
-        known: Mapping[str, ShardedTree],
+        seed: int | None = None,
+        fills: Mapping[str, DigestedFill] = MappingProxyType({}),
+        known: Mapping[str, ShardedTree] = MappingProxyType({}),
     ) -> tuple[State, dict[str, ShardedTree]]:
-        """This rank's part of the value that the program's `init` makes, and the trees that it was
-        given."""
-        # All numbers first: a rank that fails at one tree must count as the others do
-        numbers = {name: next_number(self.group) for name in layouts}
+        """This rank's part of the first state, and the trees that the program's `init` was given.
+
+        Args:
+            given: the arguments of `init` by name, which know what is trained.
+            fills: the values of those on the meta device.
+            known: by name, trees of another state, whose elements count where they have any.
+        """
+        layouts = self._layouts(given)
+        # Before any tensor is made, so that ranks that differ say so instead of hanging later
+        check_places_work(self.options.places.given, given, self.group.rank)
+        # Of leaves that are known nobody reads the values
+        new = {n: _without(given[n], known[n]) if n in known else given[n] for n in layouts}
+        self._agreement.on_arguments(new, layouts, seed, self.unsharded.facts)
         cut = {}
-        for name, layout in layouts.items():
-            sharding, own_name = self.options.sharding(layout), self._name_of(name)
-            holding = Holding(sharding, "held", self.engine, numbers[name], name=own_name)
+        for name, holding in self._holdings(layouts).items():
             if name in known:
                 first = first_parts(given[name], holding)
                 held = carried(first, known[name], self._refit_group, name)
@@ -304,7 +304,7 @@ class ShardedStep:
                 else:
                     begun[name] = carried_tree(arg, own, name)
             begun = self.unsharded.marked(begun)
-            fresh, cut = self._agreed_on(begun, None, {}, known)
+            fresh, cut = self._first_state(begun, known=known)
             was, now = trained_of(old).paths, trained_of(fresh.value).paths
             first, rank = self.unsharded.first_value, self.group.rank
             check_own_tensors(first, begun, was, now, paths(as_local(old)), rank)
@@ -446,10 +446,7 @@ class ShardedStep:
         given = self._own_args(self.unsharded.as_trained(whole))
         if given is not None:
             layouts = self._layouts(given)
-            for name, layout in layouts.items():
-                sharding, number = self.options.sharding(layout), next_number(self.group)
-                given[name] = Holding(sharding, "held", number=number, name=self._name_of(name))
-            made = structure_made_of(self.unsharded, given, self.engine)
+            made = structure_made_of(self.unsharded, given | self._holdings(layouts), self.engine)
             if made is not None:
                 return self._sharding(layouts), made
         if not self._structures:
