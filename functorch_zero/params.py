@@ -219,9 +219,7 @@ def engine_of(*trees: Any) -> Engine | None:
         StructureError: they lie on different groups of ranks.
     """
     found: list[Engine] = []  # distinct ones; mostly one
-    # In C, without a call of Python for each leaf
-    is_one = OnEngine.__instancecheck__
-    for node in filter(is_one, optree.tree_leaves(trees, is_leaf=is_one)):
+    for node in filter(OnEngine.__instancecheck__, nodes_of(trees)):
         # A list, not a set: engines of one group are equal, and there are few
         if node.engine not in found:
             found.append(node.engine)
@@ -238,19 +236,27 @@ def is_on_engine(node: Any) -> bool:
     return isinstance(node, OnEngine)
 
 
+def nodes_of(tree: Any) -> list[Any]:
+    """The sharded trees and states of a tree, and the leaves beside them, in flatten order."""
+    # In C, without a call of Python for each leaf
+    found: list[Any] = optree.tree_leaves(tree, is_leaf=OnEngine.__instancecheck__)
+    return found
+
+
+def map_nodes(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """The tree with a function's results in the places of its nodes; see `nodes_of`."""
+    return optree.tree_map(function, tree, *others, is_leaf=is_on_engine)
+
+
 def as_local(tree: Any) -> Any:
     """A tree with this rank's plain tensors in the places of its sharded trees and states. Users
     see these tensors as pieces; this library's own looks at them are no reads."""
-    return optree.tree_map(_as_local, tree, is_leaf=is_on_engine)
-
-
-def _as_local(node: Any) -> Any:
-    return node.as_it_lies if is_on_engine(node) else node
+    return map_nodes(lambda node: node.as_it_lies if is_on_engine(node) else node, tree)
 
 
 def without_engines(tree: Any) -> Any:
     """A tree with None in the places of its sharded trees and states: a rank's own data."""
-    return optree.tree_map(lambda x: None if is_on_engine(x) else x, tree, is_leaf=is_on_engine)
+    return map_nodes(lambda node: None if is_on_engine(node) else node, tree)
 
 
 def map_local(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -262,7 +268,7 @@ def map_local(function: Callable[[Any], Any], tree: Any) -> Any:
             return node.with_local(optree.tree_map(function, node.as_it_lies))
         return function(node)
 
-    return optree.tree_map(of_node, tree, is_leaf=is_on_engine)
+    return map_nodes(of_node, tree)
 
 
 def register_node(

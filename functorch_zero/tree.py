@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, first_few
-from .params import Params, is_on_engine
+from .params import Params, is_on_engine, nodes_of
 from .savable import are_savable, fault_of
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def check_keys(tree: PyTree[Any], what: str) -> None:
 
 def check_no_sharded_tree(tree: Any, what: str) -> None:
     """Raise if a tree that must be whole, of this name, holds a sharded one."""
-    if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
+    if any(map(is_on_engine, nodes_of(tree))):
         raise StructureError(
             f"a sharded tree lies in {what}, whose leaves must be whole",
             got="a ShardedTree, whose leaves may be one rank's pieces",
@@ -184,7 +184,7 @@ def outline(tree: PyTree[Any], *, most: int = 12) -> str:
     'x: (4, 3) torch.float32 on cpu, y: a str'
     """
     found = []
-    nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
+    nodes = nodes_of(tree)
     for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
         kind = f"a {type(node).__name__}"
         if isinstance(node, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import MismatchError, StructureError, first_few
 from ..groups.protocol import Group
 from ..layout.sharded_tree import ShardedTree
-from ..params import as_local, is_on_engine, map_local
+from ..params import as_local, is_on_engine, map_local, map_nodes, nodes_of
 from ..sharded.state import lay_out_state
 from ..sharded_optim.ferry import is_moved
 from ..sharded_optim.sharded_state import ShardedOptState
@@ -339,7 +339,7 @@ def state_to_fill(
     them either.
     """
     uses_up = donates(step)
-    nodes = [x for x in optree.tree_leaves(like.value, is_leaf=is_on_engine) if is_on_engine(x)]
+    nodes = [x for x in nodes_of(like.value) if is_on_engine(x)]
     homes = {id(node): node.homes() for node in nodes}
     taken: set[int] = set()  # storages of the nodes so far
     if uses_up:
@@ -371,7 +371,7 @@ def state_to_fill(
         tree = tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, node.beside)
         return lay_out_state(tree, node.holding)
 
-    value = tree_map(next_of, like.value, is_leaf=is_on_engine)
+    value = map_nodes(next_of, like.value)
     made: State = tree_map(_blank, like.replace(value=None)).replace(value=value)
     # Before the first write, so that a failure half-way leaves `like` refused, not wrong
     for node in nodes if uses_up else ():

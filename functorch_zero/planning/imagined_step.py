@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
-from ..params import as_local, is_on_engine
+from ..params import as_local, map_nodes, nodes_of
 from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
@@ -109,7 +108,7 @@ def imagine(
 def _first_step(step: ShardedStep, state: State, args: tuple[Any, ...]) -> None:
     """A step that finds out the order. It donates nothing, and what it gathers for the trees isn't
     here in the next one, whose trees are other ones."""
-    held = [*filter(is_held, optree.tree_leaves(state.value, is_leaf=is_on_engine))]
+    held = [*filter(is_held, nodes_of(state.value))]
     published = [tree.published() for tree in held]
     step(state, *args)
     for tree, known in zip(held, published, strict=True):
@@ -128,7 +127,7 @@ def _without_values(state: State, watch: MemoryWatch) -> State:
         return watch.fake.from_tensor(leaf)  # views of one storage stay that
 
     with watch.live.paused():
-        return state.replace(value=tree_map(bare, state.value, is_leaf=is_on_engine))
+        return state.replace(value=map_nodes(bare, state.value))
 
 
 def _adopt_held(
@@ -138,7 +137,7 @@ def _adopt_held(
     bytes of params, buffers, the rest of the value, and parts; `names`: of the buffers."""
     held: list[Tensor] = []
     others: list[Tensor] = []
-    for node in optree.tree_leaves(state.value, is_leaf=is_on_engine):
+    for node in nodes_of(state.value):
         if is_held(node):
             held += _flats_here(node)
         else:
@@ -235,7 +234,7 @@ class _AnnouncedEngine:
         over, are noted."""
         self._watch.enter(phase)
         made = function(*given, **how)
-        for node in optree.tree_leaves(made, is_leaf=is_on_engine):
+        for node in nodes_of(made):
             if isinstance(node, ShardedOptState):
                 self._watch.live.adopt(_tensors(node), "state")
                 if "state" in self._places:

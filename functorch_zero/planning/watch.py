@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch_private import FakeTensorMode
 from ..groups.protocol import Group
 from ..model.lazy_param import LazyParam
-from ..params import is_on_engine
+from ..params import nodes_of
 from ..runtime.table import Asked, Reading
 from ..runtime.unshard import UnitFlats
 from ..sharded.program.gradient import LocalGradient
@@ -63,7 +63,7 @@ class MemoryWatch:
 
         @functools.wraps(loss_fn)
         def loss(*args: Any, **named: Any) -> Any:
-            leaves: list[Any] = optree.tree_leaves(args, is_leaf=is_on_engine)
+            leaves: list[Any] = nodes_of(args)
             lazy: list[Any] = [leaf for leaf in leaves if isinstance(leaf, LazyParam)]
             # A set, since a unit has many leaves; made for this pass, so that each is wrapped once
             for unit in {leaf.entrance.unit for leaf in lazy}:

@@ -17,7 +17,7 @@ from ..groups.mesh import axes_of
 from ..groups.single import SingleRank
 from ..layout.levels import Levels
 from ..layout.sharded_tree import Holding, ShardedTree
-from ..params import is_on_engine
+from ..params import is_on_engine, nodes_of
 from ..precision import short
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, plan_state
@@ -244,7 +244,7 @@ class _Nodes(NamedTuple):
     def of(cls, state: State, nameless: str | None) -> _Nodes:
         """Those of a state. The tree in the nameless place of its value has none."""
         found = cls({}, [], [])
-        nodes = optree.tree_leaves(state, is_leaf=is_on_engine)
+        nodes = nodes_of(state)
         for path, node in zip(paths(state, is_on_engine), nodes, strict=True):
             if isinstance(node, ShardedTree):
                 name = "" if path == nameless else path or node.holding.name

@@ -8,7 +8,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
@@ -18,7 +17,7 @@ from ..in_a_loss import hiding_trees
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
-from ..params import engine_of, is_on_engine, without_engines
+from ..params import engine_of, is_on_engine, map_nodes, nodes_of, without_engines
 from ..runtime.unit import Pass
 from ..step.evaluate import CHOSEN, EvalStep, Evaluated, call_eval, total_weight
 from ..step.loss import Metrics
@@ -70,7 +69,7 @@ class ShardedEvalStep:
         with failures, self.gather_order.forgotten_on_failure():
             check_state(state)
             check_place(state.sharding, self.options)
-            nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+            nodes = nodes_of(state.value)
             if any(is_on_engine(node) and node.is_used_up for node in nodes):
                 raise donated_state(state.step)
             # Ranks compare it with their metrics
@@ -139,9 +138,7 @@ class ShardedEvalStep:
         log.append(
             f"evaluation at step {int(state.step)} of trees made as {_words_of(given.trees)}"
         )
-        tensors = tree_map(
-            lambda x: x if isinstance(x, Tensor) else None, first, is_leaf=is_on_engine
-        )
+        tensors = map_nodes(lambda x: x if isinstance(x, Tensor) else None, first)
         return given, tensors
 
     def _call(

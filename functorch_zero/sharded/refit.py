@@ -25,7 +25,7 @@ from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
-from ..params import as_local, is_on_engine, map_local, without_engines
+from ..params import as_local, map_local, map_nodes, nodes_of, without_engines
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.refit import Form, check_values, in_both
@@ -183,7 +183,7 @@ def _cut(part: Part, rank: int, wanted: Range) -> Tensor:
 def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
     """The leaves of a value by path, in flatten order."""
     found: list[Part] = []
-    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+    for node in nodes_of(value):
         if isinstance(node, ShardedTree):
             found += _parts_of_tree(node, num_ranks)
         elif isinstance(node, ShardedOptState):
@@ -240,4 +240,4 @@ def _laid_out(value: PyTree[Any]) -> PyTree[Any]:
             return lay_out_state(node.as_it_lies, node.holding)
         return node
 
-    return optree.tree_map(lay_out, value, is_leaf=is_on_engine)
+    return map_nodes(lay_out, value)

@@ -17,7 +17,7 @@ from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
-from ..params import is_on_engine
+from ..params import nodes_of
 from ..tree import PyTree, check_tensors, merge, named_leaves, same_structure
 from .loss import (
     Aux,
@@ -206,7 +206,7 @@ def call_eval(
         batch: those among them that are the batch, for errors.
         rank: for errors, too.
     """
-    dry = on_meta(optree.tree_leaves(args[0], is_leaf=is_on_engine))
+    dry = on_meta(nodes_of(args[0]))
     with naming_batch(batch[0] if len(batch) == 1 else batch, given_to="evaluation"):
         result = fn(*args)
     rows: tuple[Any] | tuple[()] = ()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..optim.apply_updates import apply_updates
-from ..params import engine_of, is_on_engine
+from ..params import engine_of, map_nodes
 from ..tree import PyTree, paths, same_structure
 from .backward import dense, nodes_behind, noting, refuse_reentrant_checkpoints
 from .loss import Aux, check_loss, independent
@@ -185,7 +185,7 @@ def _held_like(params: Any, vector: Any) -> Any:
     zeros = tree_map(lambda p: torch.zeros_like(p, requires_grad=p.requires_grad), params)
     if engine_of(params, vector) is not None:
         try:
-            return tree_map(apply_updates, zeros, vector, is_leaf=is_on_engine)
+            return map_nodes(apply_updates, zeros, vector)
         except (StructureError, ValueError) as error:
             error.add_note(f"fz.hvp(loss)(params, vector, *args) takes the vector second: {_LIKE}.")
             raise

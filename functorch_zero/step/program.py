@@ -25,7 +25,7 @@ from ..in_a_loss import OF_THIS_RANK, refuse, refuse_gradient
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
-from ..params import Engine, engine_of, is_on_engine, without_engines
+from ..params import Engine, engine_of, is_on_engine, map_nodes, nodes_of, without_engines
 from ..shared_elements import check_apart
 from ..tree import (
     PyTree,
@@ -154,7 +154,7 @@ def read_only(tree: Any) -> Any:
             return leaf
         return leaf.detach()
 
-    return tree_map(without_grad, tree, is_leaf=is_on_engine)
+    return map_nodes(without_grad, tree)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class LossCall:
             if self.takes_batch:
                 named["batch"] = batch
             # A sharded state among them stays closed: a loss can't read it, nor write to it
-            nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+            nodes = nodes_of(args)
             own = [node for node in nodes if _is_plain(node)]
             untouched = Untouched(own, look=look)
             result = self.loss(tree, *args, **named)
@@ -326,7 +326,7 @@ class LossCall:
 
     def _refuse_sharded(self, name: str, argument: Any, remedy: str, rank: int | None) -> None:
         """Raise if a named argument holds a sharded tree."""
-        if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
+        if any(map(is_on_engine, nodes_of(argument))):
             raise StructureError(
                 f"{self.caller} was given a sharded tree in {name}=",
                 expected="whole tensors",
@@ -349,7 +349,7 @@ def _is_plain(leaf: Any) -> bool:
 def _written(
     loss: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor, rank: int | None
 ) -> StructureError:
-    nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+    nodes = nodes_of(args)
     n = next(n for n, node in enumerate(nodes) if node is tensor)
     return StructureError(
         f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
@@ -457,7 +457,7 @@ def zero_updates(params: Any) -> Any:
     engine = engine_of(params)
     if engine is None:
         return tree_map(torch.zeros_like, trained_leaves(params))
-    return tree_map(engine.zero_updates, params, is_leaf=is_on_engine)
+    return map_nodes(engine.zero_updates, params)
 
 
 def pieces(params: Any) -> Any:
@@ -478,7 +478,7 @@ def pieces(params: Any) -> Any:
     refuse("fz.pieces was called", _AS_THEY_ARE)
     engine = engine_of(params)
     if engine is not None:
-        return tree_map(engine.pieces, params, is_leaf=is_on_engine)
+        return map_nodes(engine.pieces, params)
     # Of an evaluation's leaves none says whether it is trained
     if any(isinstance(leaf, LazyParam) for leaf in optree.tree_leaves(params)):
         raise StructureError(
@@ -570,7 +570,7 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     def whole(node: Any) -> Any:
         return engine.unshard(node) if is_on_engine(node) else make_whole(node)
 
-    return tree_map(whole, tree, is_leaf=is_on_engine)
+    return map_nodes(whole, tree)
 
 
 def _is_state(node: Any) -> bool:

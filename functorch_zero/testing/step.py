@@ -19,7 +19,7 @@ from ..groups.protocol import Group
 from ..layout.build import default_units
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import is_held
-from ..params import as_local, is_on_engine
+from ..params import as_local, nodes_of
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.loss_calls import LossCalls
@@ -336,7 +336,7 @@ def _leaves_of_trees(
         remedy="let init make the same of whole and of sharded trees. A whole tree's copy is not "
         "trained in init, so pass fz.zero_updates the tree itself",
     )
-    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+    nodes = nodes_of(state.value)
     return [is_held(node) for node in nodes for _ in optree.tree_leaves(as_local(node))]
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...layout.piece import content_word, form_in_words
 from ...layout.sharded_tree import ShardedTree
-from ...params import Story, is_on_engine, without_engines
+from ...params import Story, is_on_engine, nodes_of, without_engines
 from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
@@ -292,4 +292,4 @@ def name_results(made: Any, origin: str) -> None:
 
 def _nodes_among(tree: Any) -> list[Any]:
     """The sharded trees and states in a tree."""
-    return [*filter(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))]
+    return [*filter(is_on_engine, nodes_of(tree))]

@@ -28,7 +28,7 @@ from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...optim.base import Transform
-from ...params import Engine, as_local, is_on_engine
+from ...params import Engine, as_local, is_on_engine, map_nodes
 from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
@@ -314,7 +314,7 @@ class ShardedStep:
                 for name, own in known.items()
                 if _has_flats_of(cut[name], entry_of(fresh.value, name))
             }
-            old = tree_map(lambda node: came.get(id(node), node), old, is_leaf=is_on_engine)
+            old = map_nodes(lambda node: came.get(id(node), node), old)
             # Elements travel beside the params
             new = beside_params(fresh.value)
             value = carried(new, old, self._refit_group, "the value")

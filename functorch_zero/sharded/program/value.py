@@ -20,7 +20,7 @@ from ...errors import StructureError
 from ...layout.piece import Piece, refuse, text_from
 from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...optim.state_checks import check_opt_state
-from ...params import Engine, as_local, is_on_engine, map_local
+from ...params import Engine, as_local, is_on_engine, map_local, map_nodes
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ...sharded_optim.state_plan import state_like
 from ...step.program_step import check_next_value, device_of
@@ -347,7 +347,7 @@ def beside_params(value: Any) -> Any:
             return node
         return ShardedOptState(node.beside, node.holding.lying(None))
 
-    return tree_map(beside, value, is_leaf=is_on_engine)
+    return map_nodes(beside, value)
 
 
 def whole_value(value: Any) -> Any:
@@ -358,7 +358,7 @@ def whole_value(value: Any) -> Any:
             return node.engine.unshard(node)
         return node.clone() if isinstance(node, Tensor) else node
 
-    return tree_map(whole, value, is_leaf=is_on_engine)
+    return map_nodes(whole, value)
 
 
 def trained_of(value: Any) -> Trained:
@@ -369,7 +369,7 @@ def trained_of(value: Any) -> Trained:
             return node.sharding.layout.treedef.unflatten(node.trained)
         return tree_map(lambda leaf: False, as_local(node))
 
-    flags = tree_map(trained, value, is_leaf=is_on_engine)
+    flags = map_nodes(trained, value)
     return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
 
 
@@ -389,7 +389,7 @@ def check_trained_alike(whole: Any, part: Any, rank: int) -> None:
 def without_pieces(value: Any) -> Any:
     """A value that a program's `init` has returned, with plain tensors in the places of single
     leaves of sharded trees."""
-    return tree_map(_plain, value, is_leaf=is_on_engine)
+    return map_nodes(_plain, value)
 
 
 def _plain(node: Any) -> Any:
