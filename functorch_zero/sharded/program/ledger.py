@@ -141,13 +141,14 @@ class Ledger:
         finally:
             self._is_calling = False
 
-    def note_given(self, path: str, node: Any) -> None:
-        """Note how a node of the value was made that the step is given: somebody may have changed
-        it between the steps. A program's calls note what they are given of the rest."""
-        if is_on_engine(node):
-            self._note_story(f"the value's tree {path!r}", node.story)
+    def note_given(self, path: str, given: Any) -> None:
+        """Note a node of the value that the step is given: somebody may have changed it between the
+        steps. Of trees that is their story. A program's calls note what they are given of leaves.
+        """
+        if isinstance(given, Story):
+            self._note_story(f"the value's tree {path!r}", given)
         elif self.is_by_gradients and not is_within(path, self._own):
-            self._note_leaf(f"the value's leaf {path!r}", node)
+            self._note_leaf(f"the value's leaf {path!r}", given)
 
     def _note_story(self, name: str, story: Story) -> None:
         """Note how a tree was made, under a name of the tree."""

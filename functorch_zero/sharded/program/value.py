@@ -149,7 +149,7 @@ class Nodes:
             if is_tree and node.is_used_up:
                 raise donated_state(state.step)
             if ledger is not None:
-                ledger.note_given(path, node)
+                ledger.note_given(path, node.story if is_tree else node)
             own = node if _is_as_noted(node, noted) else _as_noted(node, noted)
             if ledger is not None and is_tree:
                 own.origin, own.place = own.origin or _origin(ledger.step, path), path
