@@ -245,9 +245,9 @@ def _node_spots(node: Any, axes: Axes) -> list[_Spot]:
     elif isinstance(node, ShardedTree):
         holding, in_pieces = node.holding, node.holding.form == "pieces"
         leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
-        rows = zip(leaves, holding.extents(), holding.are_whole(), strict=True)
+        rows = zip(leaves, holding.places(), strict=True)
         # Frozen leaves have neither gradients nor updates, and a tree that is read only has none
-        placed = [(extent, is_whole) for leaf, extent, is_whole in rows if leaf is not None]
+        placed = [place for leaf, place in rows if leaf is not None]
     else:
         return [_EVERYWHERE]
     # One of the copies along the replicate axis. Pieces that are cut over both axes have none.

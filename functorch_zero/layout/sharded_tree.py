@@ -142,18 +142,14 @@ class Holding:
             return not level_of(bucket).cuts_state
         return not bucket.cut.holds_pieces
 
-    def extents(self) -> list[Extent]:
-        """Per leaf in tree order, the part of it that is here."""
+    def places(self) -> list[tuple[Extent, bool]]:
+        """Per leaf in tree order, the part of it that is here, and whether every rank holds all of
+        it, by its cut."""
         layout, found = self.sharding.layout, []
         for b, k in layout.places:
             bucket, number = self.cut_of(layout.buckets[b])
-            found.append(bucket.extent(k, number))
+            found.append((bucket.extent(k, number), self.is_whole(layout.buckets[b])))
         return found
-
-    def are_whole(self) -> list[bool]:
-        """Per leaf in tree order, whether every rank holds all of it, by its cut."""
-        layout = self.sharding.layout
-        return [self.is_whole(layout.buckets[b]) for b, _ in layout.places]
 
     def pack(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: a new flat, that the leaves are copied to."""
@@ -279,10 +275,9 @@ class ShardedTree(OnEngine):
         # Gradients and updates have none themselves
         trained = holding.trained if holding.form == "held" else [False] * len(layout.leaves)
         leaves = layout.treedef.flatten_up_to(local)
-        columns = leaves, trained, layout.paths, holding.extents(), holding.are_whole()
-        rows = zip(*columns, layout.places, strict=True)
+        columns = leaves, trained, layout.paths, holding.places(), layout.places
         made: list[Piece | None] = []
-        for leaf, on, path, extent, is_whole, (b, k) in rows:
+        for leaf, on, path, (extent, is_whole), (b, k) in zip(*columns, strict=True):
             if leaf is None:
                 made.append(None)
                 continue
@@ -429,9 +424,8 @@ class ShardedTree(OnEngine):
         leaves = (
             self._shown_leaves() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
         )
-        columns = layout.places, holding.trained, holding.extents(), holding.are_whole()
-        rows = zip(leaves, *columns, strict=True)
-        for n, (leaf, (b, _), is_trained, extent, is_whole) in enumerate(rows):
+        rows = zip(leaves, layout.places, holding.trained, holding.places(), strict=True)
+        for n, (leaf, (b, _), is_trained, (extent, is_whole)) in enumerate(rows):
             # Rows are made by the library alone
             if (some and leaf is None) or isinstance(leaf, Rows):
                 continue

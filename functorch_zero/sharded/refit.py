@@ -93,8 +93,7 @@ def agree_on_refit(state: State, options: Options) -> None:
 def first_parts(params: PyTree[Tensor], holding: Holding) -> ShardedTree:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
     made = []
-    rows = zip(optree.tree_leaves(params), holding.extents(), holding.are_whole(), strict=True)
-    for leaf, extent, is_whole in rows:
+    for leaf, (extent, is_whole) in zip(optree.tree_leaves(params), holding.places(), strict=True):
         own = leaf if is_whole else extent.part_of(leaf).reshape(-1)
         made.append(own.detach().clone())
     return ShardedTree.of_local(holding.sharding.layout.treedef.unflatten(made), holding)
@@ -196,10 +195,10 @@ def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
 def _parts_of_tree(node: ShardedTree, num_ranks: int) -> Iterator[Part]:
     sharding, form = node.sharding, node.holding.form
     leaves = sharding.layout.treedef.flatten_up_to(node.local_tree)
-    by_rank = [Holding(own, form).extents() for own in _on_ranks(sharding, num_ranks)]
-    for leaf, *extents in zip(leaves, *by_rank, strict=True):
+    by_rank = [Holding(own, form).places() for own in _on_ranks(sharding, num_ranks)]
+    for leaf, *places in zip(leaves, *by_rank, strict=True):
         if leaf is not None:  # in pieces, of a frozen leaf
-            yield _part(leaf, leaf.dtype, extents)
+            yield _part(leaf, leaf.dtype, [extent for extent, _ in places])
 
 
 def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
