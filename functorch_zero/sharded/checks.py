@@ -51,12 +51,8 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
         )
 
 
-def check_place(sharding: Sharding | None, options: Options) -> Sharding:
-    """The sharding of any program's state, which must be as these options cut.
-
-    Raises:
-        StructureError: the state is whole, or cut in another way.
-    """
+def check_place(sharding: Sharding | None, options: Options) -> None:
+    """Raise unless a state of this sharding is cut as these options cut, and for this rank."""
     if sharding is None:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard(state)` first"
@@ -77,7 +73,6 @@ def check_place(sharding: Sharding | None, options: Options) -> Sharding:
             rank=options.group.rank,
             remedy="unshard it with the step that made it, then shard it with this one",
         )
-    return sharding
 
 
 def donated_state(step: Tensor) -> DonatedError:

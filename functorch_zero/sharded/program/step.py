@@ -122,7 +122,8 @@ class ShardedStep:
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._trees: TrainedTrees | None = None  # of the last value
         self.gather_order = self.engine.orders  # of all gradients of the program
-        # Of the states that `init` and `refit` have made: the last one's comes last
+        # Of states that are this step's. That of the last one that `init`, `refit` or `shard` has
+        # made comes last
         self._structures: list[tuple[Sharding | None, ValueStructure]] = []
         self._calls = EraCounter(self.group)
         self._loss_calls = LossCalls()  # this rank's: thread ranks share the unsharded step
@@ -289,29 +290,30 @@ class ShardedStep:
             check_same_ranks(state, self.options)
             refuse_parts(state, self.group.rank)
             agree_on_refit(state, self.options)
-            nodes = Nodes.of_state(state, self._structure_of(state))
+            known = self._noted(state.sharding) or self._found_in(state)
+            nodes = Nodes.of_state(state, known)
             # The states of a program of any number of optimizers may be others
             if self.unsharded.is_training_step:
                 nodes.check_states(self.group.rank)
             old = beside_params(nodes.value)
             given = args_of_refit(self.unsharded.first_value, args, old, named)
-            known, begun = {}, {}
+            held, begun = {}, {}
             for name, arg in given.items():
                 own = entry_of(old, name)
                 if is_held(own):
-                    known[name] = own
+                    held[name] = own
                     begun[name] = _whole_without_values(own) if arg is own else arg
                 else:
                     begun[name] = carried_tree(arg, own, name)
             begun = self.unsharded.marked(begun)
-            fresh, cut = self._first_state(begun, known=known)
+            fresh, cut = self._first_state(begun, known=held)
             was, now = trained_of(old).paths, trained_of(fresh.value).paths
             first, rank = self.unsharded.first_value, self.group.rank
             check_own_tensors(first, begun, was, now, paths(as_local(old)), rank)
             # Those of trees that `init` has left as they were have travelled already
             came = {
                 id(own): cut[name]
-                for name, own in known.items()
+                for name, own in held.items()
                 if _has_flats_of(cut[name], entry_of(fresh.value, name))
             }
             old = map_nodes(lambda node: came.get(id(node), node), old)
@@ -401,35 +403,23 @@ class ShardedStep:
             parts = None if kept is None else kept.next_parts(made, self._trees_of(after))
             return state.replace(step=state.step + 1, value=after.value, parts=parts), metrics
 
-    def _structure_of(self, state: State) -> ValueStructure | None:
-        """How a state's value is cut: as that of the first state with such trees, or else as `init`
-        makes it of the state's own. None: this step has made others."""
-        noted = self._noted(state.sharding)
-        if noted is not None:
-            return noted
-        made = self._outlined(state)
-        if made is None and not self._structures:
-            made = Nodes.of(state.value).structure
-        if made is not None:
-            # The last one stays that of a first state
-            self._structures.insert(0, (state.sharding, made))
-        return made
-
-    def _outlined(self, state: State) -> ValueStructure | None:
-        """The structure that `init` makes of a value's own trees; None: not the value's."""
+    def _found_in(self, state: State) -> ValueStructure | None:
+        """How the value of a state from elsewhere is cut: as `init` makes it of the value's own
+        trees; as it is, where this step knows no state. None: it has made others."""
         assert state.sharding is not None
-        given = self._own_args(state.value)
-        if given is None:
-            return None
-        cut = {n: own.holding if is_held(own) else own for n, own in given.items()}
-        if self.unsharded.nameless is not None:
-            # That of the state: its tree may have been replaced
-            cut[self.unsharded.nameless] = Holding(state.sharding, "held")
-        made = structure_made_of(self.unsharded, cut, self.engine)
-        return made if made is not None and made.fits(state.value) else None
+        given, made = self._own_args(state.value), None
+        if given is not None:
+            cut = {n: own.holding if is_held(own) else own for n, own in given.items()}
+            if self.unsharded.nameless is not None:
+                # That of the state: its tree may have been replaced
+                cut[self.unsharded.nameless] = Holding(state.sharding, "held")
+            made = structure_made_of(self.unsharded, cut, self.engine)
+        if made is not None and made.fits(state.value):
+            return made
+        return None if self._structures else Nodes.of(state.value).structure
 
     def _noted(self, sharding: Sharding | None) -> ValueStructure | None:
-        """That of the first state with such trees; None: this step has made none."""
+        """How the values of this step's states with such trees are cut; None: it knows none."""
         noted = [structure for own, structure in self._structures if own == sharding]
         return noted[-1] if noted else None
 
@@ -536,7 +526,7 @@ class ShardedStep:
 
     def parts_of(self, state: State) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
-        return self._trees_of(Nodes.of_state(state, self._structure_of(state))).parts
+        return self._trees_of(self._checked(state)).parts
 
     def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
@@ -546,9 +536,10 @@ class ShardedStep:
     def _checked(self, state: State, ledger: Ledger | None = None) -> Nodes:
         """The nodes of a state that is one of this step's, on this rank. `ledger`: of the call that
         is given it; None: it is for no program."""
-        structure = self._noted(check_place(state.sharding, self.options))
+        structure = self._noted(state.sharding)
         if structure is None:
-            structure = self._structure_of(state)
+            check_place(state.sharding, self.options)
+            structure = self._found_in(state)
             if structure is None:
                 known, _ = self._structures[-1]
                 raise StructureError(
@@ -559,6 +550,8 @@ class ShardedStep:
                     remedy="unshard it with the step that made it, then shard it with this one",
                 )
             self._check_trained(structure)
+            # The last one stays that of a first state
+            self._structures.insert(0, (state.sharding, structure))
         return Nodes.of_state(state, structure, ledger)
 
     def _check_trained(self, structure: ValueStructure) -> None:

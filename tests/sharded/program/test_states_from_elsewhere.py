@@ -58,3 +58,17 @@ def test_trees_that_users_put_together(level: int) -> None:
                 use(state.replace(net=weights("a", "b")))
 
     run_ranks(run, 2)
+
+
+def test_a_state_that_trains_other_leaves_is_refused_each_time() -> None:
+    def loss(params: Any, buffers: Any, x: Any) -> Any:
+        return (params["a"] * params["b"] * x).sum()
+
+    def step_that_trains(names: str) -> Any:
+        step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path in names)
+        return fz.shard(step, level=3, group=SingleRank())
+
+    state, step = step_that_trains("ab").init(weights("a", "b")), step_that_trains("a")
+    for _ in range(2):
+        with pytest.raises(StructureError, match=r"trains other leaves: path b"):
+            step(state, 1.0)
