@@ -9,6 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
+from ..layout.piece import content_word
+from ..params import Story
 from ..tree import content_digests, has_values, paths
 
 _MOST = 160  # characters of a value in an error
@@ -77,6 +79,13 @@ def told_values(tree: Any) -> dict[str, str]:
     for path, digest in content_digests(some).items():
         words[path] += f", digest {digest}"
     return words
+
+
+def told_story(story: Story) -> dict[str, Any]:
+    """Words for how a tree was made, by leaf, and for the numbers on a device that it was made
+    with. Waits for the device."""
+    numbers = [content_word(number, look=True) for number in story.unread]
+    return {**story.tell(), "its numbers": numbers}
 
 
 def values_in_words(x: Tensor) -> str:

@@ -25,7 +25,7 @@ from ..layout.extent import Extent
 from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree
 from ..layout.sharding import Sharding
-from ..params import as_local, map_local, map_nodes, nodes_of, without_engines
+from ..params import as_local, is_on_engine, map_local, map_nodes, nodes_of, without_engines
 from ..sharded_optim.mail import Mail
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.refit import Form, check_values, in_both
@@ -33,6 +33,7 @@ from ..step.state import State
 from ..tree import PyTree, paths
 from .agreement import agree
 from .options import Options
+from .readable import told_story
 from .state import lay_out_state
 
 Range = tuple[int, int]  # [start, stop) of a flattened whole leaf
@@ -82,11 +83,14 @@ def agree_on_refit(state: State, options: Options) -> None:
     assert state.sharding is not None
     rest = without_engines(state.value)
     forms = [repr(Form.of(leaf)) for leaf in optree.tree_leaves(rest)]
-    facts = {
+    facts: dict[str, Any] = {
         "step": int(state.step),
         "layout before": state.sharding.layout.describe(),
         "other leaves": dict(zip(paths(rest), forms, strict=True)),
     }
+    for path, node in zip(paths(state.value, is_on_engine), nodes_of(state.value), strict=True):
+        if is_on_engine(node):
+            facts[f"the value's tree {path!r}"] = told_story(node.story)
     agree(labelled(options.axes.world, "refit/agreement"), facts)
 
 

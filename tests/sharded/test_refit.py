@@ -637,3 +637,18 @@ def test_an_init_that_asks_for_values_can_tell_nothing() -> None:
     state = first.init({"a": torch.zeros(4), "b": torch.zeros(4)})
     with pytest.raises(StructureError, match=r"init fails on the meta device.*begin anew"):
         second.refit(state)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_tree_by_a_ranks_own_number_is_refused(level: int) -> None:
+    """Elements of both ranks would be mixed, and nobody would see it afterwards."""
+    step = fz.train_step(lambda params, buffers, x: params["w"].sum() * x, optim.adam(0.1))
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init({"w": torch.ones(4, requires_grad=True)})
+        own = tree_map(lambda p: p * (1.0 + group.rank), state.params)
+        with pytest.raises(MismatchError, match=r"the value's tree 'params'"):
+            sharded.refit(state.replace(params=own))
+
+    run_ranks(run, 2)

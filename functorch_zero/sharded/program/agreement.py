@@ -11,7 +11,6 @@ from torch import Tensor
 from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
-from ...layout.piece import content_word
 from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.naming import described
@@ -23,7 +22,7 @@ from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
-from ..readable import told_apart, told_values
+from ..readable import told_apart, told_story, told_values
 from ..words import exchange_data, tell
 from .ledger import Ledger
 from .value import Nodes
@@ -94,10 +93,7 @@ class AgreementOfRanks:
         leaves: dict[str, Any] = {}
         for path, node in Nodes.of(value).by_path.items():
             if is_on_engine(node):
-                story = node.story
-                numbers = [content_word(number, look=True) for number in story.unread]
-                made = {**story.tell(), "its numbers": numbers}
-                facts[f"the first value's tree {path!r}"] = made
+                facts[f"the first value's tree {path!r}"] = told_story(node.story)
             elif not is_within(path, self.own):
                 leaves[path] = node
         others = {path: repr(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
