@@ -18,7 +18,7 @@ from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..params import nodes_of
-from ..tree import PyTree, check_tensors, merge, named_leaves, same_structure
+from ..tree import PyTree, check_tensors, merge, same_structure, trained_leaves
 from .loss import (
     Aux,
     Metrics,
@@ -33,11 +33,11 @@ from .loss import (
 from .metrics import check_names
 from .program import read_only
 from .program_step import device_of
+from .refit import check_forms, forms_of
 from .reminder import Reminder
 from .rng import Streams, replayed
 from .scope import given_batch
-from .state import State, TrainValue, check_policies, check_state
-from .train import optimizer_view
+from .state import State, TrainValue, check_policies, check_state, marked
 from .weights import as_weight, check_weight, check_weight_value, unless_weightless
 
 CHOSEN = "the tree that eval_step(params=...) gave"
@@ -109,7 +109,7 @@ class EvalStep:
 
     def _chosen(self, state: State) -> PyTree[Tensor]:
         """The params that a whole state is evaluated on. Frozen leaves are its own."""
-        view, _ = optimizer_view(state.params, state.trained.names(state.params))
+        view = trained_leaves(marked(state))
         # The same numbers on every rank, if it draws some
         with Streams(state.seed, state.step).of_program(device_of(state.params)):
             found = self.chosen(state.opt_state, view)
@@ -131,20 +131,12 @@ def check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor], *, by: str) -> No
 
     Ranks hold it in the param's place, and would round it to the param's dtype.
     """
-    given = named_leaves(chosen)
-    for path, param in named_leaves(params).items():
-        if not isinstance(given[path], Tensor):
-            continue
-        expected = tuple(param.shape), param.dtype
-        got = tuple(given[path].shape), given[path].dtype
-        if got != expected:
-            raise StructureError(
-                f"{by} gave a leaf that can't take its param's place",
-                path=path,
-                expected=expected,
-                got=got,
-                remedy="cast it there, `average.to(param.dtype)`, on the unsharded step too",
-            )
+    check_forms(
+        forms_of(params),
+        forms_of(chosen),
+        f"{by} gave a leaf that can't take its param's place",
+        remedy="cast it there, `average.to(param.dtype)`, on the unsharded step too",
+    )
 
 
 def eval_step(

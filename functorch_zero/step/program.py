@@ -7,7 +7,7 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,8 +42,10 @@ from .loss import Aux, LossFn, Metrics, Outcome, as_metric
 from .loss_calls import LossCalls, PerLoss
 from .micro_batches import check_accumulate
 from .nonfinite import NonFiniteGradient, all_finite, not_finite, refusal
+from .refit import check_forms, forms_of
 from .scope import gradient_in_words, next_streams, scope_here
-from .state import State, check_not_on_meta
+from .state import State, Trained, check_not_on_meta
+from .trainable import check_alike
 
 # Of each loss, outside of steps: whichever `value_and_grad(loss)` is called
 _CALLS = PerLoss(LossCalls)
@@ -490,54 +492,32 @@ def pieces(params: Any) -> Any:
 _AS_THEY_ARE = "use the params as they are: their leaves are whole here"
 
 
-LeafForm = tuple[str, tuple[int, ...], torch.dtype, bool | None]  # path, shape, dtype, trained
-
-
 def copied_like(tree: PyTree[Tensor], like: PyTree[Tensor]) -> PyTree[Tensor]:
     """`fz.shard_tree(tree, layout_like=like)` of whole trees: a copy, which fits `like`."""
     check_tensors(tree, "the tree")
     check_tensors(like, "layout_like")
     check_apart(tree)
-    leaves: list[Tensor] = optree.tree_leaves(like)
-    # A whole copy that is read only doesn't say which of its leaves were trained
-    is_known = any(leaf.requires_grad for leaf in leaves)
-    forms: list[LeafForm] = []
-    for path, leaf in zip(paths(like), leaves, strict=True):
-        trained = leaf.requires_grad if is_known else None
-        forms.append((path, tuple(leaf.shape), leaf.dtype, trained))
-    check_like(tree, like, forms)
+    check_like(tree, like)
     return tree_map(own_copy, tree)
 
 
-def check_like(
-    tree: PyTree[Tensor], structure: PyTree[Any], forms: Sequence[LeafForm], rank: int | None = None
-) -> bool:
+def check_like(tree: PyTree[Tensor], like: PyTree[Tensor], rank: int | None = None) -> bool:
     """Raise unless a tree's leaves fit those of `layout_like`: in path, shape and dtype; and
-    trained where those are, unless none of the tree's is. Returns whether none is.
+    trained where those are, unless none of either is. Returns whether none of the tree's is.
 
     Args:
-        structure: any tree of that structure.
-        forms: of its leaves; trained None: nobody knows.
+        like: whole, perhaps without values.
         rank: for errors.
     """
     remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
-    same_structure(structure, tree, what="the tree", rank=rank, remedy=remedy)
-    leaves: list[Tensor] = optree.tree_leaves(tree)
-    read_only = not any(leaf.requires_grad for leaf in leaves)
-    for leaf, (path, shape, dtype, trained) in zip(leaves, forms, strict=True):
-        is_trained = trained if read_only or trained is None else leaf.requires_grad
-        got = tuple(leaf.shape), leaf.dtype, "trained" if is_trained else "frozen"
-        expected = shape, dtype, "trained" if trained else "frozen"
-        if got != expected:
-            raise StructureError(
-                "a leaf can't be cut like that of layout_like",
-                path=path,
-                expected=expected,
-                got=got,
-                rank=rank,
-                remedy=remedy,
-            )
-    return read_only
+    same_structure(like, tree, what="the tree", rank=rank, remedy=remedy)
+    what = "a leaf can't be cut like that of layout_like"
+    check_forms(forms_of(like), forms_of(tree), what, rank=rank, remedy=remedy)
+    ours, theirs = Trained.of(tree), Trained.of(like)
+    # A whole copy that is read only doesn't say which of its leaves were trained
+    if ours.paths and theirs.paths:
+        check_alike(theirs, ours, what, rank=rank, remedy=remedy)
+    return not ours.paths
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:

@@ -43,7 +43,7 @@ from ..tree import (
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .loss_calls import LossCalls
-from .refit import Form, carried, check_no_parts, check_own_tensors
+from .refit import carried, check_forms, check_no_parts, check_own_tensors, forms_of
 from .rng import Streams
 from .scope import StepScope, rank_of_step, running
 from .state import State, Trained, check_policies, check_whole_state
@@ -550,17 +550,9 @@ def check_next_value(
     # The usual case, without a call of Python for each leaf
     if are_tensors(given) and are_tensors(found) and _forms(given) == _forms(found):
         return
-    for n, (before, after) in enumerate(zip(given, found, strict=True)):
-        expected, got = Form.of(before), Form.of(after)
-        if expected != got and not is_within(paths(old)[n], free):
-            raise StructureError(
-                f"a leaf of {what} has another shape or dtype",
-                path=paths(old)[n],
-                expected=expected,
-                got=got,
-                rank=rank,
-                remedy=remedy,
-            )
+    bound = {path: form for path, form in forms_of(old).items() if not is_within(path, free)}
+    what = f"a leaf of {what} has another shape or dtype"
+    check_forms(bound, forms_of(new), what, rank=rank, remedy=remedy)
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[Any]:

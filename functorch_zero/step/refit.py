@@ -39,6 +39,32 @@ class Form(NamedTuple):
         return f"{self.dtype}" if self.shape is None else f"shape {self.shape}, {self.dtype}"
 
 
+def forms_of(tree: PyTree[Any]) -> dict[str, Form]:
+    """Those of a tree's leaves, by path."""
+    return dict(zip(paths(tree), map(Form.of, optree.tree_leaves(tree)), strict=True))
+
+
+def check_forms(
+    expected: Mapping[str, Form],
+    got: Mapping[str, Form],
+    what: str,
+    *,
+    rank: int | None = None,
+    remedy: str,
+) -> None:
+    """Raise, naming the first leaf, unless the leaves of each path have one shape and dtype.
+
+    Args:
+        expected: of leaves that are in `got`, too.
+        what, rank, remedy: for the error.
+    """
+    for path, form in expected.items():
+        if got[path] != form:
+            raise StructureError(
+                what, path=path, expected=form, got=got[path], rank=rank, remedy=remedy
+            )
+
+
 def in_both(
     new: Mapping[str, Form], old: Mapping[str, Form], what: str, rank: int | None = None
 ) -> list[str]:
@@ -47,22 +73,16 @@ def in_both(
     Raises:
         StructureError: naming the first leaf that has another shape or dtype.
     """
-    found = []
-    for path, form in new.items():
-        if path not in old:
-            continue
-        if old[path] != form:
-            raise StructureError(
-                f"refit can't keep a leaf of {what}, which has another shape or dtype now",
-                path=path,
-                expected=old[path],
-                got=form,
-                rank=rank,
-                remedy="give a leaf of another shape another path; a state that belongs to "
-                "all leaves together can't be kept, and begins anew by init",
-            )
-        found.append(path)
-    return found
+    kept = {path: old[path] for path in new if path in old}
+    check_forms(
+        kept,
+        new,
+        f"refit can't keep a leaf of {what}, which has another shape or dtype now",
+        rank=rank,
+        remedy="give a leaf of another shape another path; a state that belongs to all leaves "
+        "together can't be kept, and begins anew by init",
+    )
+    return [*kept]
 
 
 _BEGIN_ANEW = "let the optimizer begin anew, by init of the state's params"
@@ -187,8 +207,7 @@ def carried(new: PyTree[Any], old: PyTree[Any], what: str, *, copies: bool = Tru
     leaves, treedef = optree.tree_flatten(new)
     known = dict(zip(paths(old), optree.tree_leaves(old), strict=True))
     by_path = dict(zip(paths(new), leaves, strict=True))
-    forms = [{path: Form.of(leaf) for path, leaf in tree.items()} for tree in (by_path, known)]
-    for path in in_both(forms[0], forms[1], what):
+    for path in in_both(forms_of(new), forms_of(old), what):
         leaf = known[path].clone() if copies and isinstance(known[path], Tensor) else known[path]
         by_path[path] = _marked(leaf, by_path[path])
     check_values(by_path, what)

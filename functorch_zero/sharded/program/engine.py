@@ -42,7 +42,7 @@ from ...step.loss_calls import LossCalls
 from ...step.program import LossCall
 from ...step.scope import next_streams
 from ...step.state import check_not_on_meta
-from ...tree import PyTree
+from ...tree import PyTree, select
 from ..agreement import agree
 from ..checks import check_batch
 from ..failures import sharing_failures
@@ -50,6 +50,7 @@ from ..options import Options, check_reduction
 from ..params import all_gather_tree, make_reduction
 from ..placed import StatePlaces, brought, emptied, placed
 from ..publish import copies_to_update, flats_of_pass, publish
+from ..refit import without_values
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
 from .gradient import (
@@ -151,7 +152,8 @@ class ShardedEngine:
             group = labelled(axes.world, "optimizer/agreement")
             agree(group, {"optimizer": description})
         self._descriptions.note(transform, description)
-        check_claims(transform, _trained_on_meta(layout))
+        whole = without_values(layout, read_only=True)
+        check_claims(transform, select(whole, layout.trainable))
         return self.first_state(transform, params)
 
     def first_state(self, transform: Transform, params: ShardedTree) -> ShardedOptState:
@@ -591,15 +593,6 @@ def _follows(of_state: Sharding, of_params: Sharding) -> bool:
     ours, theirs = of_state.layout, of_params.layout
     # By identity first: comparing layouts takes longer
     return same_rank and (ours is theirs or ours.leaf_cuts == theirs.leaf_cuts)
-
-
-def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
-    """The trained leaves, whole, without values; None elsewhere."""
-    leaves = [
-        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if leaf.trainable else None
-        for leaf in layout.leaves
-    ]
-    return layout.treedef.unflatten(leaves)
 
 
 def _state_in_words(state: ShardedOptState) -> str:

@@ -19,6 +19,7 @@ from ..agreement import agree
 from ..failures import sharing_failures
 from ..options import Options
 from ..readable import told_values
+from ..refit import without_values
 from ..tree_numbers import next_number
 from .engine import ShardedEngine
 from .scope import compared
@@ -87,10 +88,8 @@ def shard_tree(
             sharding, read_only = options.sharding(options.layout_of(tree)), False
         else:
             sharding = layout_like.sharding
-            leaves = sharding.layout.leaves
-            forms = [(leaf.path, leaf.shape, leaf.dtype, leaf.trainable) for leaf in leaves]
             # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
-            read_only = check_like(tree, sharding.layout.trainable, forms, axes.world.rank)
+            read_only = check_like(tree, without_values(sharding.layout), axes.world.rank)
         layout = sharding.layout
         # Each rank cuts its own copy, and no later collective would show that copies differ
         facts = {
