@@ -11,26 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
-from ..optim.across import Across
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
-from ..optim.local import Local
 from ..optim.naming import described
 from ..optim.states import state_metrics
 from ..optim.tree_norms import Norms
-from ..tree import PyTree, select
+from ..tree import PyTree, trained_leaves
 from .loss import LossFn, Metrics
 from .metrics import NORMS, check_names, check_reported, chosen
 from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFiniteGradient, NonFinitePolicy
 from .program import value_and_grad, zero_updates
 from .program_step import ProgramStep
-from .state import State, TrainValue, check_whole_state
+from .state import State, TrainValue, check_whole_state, marked
 from .trainable import Trainable
 
 
@@ -156,7 +152,7 @@ class TrainStep(ProgramStep):
     def refit(self, state: State, *args: Any, **named: Any) -> State:
         """As `ProgramStep.refit`, of a state whose optimizer is this step's."""
         check_whole_state(state)
-        view, _ = optimizer_view(state.params, state.trained.names(state.params))
+        view = trained_leaves(marked(state))
         self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
         return super().refit(state, *args, **named)
 
@@ -198,6 +194,7 @@ def train_step(
         loss_scale: multiply the loss before backward, for float16; the scale is part of the state,
             and a metric.
 
+    >>> import torch
     >>> from functorch_zero import optim
     >>> def loss_fn(params, buffers, batch):
     ...     return ((params["w"] - batch) ** 2).mean()
@@ -240,11 +237,3 @@ def merged_metrics(metrics: Metrics, others: Metrics) -> Metrics:
             "Remedy: rename one"
         )
     return metrics | others
-
-
-def optimizer_view(params: PyTree[Tensor], trained: PyTree[bool]) -> tuple[PyTree[Tensor], Across]:
-    """The trained leaves, detached (None where frozen), and the answers to an optimizer's questions
-    about them."""
-    # Detached: an update must not be differentiated, nor keep a graph alive
-    view = select(tree_map(torch.detach, params), trained)
-    return view, Local(view)
