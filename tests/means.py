@@ -8,6 +8,7 @@ import torch
 
 from functorch_zero.groups.mesh import ONLY_COPY
 from functorch_zero.sharded.average import Means, compare_words, means_of, start_means
+from functorch_zero.step.loss import constants
 from functorch_zero.step.reminder import Reminder
 
 
@@ -23,6 +24,6 @@ def average_with_flags(
     metrics: Any, weight: Any, group: Any, log: Any, flags: Any, copy: Any = ONLY_COPY
 ) -> tuple[Means, list[bool]]:
     """The means, and the flags that any rank has raised."""
-    means = start_means(metrics, weight, group, torch.device("cpu"))
+    means = start_means(constants(metrics), weight, group, torch.device("cpu"))
     raised = compare_words(means, group, log, [], Reminder(), flags)
     return means_of(means, group, copy), raised

@@ -39,7 +39,6 @@ from ..sharded.program.ledger import Ledger
 from ..sharded.program.passes import differentiate
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
-from ..step.loss import as_metric
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State
@@ -211,9 +210,7 @@ class _AnnouncedEngine:
         with self._watch.live.paused():
             agreed = agree_on(run, with_numbers(local, call.buffers, self._watch.live))
         # The program's own code may not read the means either
-        metrics = {"loss": local.outcome.loss.detach()}
-        for name, value in local.outcome.metrics.items():
-            metrics[name] = as_metric(value)
+        metrics = {"loss": local.outcome.loss.detach(), **local.outcome.metrics}
         means = agreed.means._replace(metrics=metrics)
         results, grads = finish(run, local, agreed._replace(means=means))
         self.reduced = max(self.reduced, sum(flat.nbytes for flat in _tensors(grads)))

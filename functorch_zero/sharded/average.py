@@ -20,7 +20,6 @@ from ..devices import number_on
 from ..errors import GroupError
 from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group, Work
-from ..step.loss import as_metric
 from ..step.reminder import Reminder
 from ..step.weights import nonzero, or_nan
 from .equal_copies import check_copies
@@ -38,7 +37,7 @@ class Means(NamedTuple):
 class MeansUnderWay(NamedTuple):
     """Metrics and weights of all ranks, on their way to their means."""
 
-    values: dict[str, Tensor]  # this rank's, 0-d and floating-point
+    values: Mapping[str, Tensor]  # this rank's, 0-d and floating-point
     weight: Tensor | float | None  # of this rank's batch; None: all count the same
     vector: Tensor  # as `_pack` makes it; sums over ranks once the work is done
     work: Work
@@ -55,7 +54,7 @@ class MeansUnderWay(NamedTuple):
 
 
 def start_means(
-    metrics: Mapping[str, Tensor | float],
+    metrics: Mapping[str, Tensor],
     weight: Tensor | float | None,
     group: Group,
     device: torch.device,
@@ -64,15 +63,14 @@ def start_means(
     which nobody waits for yet.
 
     Args:
-        metrics: by name; 0-d tensors on any device, or numbers.
+        metrics: by name; 0-d tensors on any device, floating-point.
         weight: of this rank's part of the batch, 0-d, the sum of its micro-batches'; None: all
             parts count the same.
         group: all ranks, between the same collectives.
         device: of the means.
     """
-    values = {name: as_metric(value) for name, value in metrics.items()}
-    vector = _pack([*values.values()], weight, device)
-    return MeansUnderWay(values, weight, vector, group.all_reduce(vector))
+    vector = _pack([*metrics.values()], weight, device)
+    return MeansUnderWay(metrics, weight, vector, group.all_reduce(vector))
 
 
 def compare_words(

@@ -22,7 +22,6 @@ from ..tree import PyTree, check_tensors, merge, same_structure, trained_leaves
 from .loss import (
     Aux,
     Metrics,
-    as_metric,
     check_has_values,
     check_metrics,
     constant,
@@ -80,7 +79,7 @@ class EvalStep:
         # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in found.metrics.items():
-            metrics[name] = unless_weightless(as_metric(value), found.weight)
+            metrics[name] = unless_weightless(value, found.weight)
         weight = None if found.weight is None else as_weight(found.weight)
         return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
 
@@ -175,7 +174,7 @@ def eval_step(
 class Evaluated(NamedTuple):
     """The results of one call of an evaluation."""
 
-    metrics: Mapping[str, Any]  # by name, numbers or 0-d tensors
+    metrics: Metrics  # by name, 0-d
     weight: Tensor | float | None  # >= 0; None: it gave none
     rows: tuple[Any] | tuple[()]  # one tree, of this rank's own; empty: it gave none
 

@@ -17,7 +17,7 @@ from ..model.casting import CastParams, as_reduced
 from ..model.untouched import Untouched
 from ..tree import PyTree
 from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
-from .loss import LossFn, Outcome, as_metric, call_loss, independent, on_meta, untrained
+from .loss import LossFn, Outcome, call_loss, independent, on_meta, untrained
 from .micro_batches import joined, micro_batches, weighted_mean
 from .reminder import Reminder
 from .rng import MicroStreams
@@ -138,7 +138,7 @@ def _gradients(
     # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
     metrics = {}
     for name, value in outcome.metrics.items():
-        metrics[name] = unless_weightless(as_metric(value), outcome.weight)
+        metrics[name] = unless_weightless(value, outcome.weight)
     loss = unless_weightless(outcome.loss.detach(), outcome.weight)
     return treedef.unflatten(grads), outcome._replace(loss=loss, metrics=metrics, left=())
 

@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
     loss: Tensor  # 0-d floating-point; differentiable until gradients have been taken
     buffers: PyTree[Tensor]  # the new ones, whole; the old ones where the batch weighs nothing
-    metrics: Mapping[str, Tensor | float]  # 0-d each
+    metrics: Mapping[str, Any]  # 0-d tensors, floating-point
     weight: Tensor | float | None  # >= 0; None: the loss gave none
     left: Sequence[Left] = ()  # buffers that backward must not write to; () after it
     lost: Sequence[Changed] = ()  # buffers that `apply` may have changed, and the loss kept
@@ -206,9 +206,9 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
     return loss, replace(aux, metrics=constants(aux.metrics), weight=constant(aux.weight))
 
 
-def constants(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics, each in no graph, with values of its own."""
-    return {name: constant(value) for name, value in metrics.items()}
+def constants(metrics: Mapping[str, Any]) -> Metrics:
+    """The metrics as 0-d tensors, each in no graph, with values of its own."""
+    return {name: as_metric(constant(value)) for name, value in metrics.items()}
 
 
 def constant(value: Any) -> Any:
@@ -338,13 +338,9 @@ def _fault_of_metric(value: Any) -> str | None:
     return None if fine else f"shape {tuple(number.shape)}, {number.dtype}"
 
 
-def as_tensor(value: Any) -> Tensor:
-    """A tensor, detached; numbers become 0-d ones."""
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-
-
 def as_metric(value: Tensor | float) -> Tensor:
     """A metric as a 0-d floating-point tensor, since it will be averaged."""
-    metric = as_tensor(value)
+    metric = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    metric = metric.detach()
     # Integers, such as counts, would be cut off by a mean
     return metric if metric.is_floating_point() else metric.to(torch.get_default_dtype())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..devices import number_on
 from ..errors import StructureError, explain
-from .loss import Outcome, as_tensor
+from .loss import Outcome
 from .rows import num_rows, sizes_by_path, split_rows
 from .weights import as_weight, is_on_device, or_nan, unless_weightless
 
@@ -49,16 +49,15 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     return split_rows(batch, count)
 
 
-def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
+def weighted_mean(values: Sequence[Tensor], outcomes: Sequence[Outcome]) -> Tensor:
     """The mean of one value per micro-batch, by their weights; 0 where nothing has weight.
 
     The values have one shape, the mean's: a leaf's gradients, or a metric.
     """
-    tensors = [as_tensor(value) for value in values]
     # Added in the order of the micro-batches, so that the oracle's sums are always the same
     numerator: Tensor | None = None
     total: Tensor | None = None  # of the weights, 0-d float64
-    for value, outcome in zip(tensors, outcomes, strict=True):
+    for value, outcome in zip(values, outcomes, strict=True):
         weight = 1.0 if outcome.weight is None else outcome.weight
         # A number of the host's goes to the weight, which the host would have to wait for
         if is_on_device(weight) and value.is_cpu and value.dim() == 0:
@@ -72,7 +71,7 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     divisor = torch.where(total == 0, 1, total)
     mean = numerator / divisor
     # A 0-d value has become float64 by its weight
-    return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
+    return mean.to(reduce(torch.promote_types, (value.dtype for value in values)))
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:

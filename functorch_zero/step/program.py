@@ -38,7 +38,7 @@ from ..tree import (
     trained_leaves,
 )
 from .gradient import mean_gradients
-from .loss import Aux, LossFn, Metrics, Outcome, as_metric
+from .loss import Aux, LossFn, Metrics, Outcome
 from .loss_calls import LossCalls, PerLoss
 from .micro_batches import check_accumulate
 from .nonfinite import NonFiniteGradient, all_finite, not_finite, refusal
@@ -420,8 +420,7 @@ def whole_value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     if not fine and options.nonfinite == "raise":
         found = float(outcome.loss), not_finite(named_leaves(grads))
         raise refusal(gradient_in_words(), [found])
-    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return call.results(outcome.loss, metrics, outcome.buffers, fine=fine), grads
+    return call.results(outcome.loss, dict(outcome.metrics), outcome.buffers, fine=fine), grads
 
 
 _LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these params"

@@ -20,7 +20,7 @@ from ...runtime.two_seeds import TwoSeeds
 from ...runtime.unit import Pass
 from ...runtime.unshard import UnitFlats
 from ...step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
-from ...step.loss import Outcome, as_metric, call_loss, independent
+from ...step.loss import Outcome, call_loss, independent
 from ...step.micro_batches import joined, micro_batches
 from ...step.scope import given_batch
 from ...step.weights import check_weight_value, is_on_device
@@ -204,8 +204,7 @@ def _weights_come_late(rank: int) -> StructureError:
 
 def _detached(outcome: Outcome) -> Outcome:
     """The outcome without its graph, which goes before the next micro-batch begins."""
-    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, left=(), lost=())
+    return outcome._replace(loss=outcome.loss.detach(), left=(), lost=())
 
 
 @contextmanager
