@@ -345,11 +345,8 @@ def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) 
     if not callable(mask):
         same_structure(tree, mask, what="the mask")
         return mask
-    leaves, treedef = optree.tree_flatten(tree)
-    values = []
-    for path, leaf in zip(paths(tree), leaves, strict=True):
-        values.append(bool(mask(path, leaf)))
-    return treedef.unflatten(values)
+    values = [bool(mask(path, leaf)) for path, leaf in named_leaves(tree).items()]
+    return optree.tree_structure(tree).unflatten(values)
 
 
 def same_structure(
@@ -441,7 +438,7 @@ _CHUNK = 2**20  # bytes that a digest looks at together: it makes some copies of
 def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
     """A digest of each leaf's values, by path; leaves on the meta device have none."""
     digests = {}
-    for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+    for path, leaf in named_leaves(tree).items():
         if leaf.device.type != "meta":
             digests[path] = content_digest(leaf)
     return digests

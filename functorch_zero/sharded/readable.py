@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from ..layout.piece import content_word
 from ..params import Story
-from ..tree import content_digests, has_values, paths
+from ..tree import content_digests, has_values, named_leaves
 
 _MOST = 160  # characters of a value in an error
 _SHOWN = 3  # elements of a tensor
@@ -71,8 +70,8 @@ def _settings_in_words(settings: dict[str, Any]) -> str:
 def told_values(tree: Any) -> dict[str, str]:
     """Words for the values of a tree's tensors, by path: equal where these are equal to the bit.
     Waits for a device."""
-    rows = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    tensors = {path: x for path, x in rows if isinstance(x, Tensor) and has_values(x)}
+    leaves = named_leaves(tree).items()
+    tensors = {path: x for path, x in leaves if isinstance(x, Tensor) and has_values(x)}
     words = {path: values_in_words(x) for path, x in tensors.items()}
     # Of those whose words leave elements out
     some = {path: x for path, x in tensors.items() if x.numel() > _SHOWN or not _is_dense(x)}

@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
-from ..tree import PyTree, paths
+from ..tree import PyTree, named_leaves, paths
 
 
 def check_no_parts(parts: Any) -> None:
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 def forms_of(tree: PyTree[Any]) -> dict[str, Form]:
     """Those of a tree's leaves, by path."""
-    return dict(zip(paths(tree), map(Form.of, optree.tree_leaves(tree)), strict=True))
+    return {path: Form.of(leaf) for path, leaf in named_leaves(tree).items()}
 
 
 def check_forms(
@@ -173,7 +173,7 @@ def _shapes_of_value(
 ) -> dict[str, tuple[int, ...]]:
     """By path, the shapes of a first value's tensors, if these leaves of a tree were trained."""
     bare = {n: tree_map(without_values, arg) for n, arg in given.items()}
-    for path, leaf in zip(paths(bare[name]), optree.tree_leaves(bare[name]), strict=True):
+    for path, leaf in named_leaves(bare[name]).items():
         if isinstance(leaf, Tensor):
             leaf.requires_grad_(path in chosen)
     try:
@@ -190,8 +190,8 @@ def _shapes_of_value(
             rank=rank,
             remedy=f"let init take leaves without values; or {_BEGIN_ANEW}",
         ) from error
-    rows = zip(paths(value), optree.tree_leaves(value), strict=True)
-    return {path: tuple(leaf.shape) for path, leaf in rows if isinstance(leaf, Tensor)}
+    leaves = named_leaves(value).items()
+    return {path: tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def without_values(leaf: Any) -> Any:
@@ -204,14 +204,12 @@ def without_values(leaf: Any) -> Any:
 def carried(new: PyTree[Any], old: PyTree[Any], what: str, *, copies: bool = True) -> PyTree[Any]:
     """The new tree, with the old one's leaves where the paths are the same: copies, or views.
     Whole leaves; they require grad as the new ones do."""
-    leaves, treedef = optree.tree_flatten(new)
-    known = dict(zip(paths(old), optree.tree_leaves(old), strict=True))
-    by_path = dict(zip(paths(new), leaves, strict=True))
+    by_path, known = named_leaves(new), named_leaves(old)
     for path in in_both(forms_of(new), forms_of(old), what):
         leaf = known[path].clone() if copies and isinstance(known[path], Tensor) else known[path]
         by_path[path] = _marked(leaf, by_path[path])
     check_values(by_path, what)
-    return treedef.unflatten([*by_path.values()])
+    return optree.tree_structure(new).unflatten(by_path.values())
 
 
 def _marked(leaf: Any, like: Any) -> Any:

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
-import optree
 from torch import Tensor
 
 from ...layout.piece import content_word, form_in_words
@@ -35,7 +34,7 @@ from ...params import Story, is_on_engine, nodes_of, without_engines
 from ...step.loss import Metrics
 from ...step.program import LossCall
 from ...step.reminder import Reminder
-from ...tree import is_within, paths
+from ...tree import is_within, named_leaves
 from ..readable import values_in_words
 
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
@@ -278,8 +277,7 @@ class LibraryCall:
         """Those of a loss, by path: every rank must give it the same."""
         found: dict[str, Any] = {}
         for loss in self._losses:
-            leaves = optree.tree_leaves(loss.buffers)
-            found |= dict(zip(paths(loss.buffers), leaves, strict=True))
+            found |= named_leaves(loss.buffers)
         return found
 
 

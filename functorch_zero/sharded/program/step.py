@@ -49,7 +49,7 @@ from ...step.rng import Streams
 from ...step.state import State, check_policies
 from ...step.state import check_state as check_is_state
 from ...step.trainable import check_trained
-from ...tree import check_tensors, own_copy, paths
+from ...tree import check_tensors, named_leaves, own_copy, paths
 from ..background import BackgroundTasks
 from ..checks import check_place
 from ..deferred_values import DigestedFill
@@ -589,8 +589,7 @@ def _whole_without_values(tree: ShardedTree) -> Any:
 def _without(tree: Any, known: ShardedTree) -> dict[str, Any]:
     """By path, the leaves of a tree that a known one hasn't."""
     paths_known = {leaf.path for leaf in known.sharding.layout.leaves}
-    leaves = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    return {path: leaf for path, leaf in leaves if path not in paths_known}
+    return {path: leaf for path, leaf in named_leaves(tree).items() if path not in paths_known}
 
 
 def _is_tree(arg: Any) -> bool:

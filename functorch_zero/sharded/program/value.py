@@ -27,7 +27,7 @@ from ...step.program_step import check_next_value, device_of
 from ...step.refit import without_values
 from ...step.state import State, Trained
 from ...step.trainable import check_alike
-from ...tree import paths, select, settled
+from ...tree import named_leaves, paths, select, settled
 from ..checks import donated_state
 from ..refit import without_values as leaves_without_values
 from ..state import part_of_state
@@ -370,7 +370,7 @@ def trained_of(value: Any) -> Trained:
         return tree_map(lambda leaf: False, as_local(node))
 
     flags = map_nodes(trained, value)
-    return Trained(tuple(zip(paths(flags), optree.tree_leaves(flags), strict=True)))
+    return Trained(tuple(named_leaves(flags).items()))
 
 
 def check_trained_alike(whole: Any, part: Any, rank: int) -> None:
