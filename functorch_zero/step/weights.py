@@ -49,29 +49,16 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
     if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
         return
     number = float(weight)
-    check_total_weight(number, rank)
     if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
         return
     raise StructureError(
-        "Aux.weight is out of range: gradients times weights would leave that of float32",
-        expected=f"0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+        "Aux.weight is no weight that float32's gradients can be multiplied by",
+        expected=f">= 0, either 0 or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
         got=number,
         rank=rank,
-        remedy="divide all weights by the same number: only their ratio counts",
+        remedy="divide all weights by the same number: only their ratio counts. Or count examples, "
+        "or tokens; 0 counts for nothing",
     )
-
-
-def check_total_weight(total: float, rank: int | None = None) -> None:
-    """Raise unless a sum of weights can divide. No gradient is multiplied by it, so that it may lie
-    out of a weight's range."""
-    if not 0 <= total < math.inf:
-        raise StructureError(
-            "Aux.weight is no weight",
-            expected=">= 0, and finite",
-            got=total,
-            rank=rank,
-            remedy="count examples, or tokens; 0 counts for nothing",
-        )
 
 
 def unless_weightless(
