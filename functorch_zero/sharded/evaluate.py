@@ -64,11 +64,11 @@ class ShardedEvalStep:
         Collectives: at level 3 one all-gather per bucket, on use of its unit; two all-reduces of
         metrics and words; and those of `publish`, where other params than the state's are chosen.
         """
-        groups, step = self.options.axes.groups, getattr(state, "step", None)
-        failures = sharing_failures(*groups, call="evaluation", step=step)
+        options, rank, step = self.options, self.group.rank, getattr(state, "step", None)
+        failures = sharing_failures(*options.axes.groups, call="evaluation", step=step)
         with failures, self.gather_order.forgotten_on_failure():
             check_state(state)
-            check_place(state.sharding, self.options)
+            check_place(state.sharding, options)
             nodes = nodes_of(state.value)
             if any(is_on_engine(node) and node.is_used_up for node in nodes):
                 raise donated_state(state.step)
@@ -77,12 +77,11 @@ class ShardedEvalStep:
             given, others = self._arguments(state, args, log)
             batch = without_engines(args[0] if len(args) == 1 else args)
             look = is_looked_at(next(self.unsharded.calls))
-            options = self.options
             holdings = [tree.holding for tree in given.trees]
             joined, order = self.engine.join(holdings, [True] * len(holdings))
             flats = flats_of_pass(given.trees, order, options.axes, log, options.places.params)
             device = flats[0].device
-            check_batch(batch, device, self.group.rank)
+            check_batch(batch, device, rank)
             # Without a reduction: leaves bring no gradients, so units are used and freed
             run = Pass(
                 joined.layout,
@@ -94,8 +93,18 @@ class ShardedEvalStep:
                 look=look,
             )
             on_ranks = BatchOnRanks(options.axes, log, batch, run)
-            with given_batch(on_ranks):
-                found = self._call(run, given, others, state, args, device, look=look)
+            untouched = Untouched(optree.tree_leaves(others), look=look)
+            # The numbers that a training step draws from this state, so evaluations repeat
+            random = replayed(state.seed, state.step, options.axes.data.rank, device)
+            with given_batch(on_ranks), random:
+                lazy = run.lazy_params()
+                mark_policies(lazy)
+                with hiding_trees():
+                    found = call_eval(self.unsharded.fn, given.with_lazy(lazy), args, rank)
+                run.finish()
+            untouched.check(others)
+            if look:
+                check_weight_value(found.weight, rank)
             on_ranks.check_weight(found.weight, look=look)
             metrics = self._means(found, on_ranks, batch, log, device)
             order.record(run.following.gathered, run.uses)
@@ -140,33 +149,6 @@ class ShardedEvalStep:
         )
         tensors = map_nodes(lambda x: x if isinstance(x, Tensor) else None, first)
         return given, tensors
-
-    def _call(
-        self,
-        run: Pass,
-        given: TreesAmong,
-        others: PyTree[Tensor],
-        state: State,
-        args: tuple[Any, ...],
-        device: torch.device,
-        *,
-        look: bool,
-    ) -> Evaluated:
-        """The evaluation of this rank's part of the batch. Collectives: those of the pass."""
-        rank = self.group.rank
-        untouched = Untouched(optree.tree_leaves(others), look=look)
-        # The numbers that a training step draws from this state, so evaluations repeat
-        random = replayed(state.seed, state.step, self.options.axes.data.rank, device)
-        with random:
-            lazy = run.lazy_params()
-            mark_policies(lazy)
-            with hiding_trees():
-                found = call_eval(self.unsharded.fn, given.with_lazy(lazy), args, rank)
-        run.finish()
-        untouched.check(others)
-        if look:
-            check_weight_value(found.weight, rank)
-        return found
 
     def _means(
         self,
