@@ -125,7 +125,7 @@ class DeviceWatch:
             group = self._group()
             if group is None:
                 return
-            text = group.news(waits)
+            text = group._news(waits)
             if text is None and waited > self._limit:
                 text = (
                     f"the device has waited for longer than the group's time limit of "
@@ -133,7 +133,7 @@ class DeviceWatch:
                 )
             if text is not None:
                 # The ranks may have left, and come back, since this thread has asked
-                group.lost(text, self._era)
+                group._lost(text, self._era)
                 return
             del group  # so that it can go between two looks
 

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import torch_distributed
 from .checks import check_call, check_subgroup, fold
-from .connections import Connections
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .membership import Membership
-from .protocol import Collectives, ReduceOp, Work
+from .protocol import ReduceOp, Work
 from .rendezvous import join_launched_world
 from .signature import brought
 from .store import Store
@@ -38,7 +37,7 @@ _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int6
 _SMALL = 2**16
 
 
-class ProcessGroup(Collectives):
+class ProcessGroup(Membership):
     """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process
     group.
 
@@ -78,9 +77,6 @@ class ProcessGroup(Collectives):
     `device_watch`.
     """
 
-    # A machine with one GPU tests the backend by collectives of one rank, and says False
-    _copies_alone = True
-
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -95,56 +91,10 @@ class ProcessGroup(Collectives):
             join_launched_world()
         self._parent, self._timeout = torch_distributed.parent_group(group), timeout
         store = torch_distributed.own_store() if _store is None else _store
-        self._membership = Membership(self._parent, timeout, store)
-        self.rank, self.ranks = self._membership.rank, self._membership.ranks
-        self.size = len(self.ranks)
-        self._alone = self.size == 1 and self._copies_alone  # collectives are copies
+        super().__init__(self._parent, timeout, store)
         if not self._alone:
-            self._membership.connect(self._connections.connect)
-            self._membership.meet(self.exchange)
-
-    def all_say(self, words: str, seconds: float) -> bool:
-        """Whether all ranks say the same words within that time. It is no collective: other ranks
-        may be in one.
-
-        Ranks ask by the store, and count their questions. Raises `PeerError` when another rank has
-        failed meanwhile.
-        """
-        return self._alone or self._membership.all_say(words, seconds)
-
-    def fail(self, error: BaseException) -> None:
-        """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in
-        about 0.1 s on gloo.
-
-        Does nothing when this rank has failed or lost the group before, and in a process that a
-        rank has forked.
-        """
-        self._membership.fail(error)
-
-    def rejoin(self) -> None:
-        """After a failure that every rank has caught: connect again. Every rank calls this. It does
-        nothing where nothing failed.
-
-        Sharded steps call it when they begin, so that a retry is the same call once more.
-
-        Raises:
-            PeerError: a rank's process has ended with its error.
-            LostPeerError: a rank did not come within the group's time limit, or is gone.
-            GroupError: this rank has closed the group.
-        """
-        self._membership.rejoin()
-
-    @property
-    def era(self) -> int:
-        """How often all ranks have come back after a failure."""
-        return self._membership.era
-
-    def close(self) -> None:
-        """Give the connections back; other ranks that still wait for this one get an error.
-
-        It does nothing in a process that a rank has forked.
-        """
-        self._membership.close()
+            self._connect(self._connections.connect)
+            self._introduce_itself()
 
     def settle(self) -> None:
         """Return when the results of all collectives so far are there on this rank, and right; else
@@ -156,7 +106,7 @@ class ProcessGroup(Collectives):
         if self._alone or not self._connections.of_device:
             return
         self.barrier()  # all ranks have started theirs; else it raises, long before the watch does
-        self._membership.await_device()
+        self._await_device()
         # torch may cut off what a dead rank doesn't end, before the watch hears of it. So all ranks
         # say that they are still there.
         self.barrier()
@@ -170,7 +120,7 @@ class ProcessGroup(Collectives):
         Over gloo alone they stay where they are.
         """
         if not self._alone:
-            self._membership.connect(self._connections.reduce_apart)
+            self._connect(self._connections.reduce_apart)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
@@ -179,15 +129,12 @@ class ProcessGroup(Collectives):
         # `part_of` takes numbers of the world
         numbers = [self.ranks[rank] for rank in ranks]
         part = torch_distributed.part_of(self._parent, numbers, self._timeout)
-        made = type(self)(part, timeout=self._timeout, _store=self._membership.store)
-        # Errors name the rank as users know it
-        made._membership.known_as = self._membership.known_as
-        return made
+        return type(self)(part, timeout=self._timeout, _store=self._store)
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank
         calls this."""
-        return type(self)(self._parent, timeout=self._timeout, _store=self._membership.store)
+        return type(self)(self._parent, timeout=self._timeout, _store=self._store)
 
     def _start(self, kind: str, *arguments: Any) -> Work:
         check_call(self.size, kind, *arguments)
@@ -285,17 +232,6 @@ class ProcessGroup(Collectives):
         runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
         return self._trade(kind, out, runs, source, runs)
 
-    @property
-    def _connections(self) -> Connections:
-        return self._membership.connections
-
-    def _launch(self, kind: str, method: str, tensor: Tensor, *arguments: Any) -> Work:
-        """Start a collective by torch's own method of a group, asynchronous unless told
-        otherwise."""
-        on_device = self._device_type(tensor) in self._connections.of_device
-        on = tensor.device if on_device else None
-        return self._membership.start(kind, method, on, tensor, *arguments)
-
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. `kind` names
         the collective in errors."""
@@ -304,10 +240,6 @@ class ProcessGroup(Collectives):
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device="cpu")
         self._all_gather(out, part, kind).wait()
         return out
-
-    def _device_type(self, tensor: Tensor) -> str:
-        """Of the device whose backend moves the tensor."""
-        return tensor.device.type
 
     def _backend(self, tensor: Tensor) -> str:
         """The backend for the tensor's device: "gloo" or "nccl", say."""

@@ -36,14 +36,14 @@ class TorchWork:
         # Done, or the group has left: then the error of that era, however late one waits
         if self._handle is None:
             if self._era is not None:
-                raise self._group.why_left(self._era)
+                raise self._group._why_left(self._era)
             return
         try:
             self._handle.wait()
         except RuntimeError as error:
             # Its frames hold the torch group, whose connections must close
             cause = error.with_traceback(None)
-            raise self._group.lost(self._failure_text(cause)) from cause
+            raise self._group._lost(self._failure_text(cause)) from cause
         self._handle, self._arguments = None, ()  # the backend is through with the tensors
 
     def _failure_text(self, cause: RuntimeError) -> str:

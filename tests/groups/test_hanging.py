@@ -222,7 +222,7 @@ def test_closing_waits_for_the_device() -> None:
         group.all_gather(x, torch.ones(1)).wait()
         group.close()
         group.close()
-        thread = group._membership.device._letting_go
+        thread = group._device._letting_go
         assert thread is not None
         thread.join(5.0)
         assert not thread.is_alive()
@@ -272,18 +272,14 @@ def test_asking_whether_a_rank_is_there_leaves_nothing_behind() -> None:
         group = on_device()
         asked = []
         for _ in range(3):
-            asked += [group._membership.news(True) for _ in range(100)]
+            asked += [group._news(True) for _ in range(100)]
             several_at_once(group)
         if group.rank == 1:
             group.close()
         begin = time.monotonic()
-        while (
-            group.rank == 0
-            and group._membership.news(True) is None
-            and time.monotonic() < begin + SOON
-        ):
+        while group.rank == 0 and group._news(True) is None and time.monotonic() < begin + SOON:
             time.sleep(0.01)
-        return set(asked), group._membership.news(True)
+        return set(asked), group._news(True)
 
     first, second = on_ranks(fn, 2)
     assert first == ({None}, "rank 1 has ended or can't be reached from rank 0")
@@ -295,7 +291,7 @@ def test_a_watch_that_is_late_leaves_no_later_era() -> None:
 
     def fn() -> Any:
         group, has_heard, go_on = on_device(), threading.Event(), threading.Event()
-        news = group._membership.news
+        news = group._news
 
         def late(waits: bool) -> str | None:
             text = news(waits)
@@ -304,7 +300,7 @@ def test_a_watch_that_is_late_leaves_no_later_era() -> None:
                 go_on.wait(SOON)
             return text
 
-        group._membership.news = late  # type: ignore[method-assign]
+        group._news = late  # type: ignore[method-assign]
         if group.rank == 0:
             group.fail(ValueError("bad batch"))
         else:
@@ -390,7 +386,7 @@ from functorch_zero.groups import device_watch
 asked = threading.Event()
 
 class Group:
-    def news(self, waits):
+    def _news(self, waits):
         asked.set()
         time.sleep(0.5)  # inside of torch's store
 
@@ -416,10 +412,10 @@ def test_a_watch_of_a_broken_device_ends() -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     class Group:
-        def news(self, waits: bool) -> str | None:
+        def _news(self, waits: bool) -> str | None:
             return None
 
-        def lost(self, text: str, era: int | None = None) -> GroupError:
+        def _lost(self, text: str, era: int | None = None) -> GroupError:
             raise AssertionError(text)
 
     assert not is_reached(Broken(), 1.0)
@@ -459,10 +455,10 @@ def test_a_watch_goes_on_after_a_capture(text: str) -> None:
         def __init__(self) -> None:
             self.heard: list[str] = []
 
-        def news(self, waits: bool) -> str | None:
+        def _news(self, waits: bool) -> str | None:
             return None if Capturing.num_left >= 0 else "bad batch"
 
-        def lost(self, text: str, era: int | None = None) -> GroupError:
+        def _lost(self, text: str, era: int | None = None) -> GroupError:
             self.heard.append(text)
             return GroupError(text)
 

@@ -179,10 +179,10 @@ def test_who_waits_while_the_group_is_left_gets_an_error() -> None:
     class Left:
         rank = 0
 
-        def why_left(self, era: int) -> GroupError:
+        def _why_left(self, era: int) -> GroupError:
             return GroupError(f"left in era {era}")
 
-        def lost(self, text: str) -> GroupError:
+        def _lost(self, text: str) -> GroupError:
             raise AssertionError(text)
 
     class Watched(TorchWork):
@@ -554,7 +554,7 @@ def test_a_collective_beside_the_one_whose_time_is_over() -> None:
     class Left:
         rank = 0
 
-        def lost(self, text: str) -> GroupError:
+        def _lost(self, text: str) -> GroupError:
             return GroupError(text)
 
     class Handle:

@@ -230,7 +230,7 @@ def test_a_rank_is_lost_and_nobody_can_be_asked() -> None:
 
     def fn() -> Any:
         group = ProcessGroup(timeout=limit)
-        group._membership.store = silent()
+        group._store = silent()
         if group.rank == 1:
             time.sleep(limit + 0.2)  # late
             return outcome(group.barrier)
@@ -248,7 +248,7 @@ def test_a_rank_fails_and_can_tell_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     def fn() -> Any:
         group = ProcessGroup(timeout=20.0)
         if group.rank == 1:
-            group._membership.store = silent()
+            group._store = silent()
             failed = outcome(lambda: group.fail(ValueError("bad batch")))
             return failed, outcome(group.barrier)
         return outcome(group.barrier)
@@ -269,7 +269,7 @@ def test_a_question_that_nobody_hears() -> None:
 
     def fn() -> Any:
         group = ProcessGroup(timeout=limit)
-        group._membership.store = silent()
+        group._store = silent()
         return outcome(lambda: group.all_say("words", 20.0))
 
     for error, text, seconds in on_ranks(fn, 2):
@@ -281,7 +281,7 @@ def test_nobody_comes_back_without_a_store() -> None:
     def fn() -> Any:
         group = ProcessGroup(timeout=20.0)
         group.fail(ValueError("bad batch"))
-        group._membership.store = silent()
+        group._store = silent()
         return outcome(group.rejoin)
 
     for error, text, seconds in on_ranks(fn, 2):
@@ -294,7 +294,7 @@ def test_a_device_hangs_and_nobody_can_be_asked() -> None:
 
     def fn() -> Any:
         group = on_device(timeout=limit)
-        group._membership.store = silent()
+        group._store = silent()
         if group.rank == 0:
             return outcome(lambda: group.all_reduce(torch.ones(3)).wait() or group.barrier())
         time.sleep(limit + SOON)  # it never starts that collective
