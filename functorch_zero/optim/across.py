@@ -556,30 +556,11 @@ def run_batch(
     # (k, *shape) for k leaves, and so is each leaf of the states
     stacked_params = stack(*params) if part.wants_param else None
     made, after = part.update(stack(*updates), tree_map(stack, *states), stacked_params)
-    sizes = {leaf.shape[:1] for leaf in (made, *optree.tree_leaves(after))}
-    if sizes != {(len(updates),)}:
-        raise TransformError(
-            f"a batched whole-leaf function was given a batch of {len(updates)}, and made tensors "
-            f"whose first dims are {sorted(map(tuple, sizes))}. Remedy: keep that of the batch"
-        )
     updated = []
     for k, update in enumerate(made.unbind()):
         # Copies, since a view would keep the states of the whole batch alive
         updated.append(Updated(update, tree_map(lambda leaf, k=k: leaf[k].clone(), after)))
     return updated
-
-
-def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
-    """Refuse an (update, state) that a whole-leaf author made of the i-th leaf, if its shapes are
-    not those that the author was given."""
-    # Structures aren't compared, only the leaves' shapes in order
-    expected = [tuple(x.shape) for x in optree.tree_leaves(before)]
-    got = [tuple(x.shape) for x in optree.tree_leaves(after)]
-    if expected != got:
-        raise TransformError(
-            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the "
-            f"shapes that it was given: expected {expected}, got {got}"
-        )
 
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:

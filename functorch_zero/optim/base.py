@@ -417,10 +417,8 @@ def with_whole_leaves(
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
     check_takes(init, ("param",), 1, by="with_whole_leaves' init")
-    # Read off the signature: a param that the author doesn't take is not sent to the owner
-    num_taken = check_takes(update, _OF_A_LEAF, 2, by="with_whole_leaves' update")
-    run = _with_first(num_taken, update)
-    spec = WholeLeaf(_made_of_tensors(init), run, num_taken > 2, cost, batched)
+    run, wants_param = _lifted_of_leaf(update, by="with_whole_leaves' update")
+    spec = WholeLeaf(_made_of_tensors(init), run, wants_param, cost, batched)
     return _of_whole(spec, Needs.WHOLE_LEAF)
 
 
@@ -451,16 +449,15 @@ def with_whole_rows(
     <Needs.WHOLE_ROWS: 2>
     """
     check_takes(init, ("param",), 1, by="with_whole_rows' init")
-    num_taken = check_takes(update, _OF_A_LEAF, 2, by="with_whole_rows' update")
-    run, name = _with_first(num_taken, update), name_of(update)
+    run, wants_param = _lifted_of_leaf(update, by="with_whole_rows' update")
     spec = WholeLeaf(
         _made_of_tensors(init_by_rows(init)),
-        update_by_rows(run, name),
-        num_taken > 2,
+        update_by_rows(run),
+        wants_param,
         _numel,
         batched=False,
         by_rows=True,
-        in_place=update_by_rows(run, name, in_place=True),
+        in_place=update_by_rows(run, in_place=True),
     )
     return _of_whole(spec, Needs.WHOLE_ROWS)
 
@@ -677,6 +674,32 @@ def _lifted_init(author: Init, *, by: str) -> Init:
 def _lifted_update(author: Update, *, by: str) -> Update:
     """An author's `update` of trees likewise."""
     return _with_first(check_takes(author, _OF_TREES, 3, by=by), author)
+
+
+def _lifted_of_leaf(author: Update, *, by: str) -> tuple[Update, bool]:
+    """A whole-leaf author's `update`, with an error that names it where it makes other shapes than
+    it was given; and whether it takes the param."""
+    # Read off the signature: a param that the author doesn't take is not sent to the owner
+    num_taken = check_takes(author, _OF_A_LEAF, 2, by=by)
+    run = _with_first(num_taken, author)
+
+    def update(*given: Any) -> tuple[Tensor, Any]:
+        made = run(*given)
+        # Structures aren't compared, only the leaves' shapes in order
+        expected, got = (
+            [tuple(x.shape) for x in optree.tree_leaves(tree)] for tree in (given[:2], made)
+        )
+        if expected != got:
+            raise TransformError(
+                f"{name_of(author)} must make an update and a state of the shapes it was given",
+                expected=expected,
+                got=got,
+                remedy="keep all dims, those that count rows or the leaves of a batch, too: a mean "
+                "over columns is x.mean(1)",
+            )
+        return made
+
+    return update, num_taken > 2
 
 
 def _with_first(num_taken: int, author: Update) -> Update:

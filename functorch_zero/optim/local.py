@@ -25,7 +25,6 @@ from .across import (
     Tree,
     WholeLeaf,
     check_limit,
-    check_whole,
     reduce_leaf,
     reduce_over,
     run_batch,
@@ -89,9 +88,8 @@ class Local(Across):
         states = treedef.flatten_up_to(state)
         new_updates, new_states = [], []
         rows = zip(leaves, states, optree.tree_leaves(params), strict=True)
-        for i, (update, old, param) in enumerate(rows):
+        for update, old, param in rows:
             (new,) = run_batch(part, [update], [old.state], [param])
-            check_whole(updates, i, (update, old.state), new)
             new_updates.append(new.update)
             new_states.append(Owned(new.state, old.leaf))
         return treedef.unflatten(new_updates), treedef.unflatten(new_states)

@@ -48,16 +48,12 @@ def init_by_rows(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def update_by_rows(
-    update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]],
-    name: str,
-    *,
-    in_place: bool = False,
+    update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]], *, in_place: bool = False
 ) -> Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]:
     """An author's `update` of touched rows, as one of a leaf, or of `Rows` of it.
 
     Args:
         update: `(update, state, param) -> (update, state)`.
-        name: the author's, for errors.
         in_place: whether results are written over the leaf's update and state.
     """
 
@@ -67,7 +63,6 @@ def update_by_rows(
         # 0-d: a count, say, which goes on whether or not a row is touched
         own = tree_map(lambda x: x[ids] if x.dim() else x, state)
         new, new_own = update(given.values, own, None if param is None else as_rows(param)[ids])
-        _check(name, (given.values, own), (new, new_own))
 
         def put(whole: Tensor, here: Tensor) -> Tensor:
             if not whole.dim():
@@ -88,18 +83,6 @@ def _touched(rows: Tensor) -> Rows:
     """The rows that aren't all zeros, of a leaf's (n, columns)."""
     ids = touched_among(rows)
     return Rows(ids, rows[ids], len(rows))
-
-
-def _check(name: str, before: Any, after: Any) -> None:
-    """Raise unless an author's function made rows and a state like those that it was given."""
-    expected, got = ([(*x.shape,) for x in optree.tree_leaves(tree)] for tree in (before, after))
-    if expected != got:
-        raise TransformError(
-            f"{name} must make rows and a state of the shapes that it was given",
-            expected=expected,
-            got=got,
-            remedy="one result per row: a mean over its columns is x.mean(1)",
-        )
 
 
 def name_of(author: Any) -> str:

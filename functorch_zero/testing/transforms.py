@@ -281,7 +281,7 @@ def unchanged(inputs: Any, name: str) -> Iterator[None]:
 
 
 class _Checking(Local):
-    """`Local`, which also tries each whole-leaf function it is given."""
+    """`Local`, which also tries each batched whole-leaf function it is given."""
 
     def __init__(self, params: Tree, name: str, equality: Equality):
         super().__init__(params)
@@ -290,37 +290,29 @@ class _Checking(Local):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        leaves, treedef = optree.tree_flatten(updates)
-        states: list[Any] = treedef.flatten_up_to(state)
-        # One row per leaf
-        rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
-        for path, update, owned, param in rows:
-            self._try(part, path, update, owned.state, param)
+        if part.batched:
+            leaves, treedef = optree.tree_flatten(updates)
+            states: list[Any] = treedef.flatten_up_to(state)
+            # One row per leaf
+            rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
+            for path, update, owned, param in rows:
+                self._try(part, path, update, owned.state, param)
         return super().run_whole(part, updates, state, params)
 
     def _try(self, part: WholeLeaf, path: str, update: Tensor, state: Any, param: Tensor) -> None:
         """Compare one leaf's update by itself and in a batch."""
-        who = f"{self._name}, a whole-leaf function,"
-        (first,) = run_batch(part, [update], [state], [param])
-        if first.update.shape != update.shape:
-            raise TransformError(
-                f"{who} makes an update of shape {tuple(first.update.shape)} of leaf {path}"
-            )
-        if not part.batched:
-            return
         # Another update, so that a function that mixes its batch's items shows it
         other = update * -0.5
-        alone = [first, *run_batch(part, [other], [state], [param])]
+        alone = [run_batch(part, [u], [state], [param])[0] for u in (update, other)]
         in_batch = run_batch(part, [update, other], [state, state], [param, param])
-        with _as_transform_error(
-            f"{who} makes something else of leaf {path} in a batch of two than alone"
-        ):
+        story = "a whole-leaf function, makes something else in a batch of two than alone"
+        with _as_transform_error(f"{self._name}, {story}: leaf {path}"):
             assert_equal_values(
                 {path: alone},
                 {path: in_batch},
                 grade=self._equality,
                 what="results",
-                dtypes={first.update.dtype},
+                dtypes={alone[0].update.dtype},
             )
 
 

@@ -353,18 +353,17 @@ def test_results_of_other_shapes_are_refused(update: Any) -> None:
     transform = with_whole_leaves(torch.zeros_like, update)
     params = {"w": torch.randn(4, 6, requires_grad=True)}
     step = train_step(lambda p, b, x: (p["w"] * x).sum(), transform)
-    with pytest.raises(
-        TransformError, match=r"update of leaf w must make .* of the shapes that it was given"
-    ):
+    story = r"lambda> must make an update and a state of the shapes it was given: expected \[\(4, 6"
+    with pytest.raises(TransformError, match=story):
         step(step.init(params), torch.randn(4, 6))
 
     def on_a_rank(group: Any) -> None:
         sharded = shard(step, level=3, group=group)
         if group.rank == 0:  # the owner
-            with pytest.raises(TransformError, match="update of leaf w must make"):
+            with pytest.raises(TransformError, match=story):
                 sharded(sharded.init(params), torch.randn(4, 6))
         else:
-            with pytest.raises(PeerError, match="update of leaf w must make"):
+            with pytest.raises(PeerError, match=story):
                 sharded(sharded.init(params), torch.randn(4, 6))
 
     run_ranks(on_a_rank, 2)
@@ -379,5 +378,5 @@ def test_a_batch_keeps_its_first_dim(of_state: bool) -> None:
     transform = optim.with_whole_leaves(torch.zeros_like, update, batched=True)
     params = {"w": torch.ones(2, 3, requires_grad=True)}
     state = transform.init(params)
-    with pytest.raises(TransformError, match=r"a batch of 1, and made .*\(2,\).*Remedy"):
+    with pytest.raises(TransformError, match=r"must make .*expected \[\(1, .*\(2, .*Remedy"):
         transform.update(tree_map(torch.ones_like, params), state, params)

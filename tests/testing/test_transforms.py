@@ -130,7 +130,7 @@ def test_batched_whole_leaf_functions_must_not_mix_the_batch() -> None:
 
 
 def test_whole_leaf_updates_must_keep_their_shape() -> None:
-    with pytest.raises(TransformError, match="makes an update of shape"):
+    with pytest.raises(TransformError, match="must make an update and a state of the shapes"):
         check_transform(
             with_whole_leaves(lambda param: (), lambda u, s: (u.reshape(-1), s)), seeds=(0,)
         )
