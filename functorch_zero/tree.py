@@ -43,6 +43,17 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     return found
 
 
+def map_with_paths(fn: Callable[..., Any], tree: PyTree[Any], *rest: PyTree[Any]) -> PyTree[Any]:
+    """`tree_map` of `fn(path, leaf, *others)`, with the dotted path of each leaf.
+
+    >>> map_with_paths(lambda path, leaf: f"{path} = {leaf}", {"head": {"weight": 1}})
+    {'head': {'weight': 'head.weight = 1'}}
+    """
+    leaves, treedef = optree.tree_flatten(tree)
+    columns = leaves, *map(treedef.flatten_up_to, rest)
+    return treedef.unflatten(map(fn, paths(tree), *columns))
+
+
 def _keys_are_paths(tree: PyTree[Any]) -> bool:
     """Whether these are a model's params, each a tensor: their keys are the paths.
 
@@ -345,8 +356,7 @@ def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) 
     if not callable(mask):
         same_structure(tree, mask, what="the mask")
         return mask
-    values = [bool(mask(path, leaf)) for path, leaf in named_leaves(tree).items()]
-    return optree.tree_structure(tree).unflatten(values)
+    return map_with_paths(lambda path, leaf: bool(mask(path, leaf)), tree)
 
 
 def same_structure(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..layout.extent import Extent, elements
-from ..tree import PyTree, paths, same_structure
+from ..tree import PyTree, map_with_paths, same_structure
 from .random_numbers import Kind, Number, draw_leaf, key_of
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats
@@ -259,10 +259,8 @@ class Across(ABC):
 
     def _draw(self, kind: Kind, like: Tree, seed: Number, step: Number) -> Tree:
         same_structure(self.extents, like, what=f"the tree of across.{kind}")
-        key = key_of(seed, step)
-        leaves, treedef = optree.tree_flatten(like)
-        rows = zip(paths(like), leaves, optree.tree_leaves(self.extents), strict=True)
-        return treedef.unflatten([draw_leaf(kind, key, *row) for row in rows])
+        draw = functools.partial(draw_leaf, kind, key_of(seed, step))
+        return map_with_paths(draw, like, self.extents)
 
     # For chains and wrappers
 

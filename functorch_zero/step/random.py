@@ -3,12 +3,11 @@ ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import optree
-
 from ..optim.random_numbers import Kind, Number, draw_leaf, key_of
-from ..tree import paths
+from ..tree import map_with_paths
 from .scope import next_key
 
 __all__ = ["normal", "rademacher", "uniform"]
@@ -51,10 +50,8 @@ def rademacher(like: Any, *, seed: Number | None = None, step: Number = 0) -> An
 
 
 def _draw(kind: Kind, like: Any, seed: Number | None, step: Number) -> Any:
-    leaves, treedef = optree.tree_flatten(like)
     key = next_key() if seed is None else key_of(seed, step)
-    rows = zip(paths(like), leaves, strict=True)
-    return treedef.unflatten([_draw_leaf(kind, key, path, leaf) for path, leaf in rows])
+    return map_with_paths(partial(_draw_leaf, kind, key), like)
 
 
 def _draw_leaf(kind: Kind, key: int, path: str, like: Any) -> Any:

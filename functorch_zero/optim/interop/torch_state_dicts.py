@@ -9,6 +9,7 @@ hyperparameters. Whole states only: import before sharding, export after gatheri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StructureError
-from ...tree import paths
+from ...tree import map_with_paths, paths
 from ..contrib.rprop import ScaleByRpropState
 from ..optimizers.adadelta import ScaleByAdaDeltaState
 from ..optimizers.adagrad import ScaleByRssState
@@ -85,7 +86,10 @@ def import_torch_state(
 
     def convert(old: Any) -> Any:
         own = _by_torchs_names(old)
-        trees = {key: _import_tree(tree, by_name, key) for key, tree in own.trees.items()}
+        trees = {
+            key: map_with_paths(partial(_import_leaf, by_name, key), tree)
+            for key, tree in own.trees.items()
+        }
         numbers = {key: _import_number(x, by_name, key) for key, x in own.numbers.items()}
         if isinstance(old, FromTorchState):
             return FromTorchState(count.clone(), trees, numbers)
@@ -212,13 +216,7 @@ def _steps(by_name: ByName) -> int:
     return int(any("momentum_buffer" in entry for entry in by_name.values()))
 
 
-def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
-    leaves, treedef = optree.tree_flatten(tree)
-    rows = zip(paths(tree), leaves, strict=True)
-    return treedef.unflatten([_import_leaf(name, x, by_name, key) for name, x in rows])
-
-
-def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
+def _import_leaf(by_name: ByName, key: str, name: str, leaf: Tensor) -> Tensor:
     entry = by_name.get(name)
     # It never had a gradient there
     if not entry:

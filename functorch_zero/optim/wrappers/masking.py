@@ -20,7 +20,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import StructureError, explain
-from ...tree import PyTree, merge, paths, select
+from ...tree import PyTree, map_with_paths, merge, paths, select
 from ..across import Across, Shape
 from ..arguments import check_is_transform, check_takes
 from ..arithmetic import Tree, on_leaf
@@ -44,18 +44,17 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
 
     # Asked in every step, by nested wrappers for parts of the tree: a few trees are remembered
     @lru_cache(maxsize=16)
-    def ask(treedef: Any, leaves: tuple[tuple[Shape, torch.dtype], ...]) -> list[Any]:
+    def ask(treedef: Any, leaves: tuple[tuple[Shape, torch.dtype], ...]) -> PyTree[Any]:
         # No values: a label must not depend on them, or ranks would differ
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
-        pairs = zip(paths(treedef.unflatten(metas)), metas, strict=True)
-        return [labels(path, meta) for path, meta in pairs]
+        return map_with_paths(labels, treedef.unflatten(metas))
 
     def label(params: Tree, across: Across) -> PyTree[Any]:
         leaves, treedef = optree.tree_flatten(params)
         seen = []  # whole shapes, since the leaves may be pieces
         for extent, leaf in zip(optree.tree_leaves(across.extents), leaves, strict=True):
             seen.append((extent.shape, leaf.dtype))
-        return treedef.unflatten(ask(treedef, tuple(seen)))
+        return ask(treedef, tuple(seen))
 
     return label
 
