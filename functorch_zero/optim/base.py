@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import optree
@@ -121,7 +122,10 @@ class Transform(Named):
         _refuse_dtensors(params)
         # One process: whole leaves, None where frozen, and no state hangs on the params' graph
         view = trained_leaves(params)
-        return self.init_whole(view, Local(view))
+        state = self.init_fn(view, Local(view))
+        check_savable(state, "the optimizer's state")
+        self._remember(outline_of((view, state)))
+        return state
 
     def update(
         self,
@@ -175,19 +179,12 @@ class Transform(Named):
         """As `update`, of an optimizer's last part: kernels add their updates to the params, where
         `across` says that these were donated. Returns the updates that are left to be added, 0
         where a kernel ran, and the next state."""
-        updates = updates if self.takes_rows else across.dense(updates)
+        # Both take rows
         if self.ending is not None:
             return self.ending(updates, state, params, across)
         if self.fused is not None:
             return across.run_fused(self.fused, updates, state, params)
-        return self.update_fn(updates, state, params, across)
-
-    def init_whole(self, params: Tree, across: Across) -> Any:
-        """The first state of one process, whose outline is remembered."""
-        state = self.init_fn(params, across)
-        check_savable(state, "the optimizer's state")
-        self._remember(outline_of((params, state)))
-        return state
+        return self.update(updates, state, params, across)
 
     def check_whole(self, state: Any, params: Tree, *, what: str) -> None:
         """Raise unless `init` makes such a state of these params, in one process: another
@@ -595,15 +592,9 @@ class _Run(NamedTuple):
 def _runs(transforms: tuple[Transform, ...]) -> list[_Run]:
     """The longest runs of transforms that have `plain`; the others alone."""
     runs: list[_Run] = []
-    for t in transforms:
-        # It ends the run before it, and the next transform begins a new one
-        if t.plain is None:
-            runs.append(_Run((t,), None))
-            continue
-        # Joins the run before it, or begins one
-        follows = runs and runs[-1].merged is not None
-        run = (*runs.pop().transforms, t) if follows else (t,)
-        runs.append(_Run(run, _merge(run)))
+    for is_plain, neighbours in groupby(transforms, lambda t: t.plain is not None):
+        run = tuple(neighbours)
+        runs += [_Run(run, _merge(run))] if is_plain else [_Run((t,), None) for t in run]
     return runs
 
 

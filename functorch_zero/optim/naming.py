@@ -104,7 +104,7 @@ transition_begin=0), decay=0.0)
         if torch.compiler.is_compiling():  # a kernel has no use for names
             return factory(*args, **kwargs)
         try:
-            arguments = arguments_of(signature, *args, **kwargs)
+            arguments = arguments_of(signature.bind(*args, **kwargs))
         except TypeError as error:
             raise wrong_call(name, signature, kwargs, error) from None
         check_arguments(name, signature.parameters, arguments)
@@ -123,13 +123,12 @@ transition_begin=0), decay=0.0)
     return make
 
 
-def arguments_of(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
-    bound = signature.bind(*args, **kwargs)
+def arguments_of(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """A call's arguments by name, defaults included, which are bound, too."""
     bound.apply_defaults()
     arguments: dict[str, Any] = {}
     for key, value in bound.arguments.items():
-        kind = signature.parameters[key].kind
+        kind = bound.signature.parameters[key].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             arguments |= {str(i): one for i, one in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
@@ -179,16 +178,16 @@ class _Description:
             texts = [key if isinstance(key, str) else f"({key})" for key in thing]
             values = [self.of(value, depth - 1) for value in thing.values()]
             return dict(zip(texts, values, strict=True))
+        if inspect.ismethod(thing):
+            thing = thing.__func__, thing.__self__
+        if isinstance(thing, partial):
+            thing = thing.func, thing.args, thing.keywords
         if isinstance(thing, tuple | list):
             return [self.of(value, depth - 1) for value in thing]
         if isinstance(thing, set | frozenset):  # in one order on every rank
             return sorted((self.of(value, depth - 1) for value in thing), key=repr)
         if isinstance(thing, Real):
             return float(thing)
-        if inspect.ismethod(thing):
-            return [self.of(thing.__func__, depth - 1), self.of(thing.__self__, depth - 1)]
-        if isinstance(thing, partial):
-            return [self.of(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
         if inspect.isfunction(thing):
             return self._of_function(thing)
         return {type(thing).__qualname__: self.of(_attributes(thing), min(depth - 1, 3))}

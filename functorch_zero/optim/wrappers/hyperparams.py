@@ -57,7 +57,8 @@ def inject_hyperparams(
     def make(*args: Any, **kwargs: Any) -> Transform:
         # Defaults count as arguments: a default learning rate can be changed, too
         bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        # For ranks to compare: the first values, whatever the state's are
+        made_with = {"inner_factory": inner_factory} | arguments_of(bound)
         # Floats and 0-d tensors lie in the state; schedules are asked anew in each step
         numbers: dict[str, Tensor] = {}  # each 0-d float64, on the CPU
         schedules: dict[str, Callable[[Tensor], Any]] = {}
@@ -74,8 +75,6 @@ def inject_hyperparams(
             again = inspect.BoundArguments(signature, dict(bound.arguments) | values)
             return inner_factory(*again.args, **again.kwargs)
 
-        # For ranks to compare: the first values, whatever the state's are
-        made_with = {"inner_factory": inner_factory} | arguments_of(signature, *args, **kwargs)
         injected = _injected(build, numbers, schedules)
         return replace(injected, name="inject_hyperparams", hyperparams=made_with)
 
