@@ -193,7 +193,7 @@ class _AnnouncedEngine:
         self.agreed: Transform | None = None
         # The rest of an `Engine`, as it is
         self.options, self.rank = options, engine.rank
-        self.orders, self.placed = engine.orders, engine.placed
+        self.placed = engine.placed
         self.keeps_tensors, self.unshard = engine.keeps_tensors, engine.unshard
         self.dot, self.norms, self.squares = engine.dot, engine.norms, engine.squares
         self.zero_updates, self.pieces = engine.zero_updates, engine.pieces

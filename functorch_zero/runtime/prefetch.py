@@ -3,10 +3,9 @@ reductions end; and what one pass tells the next, the order of its gathers and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -70,10 +69,9 @@ class PrefetchOrder:
     """The units that the last pass gathered, in order. While one is used, the next are on their
     way. Beside them stand the uses of the loss, in words; see Note [same uses].
 
-    It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
-    When one rank fails, wherever, the others fail in their next collective, and may be a pass
-    ahead; so whoever fails forgets it. That collective may be another call's. So an order ends with
-    the group's era, too, which all ranks count alike.
+    Ranks must start the same gathers, so all of them follow the same order. When one rank fails,
+    wherever, the others fail in their next collective, and may be a pass ahead. So an order ends
+    with the group's era, which all ranks count alike.
 
     Args:
         group: all ranks; None: one.
@@ -140,34 +138,6 @@ class PrefetchOrder:
             said.words += words
             said.check_end()
             self._before.record((), said)
-
-
-class PrefetchOrders:
-    """The orders of several passes, by key, which are forgotten together."""
-
-    def __init__(self, group: Group):
-        self._group = group
-        self._by_key: dict[Any, PrefetchOrder] = {}
-
-    def of(self, key: Any) -> PrefetchOrder:
-        """The order of all passes with this key, which stands for the trees that they are over: the
-        same object each time."""
-        if key not in self._by_key:
-            self._by_key[key] = PrefetchOrder(self._group)
-        return self._by_key[key]
-
-    def drop(self, key: Any) -> None:
-        """Forget one order and its key: no pass follows it any more."""
-        self._by_key.pop(key, None)
-
-    @contextmanager
-    def forgotten_on_failure(self) -> Iterator[None]:
-        """Forget all orders when the code inside fails."""
-        try:
-            yield
-        except BaseException:
-            self._by_key.clear()  # an interrupt, too, may come between two gathers
-            raise
 
 
 class Following:

@@ -45,7 +45,6 @@ class ShardedEvalStep:
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
-        self.gather_order = self.engine.orders
 
     def __repr__(self) -> str:
         name = getattr(self.unsharded.fn, "__qualname__", type(self.unsharded.fn).__name__)
@@ -66,7 +65,7 @@ class ShardedEvalStep:
         """
         options, rank, step = self.options, self.group.rank, getattr(state, "step", None)
         failures = sharing_failures(*options.axes.groups, call="evaluation", step=step)
-        with failures, self.gather_order.forgotten_on_failure():
+        with failures:
             check_state(state)
             check_place(state.sharding, options)
             nodes = nodes_of(state.value)

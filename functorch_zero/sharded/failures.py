@@ -68,7 +68,5 @@ def propagate_failures(step: Any) -> Iterator[None]:
     Args:
         step: a sharded train or eval step, or a program's.
     """
-    # The others forget their order of gathers in the step that fails, so this rank must, too
-    forgetting = step.gather_order.forgotten_on_failure()
-    with sharing_failures(*step.options.axes.groups), forgetting:
+    with sharing_failures(*step.options.axes.groups):
         yield

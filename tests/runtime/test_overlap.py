@@ -31,7 +31,7 @@ from functorch_zero.groups.signature import brought
 from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
-from functorch_zero.runtime.prefetch import Following, Overlap, PrefetchOrder, PrefetchOrders
+from functorch_zero.runtime.prefetch import Following, Overlap, PrefetchOrder
 from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.options import check_overlap
@@ -220,12 +220,19 @@ def test_an_order_is_followed_as_far_as_it_is_common() -> None:
     assert following.gathered == ["a", "c", "b"] and following.ahead == []
 
 
-def test_a_failure_forgets_the_order() -> None:
-    orders = PrefetchOrders(SingleRank())
-    orders.of("key").record(["a"])
-    with pytest.raises(KeyError), orders.forgotten_on_failure():
-        raise KeyError
-    assert orders.of("key").units == ()
+def test_an_order_ends_with_the_groups_era() -> None:
+    """It begins when all ranks have come back after a failure, of which some may have heard in
+    another call than the pass."""
+
+    class Group(SingleRank):
+        era = 0
+
+    group = Group()
+    order = PrefetchOrder(group)
+    order.record(["a"])
+    assert order.units == ("a",)
+    group.era += 1
+    assert order.units == ()
 
 
 def trained(group: Any, level: int, remat: bool, **options: Any) -> tuple[Run, list[Call]]:

@@ -30,7 +30,7 @@ from ...optim.claims.check import check_claims
 from ...optim.naming import described
 from ...optim.tree_norms import roots_of_totals, squares_of, without_trained
 from ...profiling import ranged
-from ...runtime.prefetch import PrefetchOrder, PrefetchOrders
+from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import SUMMED
 from ...runtime.two_seeds import TwoSeeds
 from ...sharded_optim.across import Sharded
@@ -86,10 +86,9 @@ class ShardedEngine:
         # Of updates, and of states that none has made; on this rank alone
         self._runs, self._storings = itertools.count(), itertools.count()
         self._gradients = EraCounter(options.axes.world)  # which ranks compare, in the log
-        # By layouts and what is trained: the same keys, in the same order, on every rank
-        self._joined: Recent[Any, Joined] = Recent(_MOST)
-        # Each combination of trees is gathered in an order of its own
-        self.orders = PrefetchOrders(options.axes.world)
+        # By layouts and what is trained: the same keys, in the same order, on every rank. Each
+        # combination of trees is gathered in an order of its own
+        self._joined: Recent[Any, tuple[Joined, PrefetchOrder]] = Recent(_MOST)
         # By the id of a layout, which the value keeps alive
         self._across: Recent[int, Sharded] = Recent(_MOST)
         # By transform, the id of a layout, both of which a prepared update keeps alive, and what it
@@ -384,10 +383,9 @@ class ShardedEngine:
     def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
-        with self.orders.forgotten_on_failure():
-            run = self.open_gradient(call, tree)
-            local = differentiate(run)
-            return finish(run, local, agree_on(run, local))
+        run = self.open_gradient(call, tree)
+        local = differentiate(run)
+        return finish(run, local, agree_on(run, local))
 
     def open_gradient(self, call: LossCall, tree: Any) -> GradientRun:
         """Check a loss's arguments, and join the sharded trees among them: one pass runs over all,
@@ -472,13 +470,12 @@ class ShardedEngine:
         names = _prefixes([holding.name for holding in holdings])
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained, *(names or ()))  # n ids, n flags, and n names or none
-        joined = self._joined.get(key)
-        if joined is None:
+        known = self._joined.get(key)
+        if known is None:
             joined = join_layouts(layouts, trained, names)
-            unused = self._joined.note(key, joined)
-            if unused is not None:
-                self.orders.drop(unused)
-        return joined, self.orders.of(key)
+            known = joined, PrefetchOrder(self.options.axes.world)
+            self._joined.note(key, known)
+        return known
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves. Nothing is donated: trees have many owners."""

@@ -26,11 +26,8 @@ class Recent(Generic[K, T]):
             self._kept[key] = found
         return found
 
-    def note(self, key: K, made: T) -> K | None:
-        """Keep this one. Returns the key of the one that makes room; None: there was room."""
+    def note(self, key: K, made: T) -> None:
+        """Keep this one."""
         self._kept[key] = made
-        if len(self._kept) <= self._most:
-            return None
-        unused = next(iter(self._kept))
-        del self._kept[unused]
-        return unused
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]

@@ -29,7 +29,6 @@ from ...layout.sharding import Sharding
 from ...model.deferred_init import DeferredInit
 from ...optim.base import Transform
 from ...params import Engine, as_local, is_on_engine, map_nodes
-from ...runtime.prefetch import PrefetchOrders
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
 from ...step.loss import Metrics, check_records
@@ -88,7 +87,6 @@ from .value import (
 class ProgramEngine(Engine, Protocol):
     """The engine of a program's trees, as far as the program's step knows it."""
 
-    orders: PrefetchOrders  # in which passes have gathered units
     agreed: Transform | None  # while `init` runs: the optimizer, if its facts have it
 
     def placed(self, state: ShardedOptState) -> ShardedOptState:
@@ -121,7 +119,6 @@ class ShardedStep:
         self.background = BackgroundTasks()
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._trees: TrainedTrees | None = None  # of the last value
-        self.gather_order = self.engine.orders  # of all gradients of the program
         # Of states that are this step's. That of the last one that `init`, `refit` or `shard` has
         # made comes last
         self._structures: list[tuple[Sharding | None, ValueStructure]] = []
@@ -352,8 +349,7 @@ class ShardedStep:
         """
         groups, rank = self.options.axes.groups, self.group.rank
         failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
-        # A rank may fail in another gradient than this one
-        with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
+        with failures, torch.no_grad():
             # The state arrives: its nodes are noted as they are given, then marked and named
             check_is_state(state)
             number = int(state.step)
