@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..groups.counting import Call, MirrorGroup, RecordingGroup
+from ..groups.counting import Call, MirrorGroup
 from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, check_shard_size, mesh_axes
 from ..groups.protocol import Work
@@ -27,10 +27,8 @@ class Recorder(LabelledGroup):
         swaps: whether a reduce-scatter takes room for the other ranks' slices, as over gloo.
     """
 
-    inner: RecordingGroup  # which knows the bytes that each call sends
-
     def __init__(self, rank: int, size: int, watch: MemoryWatch, *, name: str, swaps: bool) -> None:
-        super().__init__(RecordingGroup(MirrorGroup(rank, size)))
+        super().__init__(MirrorGroup(rank, size))
         # All groups of a step share one watch, so that collectives keep one order
         self.watch, self.name, self.swaps = watch, name, swaps
 
@@ -43,7 +41,7 @@ class Recorder(LabelledGroup):
         for memory, x in self._kinds_of(kind, *arguments):
             self.watch.adopt(memory, x)
         work: Work = getattr(self.inner, kind)(*arguments)
-        self._note(self.inner.calls[-1])
+        self._note(Call.of(self, kind, *arguments))
         # One rank copies at once. A backend reads its input until `wait`, and has its room until
         # then
         if kind != "reduce_scatter" or self.size == 1:
@@ -73,16 +71,8 @@ class Recorder(LabelledGroup):
         "UNIT[...]", or one of `_OF_NO_UNIT`."""
         # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
-        collective = Collective(
-            phase=self._phase,
-            kind=call.kind,
-            unit="" if where in _OF_NO_UNIT else where,
-            dtype=call.dtype,
-            num_elements=call.num_elements,
-            sent_bytes=call.sent_bytes,
-            group=self.name,
-        )
-        self.watch.note(collective)
+        unit = "" if where in _OF_NO_UNIT else where
+        self.watch.note(Collective(self._phase, unit=unit, group=self.name, **call._asdict()))
 
     @property
     def _phase(self) -> str:
