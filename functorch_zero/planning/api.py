@@ -35,7 +35,7 @@ from .imagined_ranks import imagined_axes, imagined_like
 from .imagined_step import BETWEEN, imagine
 from .live_bytes import ValueNeeded
 from .report import Bandwidth, Plan, balance_of
-from .stand_in_loss import loss_through, saved_by_names
+from .stand_in_loss import loss_through_units
 from .watch import MemoryWatch, rows_asked_of
 
 
@@ -134,7 +134,9 @@ def plan(
         work = _work_of_training(model_or_params, optimizer, batch, buffers, units, precision)
     # Losses may bring constants of their own, which are real tensors
     fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
-    lie_on, watch = _device_of(work.trees), MemoryWatch(fake, rows or {})
+    rows = rows or {}
+    _check_numbers(rows)
+    lie_on, watch = _device_of(work.trees), MemoryWatch(fake, rows)
     # Those on meta may become any device's
     device = torch.device("cpu") if lie_on.type == "meta" else lie_on
     # A reduction over gloo takes room, and over NCCL it takes none
@@ -150,21 +152,12 @@ def plan(
         options = Options.checked(work.step, Levels(level), axes, **given)
     # The stand-ins may lie on another device than the leaves
     options = replace(options, overlap=options.overlap or Overlap.by_default(device))
-    step = work.step
-    if batch is None:
-        # It asks for no device, and on meta it is ten times as quick
-        layout = options.layout_of(step.marked({"params": work.trees[0]})["params"])
-        _check_rows(rows or {}, layout, all_named=True)
-        loss = loss_through(layout, saved_by_names(layout, model_or_params))
-        assert isinstance(step, TrainStep)  # a program needs a batch
-        step = with_loss(step, loss)
     # Shapes, strides, dtypes and devices stay; elements go
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
     with _values_refused(watch), _told_of_lists(batch, "program"):
-        imagined = imagine(step, options, watch, lie_on, *inputs)
+        imagined = imagine(work.step, options, watch, lie_on, *inputs)
     layout = imagined.layout
-    if batch is not None:
-        _check_rows(rows or {}, layout, all_named=False)
+    _check_tables(rows, layout, all_named=batch is None)
     group, samples = options.group, watch.samples
     notes = codecs_of(layout, group.size)
     notes += notes_of(elements_by_unit(layout), group.size, tables_of(layout))
@@ -206,13 +199,18 @@ def _check_told_once(told: Mapping[str, Any]) -> None:
             )
 
 
-def _check_rows(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:
-    """Raise unless each pattern names a table of this layout, and, with `all_named`, each table has
-    one."""
-    tables = tables_of(layout)
+def _check_numbers(rows: Mapping[str, int]) -> None:
+    """Raise unless these are numbers of rows."""
     for pattern, num in rows.items():
         if type(num) is not int or num < 0:
             raise ValueError(f"rows[{pattern!r}] must be a number of rows, got {num!r}")
+
+
+def _check_tables(rows: Mapping[str, int], layout: Layout, *, all_named: bool) -> None:
+    """Raise unless each pattern names a table of this layout, and, with `all_named`, each table has
+    one."""
+    tables = tables_of(layout)
+    for pattern in rows:
         if not any(path_matches(path, pattern) for path in tables):
             raise StructureError(
                 "a pattern of `rows` names no table",
@@ -284,6 +282,7 @@ def _work_of_training(
             "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
         )
     if batch is None:
+        step = with_loss(step, loss_through_units(given))
         batch = torch.empty(step.accumulate, device="meta")  # rows for the micro-batches
     return _Work(
         step,

@@ -6,7 +6,7 @@ part in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optree
@@ -14,32 +14,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from ..layout.layout import Layout, Unit
 from ..model.lazy_param import LazyParam
-from ..tree import PyTree
+from ..tree import PyTree, paths
 
 
-def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> Callable[..., Tensor]:
-    """A loss on a tree of this layout.
+def loss_through_units(model: Any) -> Callable[..., Tensor]:
+    """A loss on the params of a module, or on any tree.
 
-    `num_saved` says how many leaves made on use a unit's backward needs; two stand for more.
+    How many of a unit's leaves its backward needs is guessed by their names: linear maps,
+    convolutions and norms need their weights and not their biases; a lookup needs none.
     """
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    embeddings = [path for path, module in modules if isinstance(module, nn.Embedding)]
+    lookups = {f"{path}.weight".lstrip(".") for path in embeddings}
 
     def loss(params: PyTree[LazyParam], *others: Any) -> Tensor:
         leaves: list[Any] = optree.tree_leaves(params)
+        names = paths(params)
+        # Each lazy parameter knows the entrance of its unit
+        entrances = {leaf.entrance.unit.index: leaf.entrance for leaf in leaves}
         # The activations' place: a number, so that they take no room
         x = torch.zeros((), device="cpu")
-        for unit, content in zip(layout.units, layout.contents, strict=True):
-            first = leaves[content.leaves[0]]
+        for _, entrance in sorted(entrances.items()):
+            unit, content = entrance.unit, entrance.unit.content
             if content.is_table:
-                no_ids = torch.empty(0, dtype=torch.int64, device=first.device)
-                x = _Use.apply(x, 0, 0, embedding(no_ids, first))  # type: ignore[no-untyped-call]
+                table = leaves[content.leaves[0]]
+                no_ids = torch.empty(0, dtype=torch.int64, device=table.device)
+                x = _Use.apply(x, 0, 0, embedding(no_ids, table))  # type: ignore[no-untyped-call]
                 continue
-            # Each lazy parameter knows the entrance of its unit
-            entrance = first.entrance
+            # Flats that stay needn't be fetched again in backward
+            made = [n for b in content.buckets if b.is_made_on_use for n in b.leaves]
+            saved = _num_saved([names[n] for n in made], lookups)
             # The leaf that is saved: one that is made on use, if there is one
-            n = next(_made_on_use(layout, unit), content.leaves[0])
-            k, saved = content.leaves.index(n), min(num_saved(unit), 2)
+            k = content.leaves.index(made[0]) if made else 0
             # Leaves that no module uses are fetched at the first touch
             if not unit.modules:
                 x = _Use.apply(x, k, saved, *entrance.touch())  # type: ignore[no-untyped-call]
@@ -56,13 +63,11 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> Callable[.
     return loss
 
 
-def _made_on_use(layout: Layout, unit: Unit) -> Iterator[int]:
-    """The numbers of the unit's leaves whose flats are gathered or cast on use. The others stay,
-    and backward needn't fetch them again."""
-    for b in unit.buckets:
-        bucket = layout.buckets[b]
-        if bucket.is_made_on_use:
-            yield from bucket.leaves
+def _num_saved(made: Sequence[str], lookups: Collection[str]) -> int:
+    """How many of the leaves that are made on use backward needs; two stand for more."""
+    needed = [path for path in made if path not in lookups]
+    # Twice at most: `Overlap` acts at the first two asks
+    return min(2, sum(not path.rpartition(".")[2].startswith("bias") for path in needed))
 
 
 class _Use(torch.autograd.Function):
@@ -71,7 +76,6 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int, num_saved: int, *leaves: Tensor) -> Tensor:
-        # Twice at most: `Overlap` acts at the first two asks
         ctx.save_for_backward(*[leaves[k]] * num_saved)
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return x.view_as(x)
@@ -85,20 +89,3 @@ class _Use(torch.autograd.Function):
             shape, dtype, device = like
             grads.append(torch.empty(shape, dtype=dtype, device=device) if is_needed else None)
         return grad, None, None, *grads
-
-
-def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
-    """How many of a unit's leaves that are made on use its backward needs, guessed by their names.
-
-    Linear maps, convolutions and norms need their weights in backward and not their biases; a
-    lookup needs none.
-    """
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    embeddings = [path for path, module in modules if isinstance(module, nn.Embedding)]
-    lookups = {f"{path}.weight".lstrip(".") for path in embeddings}
-
-    def num_saved(unit: Unit) -> int:
-        paths = {layout.leaves[n].path for n in _made_on_use(layout, unit)} - lookups
-        return sum(not path.rpartition(".")[2].startswith("bias") for path in paths)
-
-    return num_saved
