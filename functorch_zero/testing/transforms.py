@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +14,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import version_of
 from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
+from ..model.untouched import Untouched
 from ..optim.across import Tree, WholeLeaf, run_batch
 from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
@@ -25,16 +26,15 @@ from ..optim.claims.check import check_claims, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, JOINED, CutTest, name_of
 from ..optim.local import Local
 from ..sharded_optim.across import Sharded
-from ..tree import PyTree, paths
+from ..tree import PyTree, named_leaves, paths
 from .equality import (
     Equality,
     Grade,
-    apart,
     as_equality,
     assert_equal_updates,
     assert_equal_values,
 )
-from .slicing import all_gather_tree, slice_tree
+from .slicing import slice_tree
 
 
 class Steps(NamedTuple):
@@ -236,7 +236,7 @@ def _on_a_rank(
             pieces = slice_tree(updates, layout, group.rank)
             # Params stay as they are: only updates are compared
             new, state = transform.update(pieces, state, params, across)
-            whole = all_gather_tree(new, layout, group)
+            (whole,) = across.gather([new], sys.maxsize)
             # A leaf may be a view of storage that the next step overwrites
             gathered.append(tree_map(torch.clone, whole))
         return gathered
@@ -265,19 +265,14 @@ def _run_unsharded(
 def unchanged(inputs: Any, name: str) -> Iterator[None]:
     """Raise `TransformError` if a tensor in `inputs` has other values, or has been written to,
     afterwards."""
-    before = []
-    leaves: list[Any] = optree.tree_leaves(inputs)
-    for path, leaf in zip(paths(inputs), leaves, strict=True):
-        if isinstance(leaf, Tensor):
-            # The copy catches writes that bypass the version counter
-            before.append((path, leaf, leaf.clone(), version_of(leaf)))
+    tensors = {path: x for path, x in named_leaves(inputs).items() if isinstance(x, Tensor)}
+    before = Untouched([*tensors.values()], look=True)
     yield
-    for path, leaf, copy, version in before:
-        # The counter first: a write of equal values is a write, too
-        if version_of(leaf) != version or apart(leaf, copy):
-            raise TransformError(
-                f"{name} changes its input {path} in place. Remedy: return new tensors"
-            )
+    changed = before.first_changed()
+    if changed is not None:
+        raise TransformError(
+            f"{name} changes its input {[*tensors][changed]} in place. Remedy: return new tensors"
+        )
 
 
 class _Checking(Local):

@@ -26,10 +26,10 @@ from functorch_zero.testing import (
     assert_equal_values,
     check_transform,
 )
-from functorch_zero.testing.slicing import all_gather_tree
 from functorch_zero.testing.strategies import known_optimizers, public_functions
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
+from tests.local import all_gather_tree
 from tests.scripts import ROOT
 from tests.tiers import FULL, THOROUGH, tiers
 

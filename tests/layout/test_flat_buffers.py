@@ -22,7 +22,8 @@ from functorch_zero.layout.flat_buffers import (
     unpack,
 )
 from functorch_zero.layout.layout import Layout
-from functorch_zero.testing.slicing import all_gather_tree, slice_tree
+from functorch_zero.testing.slicing import slice_tree
+from tests.local import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

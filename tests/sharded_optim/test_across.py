@@ -24,7 +24,8 @@ from functorch_zero.optim.claims.pretended import PretendedRank
 from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import Planner
-from functorch_zero.testing.slicing import all_gather_tree, slice_tree
+from functorch_zero.testing.slicing import slice_tree
+from tests.local import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
