@@ -41,10 +41,12 @@ _MOVES = {
 _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
 
 
-class OperatorWatch:
-    """Watches the runs of one transform, of this name, and refuses its unfit operators."""
+class OperatorWatch(QuickDispatchMode):
+    """Watches the runs of one transform, of this name, and refuses its unfit operators: below
+    autograd and composite functions, so these are ATen's own."""
 
     def __init__(self, name: str):
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
         # Storages of values of leaves, by id; kept alive, so that an id stays theirs
         self._tainted: dict[int, Any] = {}
@@ -79,7 +81,7 @@ class OperatorWatch:
             with ExitStack() as stack:
                 if operators:
                     stack.enter_context(_Functions(self))
-                    stack.enter_context(_Operators(self))
+                    stack.enter_context(self)
                 yield
         except TransformError as error:
             if self.name in str(error):  # this watch's own
@@ -111,8 +113,8 @@ class OperatorWatch:
         finally:
             self._paused = before
 
-    def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one operator, or refuse it."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
         # Refusals come before the operator runs, so nothing is changed by then
@@ -182,16 +184,6 @@ class OperatorWatch:
         # Outside a run the innermost frame would be one of ours
         line = users_line() if self._runs else ""
         raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
-
-
-# Below autograd and composite functions, so these are ATen's own operators
-class _Operators(QuickDispatchMode):
-    def __init__(self, watcher: OperatorWatch):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watcher = watcher
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watcher.see(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
