@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import (
-    TorchDispatchMode,
+    QuickDispatchMode,
     arguments_of,
     make_wrapper,
     storage_id,
@@ -57,7 +57,7 @@ def _whole(x: Any) -> Any:
     return x.whole() if type(x) is UnwantedLeaf else x
 
 
-class Initialisation(TorchDispatchMode):
+class Initialisation(QuickDispatchMode):
     """Inside, one module is initialised. See Note [the same values].
 
     Refuses the two things that would make values depend on what was made earlier: to read a leaf
