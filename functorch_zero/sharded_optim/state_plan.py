@@ -24,8 +24,8 @@ from torch import Tensor
 from ..errors import TransformError
 from ..layout.extent import Extent
 from ..layout.layout import Layout
-from ..optim.across import Dim, DimOp, Question, Shape, Tree, WholeLeaf, reduced_dtype, without
-from ..optim.local import Local
+from ..optim.across import Dim, Shape, Tree, WholeLeaf
+from ..optim.shapes_only import ShapesOnly
 from ..tree import PyTree, paths, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
@@ -123,7 +123,7 @@ class OwnedParam(NamedTuple):
     cost: float  # of its update, as the transform says
 
 
-class Planner(Local):
+class Planner(ShapesOnly):
     """The `across` that `init` is given while a state is planned.
 
     Args:
@@ -158,13 +158,6 @@ class Planner(Local):
         leaves = self._layout.leaves
         return tree_map(lambda n: placeholder(n, leaves[n].dtype), self._numbers)
 
-    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        def reduced(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            # The answer's own shape, no placeholder: every rank will have it whole
-            return x.new_empty(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
-
-        return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
-
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside_param(number: int, answer: Tensor | None) -> Tensor | None:
             # One value per element of the param: a placeholder again, in the answer's dtype
@@ -185,9 +178,6 @@ class Planner(Local):
             # The plan numbers leaves in the layout, and `Owned` in this tree, which may be a part
             states.append(_at_owner(state, number, owner))
         return states
-
-    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        return [tree_map(lambda x, e: x.new_empty(e.shape), tree, self.extents) for tree in trees]
 
 
 def _at_owner(state: Any, number: int, owner: int) -> Any:

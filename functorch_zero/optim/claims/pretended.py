@@ -26,14 +26,13 @@ from ..across import (
     Shape,
     Tree,
     WholeLeaf,
-    reduced_dtype,
     run_batch,
     state_elsewhere,
     with_ones,
-    without,
 )
 from ..local import Local
 from ..random_numbers import Kind, Number
+from ..shapes_only import ShapesOnly
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, TrialCut, middle
 from .operators import OperatorWatch
 
@@ -73,7 +72,7 @@ class _Answer(NamedTuple):
     answer: Any
 
 
-class PretendedRank(Local):
+class PretendedRank(ShapesOnly):
     """The `across` of a rank that holds a block of each leaf, or one of its pieces, and owns none.
 
     Its answers have the shapes and dtypes of real ones. Sums are those of the first rank, written
@@ -136,13 +135,9 @@ class PretendedRank(Local):
         return self._answer(question, lambda: Local.totals(self, products))
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        # Any values would do that are the same for every cut; only a block of the leaf is here
-        def ones(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
-
         self._ask("reduce_dims", op, _num_leaves([tree for tree, _ in questions]))
         with self._watch.paused():
-            return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
+            return super().reduce_dims(questions, op)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
@@ -215,12 +210,7 @@ class PretendedRank(Local):
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         self._ask("gather", _num_leaves(trees))
-
-        # Meta tensors: whole leaves may be far larger than their blocks
-        def whole(x: Tensor, extent: Extent) -> Tensor:
-            return x.new_empty(extent.shape, device="meta")
-
-        return [tree_map(whole, tree, self.extents) for tree in trees]
+        return super().gather(trees, limit)
 
     def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
         # Whole trees may be treated in any way
