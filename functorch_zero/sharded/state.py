@@ -60,7 +60,7 @@ def _sharing_a_flat(plan: StatePlan, layout: Layout) -> Iterator[tuple[Bucket, l
     Yields a bucket, and the positions in flatten order of the state, one per leaf of the bucket.
     """
     # (slot, number of the param) -> position in flatten order
-    positions = plan.slots()
+    positions = plan.slots
     num_slots = 1 + max((slot for slot, _ in positions), default=-1)
     for bucket in layout.buckets:
         for slot in range(num_slots):

@@ -427,9 +427,8 @@ def _treats_leaves_alike(full: StatePlan, one: StatePlan, num_params: int) -> bo
         one: of the state of one param alone.
         num_params: the number of all params.
     """
-    num_following, num_slots = len(full.slots()), len(one.slots())
-    num_shared, num_shared_of_one = len(full.leaves) - num_following, len(one.leaves) - num_slots
-    return num_following == num_slots * num_params and num_shared == num_shared_of_one
+    follow_alike = len(full.slots) == len(one.slots) * num_params
+    return follow_alike and len(full.shared) == len(one.shared)
 
 
 class _Place(NamedTuple):
@@ -442,10 +441,7 @@ class _Place(NamedTuple):
 
 def _places_of(group: FlatGroup, full: StatePlan, one: StatePlan) -> list[_Place]:
     """Per leaf of the state of one flat, where a group's lies in the full state."""
-    # (slot, param) -> position in the full state
-    slots = full.slots()
-    # Positions of the leaves that follow no param: those of `one` have the same order
-    shared = iter([i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"])
+    slots, shared = full.slots, iter(full.shared)  # those of `one` have the same order
     places = []
     for leaf in one.leaves:
         if leaf.kind == "follows":

@@ -97,6 +97,7 @@ class StatePlan:
         """Of the leaves, dotted."""
         return tuple(paths(self.treedef.unflatten(range(len(self.leaves)))))
 
+    @cached_property  # a step asks it for each bucket
     def slots(self) -> dict[tuple[int, int], int]:
         """(slot, param) -> position in flatten order, for the leaves that follow a param."""
         positions = {}
@@ -104,6 +105,11 @@ class StatePlan:
             if leaf.kind == "follows":
                 positions[leaf.slot, leaf.leaf] = position
         return positions
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """The positions of all other leaves."""
+        return [i for i, leaf in enumerate(self.leaves) if leaf.kind != "follows"]
 
 
 @dataclass(frozen=True)
