@@ -154,7 +154,7 @@ def plan(
     options = replace(options, overlap=options.overlap or Overlap.by_default(device))
     # Shapes, strides, dtypes and devices stay; elements go
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
-    with _values_refused(watch), _told_of_lists(batch, "program"):
+    with _values_refused(watch), _told_of_lists(batch):
         imagined = imagine(work.step, options, watch, lie_on, *inputs)
     layout = imagined.layout
     _check_tables(rows, layout, all_named=batch is None)
@@ -323,14 +323,14 @@ def _name_of(function: Any) -> str:
 
 
 @contextmanager
-def _told_of_lists(batch: Any, what: str) -> Iterator[None]:
+def _told_of_lists(batch: Any) -> Iterator[None]:
     """Around a call with the batch: where it fails, and the batch is a list, say that a tuple would
     have been taken apart."""
     try:
         yield
     except (TypeError, AttributeError) as error:
         if isinstance(batch, list):
-            error.add_note(f"The {what} was given batch=[...], one argument. Remedy: {_TUPLE}.")
+            error.add_note(f"batch=[...] is one argument. Remedy: {_TUPLE}.")
         raise
 
 
@@ -351,8 +351,7 @@ def _called(apply: Apply) -> LossFn:
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         # A tuple is the arguments of a call, as it is for a data loader
         arguments = batch if isinstance(batch, tuple) else (batch,)
-        with _told_of_lists(batch, "module"):
-            output, new_buffers = apply(params, buffers, *arguments)
+        output, new_buffers = apply(params, buffers, *arguments)
         return output, Aux(buffers=new_buffers)
 
     return loss
