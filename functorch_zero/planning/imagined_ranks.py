@@ -12,6 +12,7 @@ from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, check_shard_size, mesh_axes
 from ..groups.protocol import Work
 from ..groups.signature import brought
+from ..groups.work import Then
 from .report import Collective
 from .watch import MemoryWatch
 
@@ -46,10 +47,11 @@ class Recorder(LabelledGroup):
         # then
         if kind != "reduce_scatter" or self.size == 1:
             return work
-        tensor = brought(arguments)
+        held = [brought(arguments)]
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
-        takes_room = self.swaps and self.size > 2
-        return _Holding(tensor, tensor.new_empty(tensor.numel()) if takes_room else None)
+        if self.swaps and self.size > 2:
+            held.append(held[0].new_empty(held[0].numel()))
+        return Then(work, held.clear)
 
     def _kinds_of(self, call: str, out: Tensor, *others: Any) -> list[tuple[str, Tensor]]:
         """The kinds of memory of a collective's tensors, as far as they are any."""
@@ -144,13 +146,3 @@ def imagined_like(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
         axes.same_data,
         swaps=swaps,
     )
-
-
-class _Holding:
-    """Finished work that holds tensors until it is waited for, as a backend does."""
-
-    def __init__(self, *tensors: Tensor | None) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        self._tensors = ()
