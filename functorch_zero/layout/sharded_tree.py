@@ -491,7 +491,7 @@ class ShardedTree(OnEngine):
     def held_as(self, holding: Holding) -> ShardedTree:
         """A tree of these leaves under a holding of the same cut, which nobody has read. Leaves of
         params that somebody has are cut anew, without the gradients that theirs may have by now."""
-        if not self.are_leaves_shown and holding is self.holding:
+        if not self.are_leaves_shown and self.origin and holding is self.holding:
             return self
         if self.are_leaves_shown and holding.form == "held":
             made = ShardedTree.of_homes(self.homes(), holding)

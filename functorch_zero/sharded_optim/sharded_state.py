@@ -254,7 +254,7 @@ class ShardedOptState(OnEngine):
 
     def held_as(self, holding: StateHolding) -> ShardedOptState:
         """A state of these leaves under a holding of the same cut, which nobody has read."""
-        if not self.are_leaves_shown and holding is self.holding:
+        if not self.are_leaves_shown and self.origin and holding is self.holding:
             return self
         made = ShardedOptState(self.as_it_lies, holding, self._homes)
         made.origin, made.leases = self.story.origin, self.leases

@@ -150,7 +150,9 @@ class Nodes:
                 raise donated_state(state.step)
             if ledger is not None:
                 ledger.note_given(path, node.story if is_tree else node)
-            own = node if _is_as_noted(node, noted) else _as_noted(node, noted)
+            # One without an origin keeps none: a rank that has read it knows it by that
+            is_own = _is_as_noted(node, noted) and node.origin
+            own = node if is_own else _as_noted(node, noted)
             if ledger is not None and is_tree:
                 own.origin, own.place = own.origin or _origin(ledger.step, path), path
             found.append(own)

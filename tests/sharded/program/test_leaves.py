@@ -450,8 +450,10 @@ def test_one_rank_may_read_leaves(donate: bool, level: int) -> None:
         if group.rank == 0:
             LOGGING["reader"] = threading.get_ident()
         for _ in range(6):
-            state, _ = sharded(state, part(X, group))
             read(*state.value)
+            if not donate:
+                sharded(state, part(X, group))  # the state stays as all ranks know it
+            state, _ = sharded(state, part(X, group))
         return sharded.unshard(state)
 
     for whole in run_ranks(run, 2):
