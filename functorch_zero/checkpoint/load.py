@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import MismatchError, StructureError, first_few
 from ..groups.protocol import Group
+from ..layout.home import HomedLeaves
 from ..layout.sharded_tree import ShardedTree
 from ..params import as_local, is_on_engine, map_local, map_nodes, nodes_of
 from ..sharded.state import lay_out_state
@@ -340,7 +341,7 @@ def state_to_fill(
     """
     uses_up = donates(step)
     nodes = [x for x in nodes_of(like.value) if is_on_engine(x)]
-    homes = {id(node): node.homes() for node in nodes}
+    homes = {id(node): node.homes() for node in nodes if isinstance(node, ShardedTree)}
     taken: set[int] = set()  # storages of the nodes so far
     if uses_up:
         assert like.sharding is not None  # only sharded steps donate
@@ -355,18 +356,19 @@ def state_to_fill(
 
     def next_of(node: Any) -> Any:
         if isinstance(node, ShardedTree):
-            flats = [
-                home and (home.flat if takes([home.flat]) else home.flat.clone())
-                for home in homes[id(node)]
-            ]
+            flats = []
+            for home in homes[id(node)]:
+                own = None if home is None else home.flat
+                flats.append(own if own is None or takes([own]) else own.clone())
             return ShardedTree.of_flats(flats, node.holding)
         if not isinstance(node, ShardedOptState):
             return _blank(node)
-        lying = node.as_it_lies
-        if takes([*filter(is_moved, optree.tree_leaves(lying))]) and _can_be_filled(node):
+        lying = node.local
+        if takes([*filter(is_moved, lying.leaves)]) and _can_be_filled(node):
             # Counts are new ones, which users may have as they are
-            tree = tree_map(lambda x: x if is_moved(x) else _blank(x), lying)
-            return ShardedOptState(tree, node.holding, homes[id(node)])
+            tree = tree_map(lambda x: x if is_moved(x) else _blank(x), lying.tree)
+            local = HomedLeaves.of(tree, lying.homes.values())
+            return ShardedOptState.of_local(local, node.holding)
         # Row by row, so that they can be read into
         tree = tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, node.beside)
         return lay_out_state(tree, node.holding)
@@ -392,9 +394,9 @@ def state_to_fill(
 def _can_be_filled(state: ShardedOptState) -> bool:
     """Whether each leaf of an optimizer's state can be read into, in a place of its own. Those that
     are cut from its flats can."""
-    at_home = {id(leaf) for home in state.homes() for leaf in home.leaves or ()}
-    leaves = filter(is_moved, optree.tree_leaves(state.as_it_lies))
-    others = [leaf for leaf in leaves if id(leaf) not in at_home]
+    _, leaves, homes = state.local
+    at_home = {n for positions in homes for n in positions}
+    others = [leaf for n, leaf in enumerate(leaves) if n not in at_home and is_moved(leaf)]
     are_apart = len(storages(others)) == len(others)
     return are_apart and all(leaf.is_contiguous() and not is_flagged(leaf) for leaf in others)
 

@@ -1,13 +1,15 @@
-"""`Home`: a flat that a node of a tree owns, with the leaves that are cut from it."""
+"""`Home`: a flat that a node of a tree owns, with the leaves that are cut from it; `HomedLeaves`:
+all leaves of such a node."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 from torch import Tensor
 
 from .._torch_private import version_of
@@ -78,11 +80,14 @@ def _writes_to(*tensors: Tensor) -> list[int] | None:
     return [version_of(tensor) for tensor in tensors]
 
 
+Positions = tuple[int, ...]  # of a home's leaves, in order, among those of a tree
+
+
 class Homes:
     """Flats (piece,), found by the leaves that are cut from them. A leaf is known by itself: no
     storage is looked up, and a leaf from anywhere else lies in no flat."""
 
-    def __init__(self, homes: Sequence[Home | None] = ()):
+    def __init__(self, homes: Iterable[Home | None] = ()):
         self._homes = homes
 
     @cached_property
@@ -90,7 +95,7 @@ class Homes:
         """By the id of a leaf. With `map`, since this runs for every leaf at every step."""
         known: dict[int, Home] = {}
         for home in filter(None, self._homes):
-            known.update(dict.fromkeys(map(id, home.leaves or ()), home))
+            known |= _by_leaf(home)
         return known
 
     @property
@@ -111,12 +116,57 @@ class Homes:
         """Note leaves that take the place of others, whose flat may go."""
         for leaf in old:
             self._by_leaf.pop(id(leaf), None)
-        self._by_leaf.update(dict.fromkeys(map(id, leaves), Home(flat, leaves=leaves)))
+        self.note([Home(flat, leaves=leaves)])
 
-    def among(self, leaves: Sequence[Any]) -> list[Home]:
-        """Those that leaves of a tree are cut from. A leaf that it has twice is nobody's own."""
-        counts = Counter(map(id, leaves))
-        found = filter(None, dict.fromkeys(map(self._by_leaf.get, counts)))
-        if len(counts) == len(leaves):
-            return [*found]
-        return [home for home in found if all(counts[id(x)] < 2 for x in home.leaves or ())]
+    def note(self, homes: Iterable[Home]) -> None:
+        """Note more of them."""
+        for home in homes:
+            self._by_leaf.update(_by_leaf(home))
+
+    def among(self, leaves: Sequence[Any]) -> dict[Positions, Home]:
+        """Those all of whose leaves are among these, by their positions. A leaf that is here twice
+        is nobody's own."""
+        if not (leaves and self._by_leaf):
+            return {}
+        positions = defaultdict[int, list[int]](list)  # by id
+        for n, leaf in enumerate(leaves):
+            positions[id(leaf)].append(n)
+        found: dict[Positions, Home] = {}
+        for home in filter(None, dict.fromkeys(self._by_leaf.get(key) for key in positions)):
+            at = [positions.get(id(leaf), []) for leaf in home.leaves or ()]
+            if all(len(places) == 1 for places in at):
+                found[tuple(n for (n,) in at)] = home
+        return found
+
+
+def _by_leaf(home: Home) -> dict[int, Home]:
+    return dict.fromkeys(map(id, home.leaves or ()), home)
+
+
+class HomedLeaves(NamedTuple):
+    """The leaves of a tree, in plain tensors, and the flats that they are cut from."""
+
+    treedef: Any
+    leaves: Sequence[Any]  # in flatten order
+    homes: Mapping[Positions, Home]  # of some leaves; the others lie anywhere
+
+    @classmethod
+    def of(cls, tree: Any, homes: Iterable[Home] = ()) -> HomedLeaves:
+        """Those of a tree, whose leaves may be cut from these."""
+        leaves, treedef = optree.tree_flatten(tree)
+        return cls(treedef, leaves, Homes(homes).among(leaves))
+
+    @property
+    def tree(self) -> Any:
+        """The tree."""
+        return self.treedef.unflatten(self.leaves)
+
+
+def shifted(homes: Mapping[Positions, Home], by: int) -> dict[Positions, Home]:
+    """Homes of a tree's leaves as they lie in a tree with so many leaves more before them, or
+    less."""
+    return {
+        tuple(n + by for n in at): home
+        for at, home in homes.items()
+        if min(at, default=0) + by >= 0
+    }

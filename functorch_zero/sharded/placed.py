@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .._torch_private import storage_id
-from ..layout.home import Home
+from ..layout.home import Home, HomedLeaves
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..places import ByUnit, Place, moved
 from ..sharded_optim.ferry import Ferry, are_alike, checked, home_of, lost, within
-from ..sharded_optim.sharded_state import ShardedOptState
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StatePlan
 from ..tree import has_values
 
@@ -85,7 +85,8 @@ def brought(places: ByUnit, state: Any) -> Any:
 def placed(
     places: StatePlaces,
     state: ShardedOptState,
-    old: Any,
+    holding: StateHolding,
+    old: ShardedOptState | None,
     *,
     look: bool,
     ferry: Ferry | None,
@@ -93,8 +94,9 @@ def placed(
     """The inverse of `brought`.
 
     Args:
-        old: the tensors of a state that is used up, which are written over; None: new ones are
-            made.
+        holding: of the state there.
+        old: a state in its place that is used up, whose tensors are written over; None: new ones
+            are made.
         look: whether the place is asked to bring each tensor once more, for a comparison to the
             bit; see `is_looked_at`.
         ferry: of the update that made the state, which has taken some of it to the place; None: a
@@ -105,9 +107,10 @@ def placed(
     """
     ferry = Ferry() if ferry is None else ferry
     ferry.look = look
-    leaves, treedef = optree.tree_flatten(state.as_it_lies)
+    local = state.local
+    leaves = local.leaves
     # Per leaf, the one that held it before: an update keeps the state's structure
-    befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
+    befores = [None] * len(leaves) if old is None else old.local.leaves
     free = {key: home for key, home in places.homes(befores).items() if home.lies_there}
     homes = places.homes(leaves)
     # Placed ones, by the id of the one beside the params: taken there by the update,
@@ -128,18 +131,15 @@ def placed(
         moves.append(_Move(home, into))
         here[key] = into
     _move(moves, ferry)
-    # By the id of the old leaf
-    new = {id(leaf): within(here, leaf) for leaf in leaves}
-    tree = treedef.unflatten([new[id(leaf)] for leaf in leaves])
-    ferry.check(tree)
+    new = [within(here, leaf) for leaf in leaves]
+    moved_homes = {
+        at: Home(within(here, home.flat), leaves=[new[n] for n in at])
+        for at, home in local.homes.items()
+    }
+    after = HomedLeaves(local.treedef, new, moved_homes)
+    ferry.check(after.tree)
     ferry.begin(look=False, over=False)
-    found: list[Home] = []
-    for own in state.homes():
-        now = [new.get(id(leaf)) for leaf in own.leaves or ()]
-        # Those that aren't placed stay where they are
-        if id(own.flat) in here or own.is_of(now):
-            found.append(Home(here.get(id(own.flat), own.flat), leaves=now))
-    return ShardedOptState(tree, state.holding, found)
+    return ShardedOptState.of_local(after, holding)
 
 
 def places_of_buckets(places: ByUnit | None, layout: Layout) -> list[Place | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
-from ..layout.home import Home
+from ..layout.home import Home, HomedLeaves, Positions
 from ..layout.layout import Bucket, Layout
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
@@ -34,7 +34,7 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
         "the state of init on placeholders has another structure"
     )
     new: dict[int, Any] = {}  # by position in flatten order
-    homes: list[Home] = []
+    homes: dict[Positions, Home] = {}
     for bucket, positions in _sharing_a_flat(plan, layout):
         own = [leaves[i] for i in positions]
         if len({x.dtype for x in own}) > 1:
@@ -43,14 +43,14 @@ def lay_out_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
         views = cut(flat, bucket, piece_number)
         for i, x, view in zip(positions, own, views, strict=True):
             new[i] = view.copy_(x)
-        homes.append(Home(flat, leaves=views))
+        homes[*positions,] = Home(flat, leaves=views)
     for i, x in enumerate(leaves):
         # Copies, since `init` may return params, or one tensor for several leaves
         if i not in new:
             new[i] = x.detach().clone() if isinstance(x, Tensor) else x
-            homes.append(Home(new[i], leaves=[new[i]]))
-    tree = treedef.unflatten([new[i] for i in range(len(leaves))])
-    return ShardedOptState(tree, holding.lying(None), homes)
+            homes[i,] = Home(new[i], leaves=[new[i]])
+    local = HomedLeaves(treedef, [new[i] for i in range(len(leaves))], homes)
+    return ShardedOptState.of_local(local, holding.lying(None))
 
 
 def _sharing_a_flat(plan: StatePlan, layout: Layout) -> Iterator[tuple[Bucket, list[int]]]:

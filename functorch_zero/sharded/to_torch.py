@@ -26,6 +26,7 @@ from ..groups import labelled
 from ..groups.dtensors import locals_of, placed, reshard, unwrapped
 from ..groups.protocol import Group
 from ..layout.extent import Extent
+from ..layout.home import HomedLeaves
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
 from ..model.wrappers import is_of_first_fsdp, without_wrappers
@@ -390,13 +391,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         one = self._together_of(paths)
         params = self._locals(paths)
         own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
-        state = self._state.tree(one.plan, paths)
+        state = self._state.local(one.plan, paths)
         try:
-            updates, state = self._run(one, own, state, params)
+            updates, leaves = self._run(one, own, state, params)
         finally:
             # Else the flats that it has made would be alive as long as the optimizer
             one.flats.begin()
-        self._state.take(one.plan, paths, state)
+        self._state.take(one.plan, paths, leaves)
         for path in paths:
             self._num_steps[path] += 1
         if updates is not None:
@@ -406,9 +407,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(leaves, [move.to(p.dtype).view(p.shape) for p, move in rows])
 
     def _run(
-        self, one: _Together, grads: Any, state: Any, locals_: Mapping[str, Tensor]
-    ) -> tuple[Any, Any]:
-        """The updates to add, None where a kernel has added them, and the next state.
+        self, one: _Together, grads: Any, state: HomedLeaves, locals_: Mapping[str, Tensor]
+    ) -> tuple[Any, Sequence[Any]]:
+        """The updates to add, None where a kernel has added them, and the leaves of the next state.
 
         Args:
             locals_: the params' tensors on this rank.
@@ -418,13 +419,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
             flats, trees = views.flats, (grads, own)
-            return None, across.fused(*self._split, given, state, flats, trees, donate=True)
+            after = across.fused(*self._split, given, state, flats, trees, donate=True)
+            return None, after.leaves
         pieces = self._pieces(locals_) if views is None else views.pieces
         # Only to the params themselves, and not to copies, may kernels add their updates
         update = self.transform.update if views is None else self.transform.update_and_add
-        updates, state = update(grads, state, pieces, across)
+        updates, tree = update(grads, state.tree, pieces, across)
         same_structure(pieces, updates, what="the optimizer's updates")
-        return updates, state
+        return updates, state.treedef.flatten_up_to(tree)
 
     def _views(self, one: _Together, locals_: Mapping[str, Tensor]) -> _Views | None:
         """Pieces to which a kernel may write; None if some would be copies."""
@@ -581,7 +583,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         found: dict[str, Tensor] = {}
         for paths in self._state.together(self._params):
             one = self._together_of(paths)
-            state = self._state.tree(one.plan, paths)
+            state = self._state.local(one.plan, paths).tree
             pieces = self._pieces({path: locals_[path] for path in paths})
             values = [x for x in optree.tree_leaves(state) if x.dim()], pieces
             # A function of a piece that is not elementwise has another value on each rank

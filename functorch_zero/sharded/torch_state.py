@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..groups.dtensors import Placed, like_dtensor, local_of, sharded_by_rows
+from ..layout.home import HomedLeaves
 from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
@@ -103,16 +104,16 @@ class TorchState:
             by_value[repr([x.tolist() for x in values])] += group
         return [*by_value.values()]
 
-    def tree(self, plan: StatePlan, paths: Sequence[str]) -> Any:
+    def local(self, plan: StatePlan, paths: Sequence[str]) -> HomedLeaves:
         """The state of these params, which can be updated together. `plan`: of their state."""
         leaves = self._own | self._shared[paths[0]]
-        return plan.treedef.unflatten(map(leaves.__getitem__, plan.paths))
+        return HomedLeaves(plan.treedef, [*map(leaves.__getitem__, plan.paths)], {})
 
-    def take(self, plan: StatePlan, paths: Sequence[str], tree: Any) -> None:
-        """Take their next state."""
-        leaves = dict(zip(plan.paths, plan.treedef.flatten_up_to(tree), strict=True))
-        shared = {path: leaves.pop(path) for path in self._shared[paths[0]]}
-        self._own |= leaves
+    def take(self, plan: StatePlan, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+        """Take the leaves of their next state."""
+        own = dict(zip(plan.paths, leaves, strict=True))
+        shared = {path: own.pop(path) for path in self._shared[paths[0]]}
+        self._own |= own
         self._shared |= dict.fromkeys(paths if self._apart else self._params, shared)
 
     # And as state dicts have it

@@ -90,13 +90,13 @@ class PreparedUpdate:
         adds = fuse and donate
         self._update_fn = optimizer.update_and_add if adds else optimizer.update_fn
 
-    def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
+    def check_state(self, state: ShardedOptState, rank: int, *, what: str) -> None:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
-        leaves, treedef = optree.tree_flatten(state)
+        treedef, leaves, _ = state.local
         # The usual case, asked of all leaves at once: a state may have many
         if treedef == self.plan.treedef and self._shapes_in(leaves) == self._shapes:
             return
-        check_opt_state(self._like_state, state, rank, what=what)
+        check_opt_state(self._like_state, state.as_it_lies, rank, what=what)
 
     def _shapes_in(self, leaves: Sequence[Any]) -> list[Any] | None:
         """Of a state's leaves, the shapes of those that are cut with a param; None: not all are
@@ -135,10 +135,10 @@ class PreparedUpdate:
         params = None if by_kernel and self._is_kernel else pieces_of(flats, holding)
         own_homes = () if params is None else params.known_homes
         self.ferry.begin(look=look, over=over)
-        self._owned.begin(grads.known_homes, own_homes, state.homes())
+        before = state.brought_for(self._brought).local
+        self._owned.begin(grads.known_homes, own_homes, before.homes.values())
         try:
             with ranged("update"):
-                before = state.for_updates(self._brought)
                 updates = None
                 if by_kernel:
                     assert self._split is not None
@@ -151,18 +151,19 @@ class PreparedUpdate:
                     after = self.across.fused(*self._split, given, before, own, trees, donate=over)
                 else:
                     assert params is not None
-                    view = params.local_tree
-                    new, after = self._update_fn(given, before, view, self.across)
+                    view, tree = params.local_tree, before.tree
+                    new, tree_after = self._update_fn(given, tree, view, self.across)
                     same_structure(view, new, what="the optimizer's updates")
                     updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
-                same_structure(before, after, what="the optimizer's next state")
-                homes = self._owned.state.among(optree.tree_leaves(after))
+                    same_structure(tree, tree_after, what="the optimizer's next state")
+                    leaves = optree.tree_leaves(tree_after)
+                    after = before._replace(leaves=leaves, homes=self._owned.state.among(leaves))
                 # Leaves that stay as they are: their flats are those of a state that stays valid
                 if not over:
-                    still_valid = set(map(id, state.homes()))
-                    homes = [home for home in homes if id(home) not in still_valid]
-                lying = state.holding.lying(self._brought)
-                return updates, ShardedOptState(after, lying, homes)
+                    still_valid = set(map(id, before.homes.values()))
+                    homes = {at: x for at, x in after.homes.items() if id(x) not in still_valid}
+                    after = after._replace(homes=homes)
+                return updates, ShardedOptState.of_local(after, state.holding.lying(self._brought))
         finally:
             # Else they would be alive until the next one
             self._owned.begin()

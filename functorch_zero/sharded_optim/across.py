@@ -18,6 +18,7 @@ from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
 from ..layout.extent import Extent, Rows, elements
+from ..layout.home import HomedLeaves, shifted
 from ..layout.layout import Layout
 from ..optim.across import (
     Across,
@@ -78,7 +79,7 @@ class Sharded(Across):
         owned: UpdateFlats | None = None,
     ):
         self._layout, self._group, self._donate = layout, group, donate
-        self._owned = owned
+        self._owned = UpdateFlats() if owned is None else owned
         self._ferry = Ferry() if ferry is None else ferry
         mask = layout.trainable if mask is None else mask
         self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
@@ -89,7 +90,7 @@ class Sharded(Across):
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
         self._on_flats = PointwiseOnFlats(
-            layout, mask, group.rank, donate=donate, ferry=self._ferry, owned=owned
+            layout, mask, group.rank, donate=donate, ferry=self._ferry, owned=self._owned
         )
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
@@ -298,12 +299,12 @@ class Sharded(Across):
         head: Transform | None,
         kernel: Fused,
         updates: list[Tensor],
-        state: Any,
+        state: HomedLeaves,
         params: list[Tensor],
         trees: tuple[Tree, Tree] | None,
         *,
         donate: bool,
-    ) -> Any:
+    ) -> HomedLeaves:
         """The next state of a transform that is a kernel, or a chain that ends in one, as
         `split_fused` takes it apart. The kernel writes to the params and, with `donate`, over its
         own state.
@@ -317,10 +318,16 @@ class Sharded(Across):
         if head is None or trees is None:
             return self._on_flats.fused(kernel, updates, state, params, donate=donate)
         # A chain's state: one entry per part, the kernel's last
-        *before, last = state
+        *before, _ = state.tree
         found, states = head.update(trees[0], tuple(before), trees[1], self)
-        updates = self.flats(found)
-        return (*states, self._on_flats.fused(kernel, updates, last, params, donate=donate))
+        same_structure(tuple(before), states, what="the optimizer's next state")
+        own = optree.tree_leaves(states)
+        treedef, leaves, homes = state
+        first, updates = len(own), self.flats(found)
+        last = HomedLeaves(treedef.children()[-1], leaves[first:], shifted(homes, -first))
+        last = self._on_flats.fused(kernel, updates, last, params, donate=donate)
+        homes = self._owned.state.among(own) | shifted(last.homes, first)
+        return HomedLeaves(treedef, [*own, *last.leaves], homes)
 
     # Whole leaves: one all-to-all in, one out
 

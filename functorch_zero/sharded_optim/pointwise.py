@@ -16,7 +16,7 @@ overwritten:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._torch_private import storage_id
 from ..layout.flat_buffers import cut, pack_pieces
-from ..layout.home import Home, Homes
+from ..layout.home import Home, HomedLeaves, Homes
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
@@ -88,7 +88,7 @@ class UpdateFlats:
         self,
         updates: Sequence[Home | None] = (),
         params: Sequence[Home | None] = (),
-        state: Sequence[Home] = (),
+        state: Iterable[Home] = (),
     ) -> None:
         """An update begins, of trees whose leaves are cut from these."""
         self.updates, self.params, self.state = Homes(updates), Homes(params), Homes(state)
@@ -158,7 +158,8 @@ class PointwiseOnFlats:
         if self._donate == "state":  # the caller says so of all leaves
             own_state = own_state.union(map(id, old_state))
         # The operands beside the updates: flats (piece,), and counts that groups share
-        tensors = regrouping.tensors(self._flats_of(regrouping, old_state, device), old_state)
+        before = HomedLeaves(regrouping.full, old_state, owned.state.among(old_state))
+        tensors = self._tensors_of(regrouping, before, device)
 
         def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(tensors[i], device) for i in batch.state]
@@ -239,11 +240,14 @@ class PointwiseOnFlats:
         may_write = bool(self._donate) and own.issuperset(map(id, flats))
         if not (may_write and self.fuses(fused, flats)):
             return self.update(fused.plain, updates, state, params)
-        state = self.fused(fused, self.flats(updates), state, flats, donate=True)
+        leaves, treedef = optree.tree_flatten(state)
+        before = HomedLeaves(treedef, leaves, self._owned.state.among(leaves))
+        after = self.fused(fused, self.flats(updates), before, flats, donate=True)
+        self._owned.state.note(after.homes.values())
         leaves, treedef = optree.tree_flatten(updates)
         left = [torch.empty_like(leaf) for leaf in leaves]
         torch._foreach_zero_(left)
-        return treedef.unflatten(left), state
+        return treedef.unflatten(left), after.tree
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
@@ -264,30 +268,41 @@ class PointwiseOnFlats:
         self,
         fused: Fused,
         updates: list[Tensor],
-        state: Any,
+        state: HomedLeaves,
         params: list[Tensor],
         *,
         donate: bool,
-    ) -> Any:
+    ) -> HomedLeaves:
         """Run a kernel, which writes over params. Returns the next state.
 
         Args:
             fused: one of which `fuses` is true.
             updates: the flat (piece,) of each group, only read.
-            state: leaf by leaf, as `init` made it.
+            state: as `init` made it.
             params: the flats (piece,) of the params, in the same order; written to.
             donate: whether the state is written over.
         """
         plain, ferry, device = fused.plain, self._ferry, params[0].device
         regrouping = self._regrouping(plain)
         assert regrouping is not None
-        leaves = regrouping.full.flatten_up_to(state)
-        flats = self._flats_of(regrouping, leaves, device, to_write=donate)
-        if not (donate or ferry.places):
-            flats = [flat.clone() for flat in flats]
-            for flat, place in zip(flats, regrouping.following, strict=True):
-                self._put_state(flat, place, leaves)
-        tensors = regrouping.tensors(flats, leaves)
+        places = regrouping.places
+        tensors = self._tensors_of(regrouping, state, device)
+        leaves, homes = [*state.leaves], {**state.homes}
+
+        def put(flat: Tensor, place: _Place) -> None:
+            made = place.group.cut(flat)
+            _put(made, place.positions, leaves)
+            homes[place.positions] = Home(flat, leaves=made)
+
+        # Where a state has a place, the ferry makes the copies
+        for i, place in enumerate(places) if donate or not ferry.places else ():
+            is_known, flat = place.positions in homes, tensors[i]
+            is_stored = is_known or flat is leaves[place.positions[0]]
+            # A leaf from elsewhere may share elements with another one
+            is_own = donate and is_stored and (is_known or self._donate == "state")
+            if place.follows and not is_own:
+                tensors[i] = flat.clone() if is_stored else flat
+                put(tensors[i], place)
 
         def call(batch: _Batch, given: Sequence[Tensor]) -> None:
             # A plan's: a kernel works in place and takes no room
@@ -299,22 +314,23 @@ class PointwiseOnFlats:
             # Leaves that follow no param are the same for all groups, which read the old
             for k, position in batch.shared.items():
                 leaves[position] = made[k]
+                homes.pop((position,), None)
 
         def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(tensors[i], device) for i in batch.state]
 
         def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
-            places = _at(batch.state, regrouping.places)
+            own = _at(batch.state, places)
             if not donate:
-                rows = zip(arrived, places, strict=True)
+                rows = zip(arrived, own, strict=True)
                 arrived = [here.to_write() if place.follows else here for here, place in rows]
             call(batch, [here.tensor for here in arrived])
-            for here, place in zip(arrived, places, strict=True):
+            for here, place in zip(arrived, own, strict=True):
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
-                        self._put_state(flat, place, leaves)
+                        put(flat, place)
 
         if ferry.places:
             # One group at a time
@@ -323,39 +339,30 @@ class PointwiseOnFlats:
             # One call for all groups, where a kernel may launch once for many tensors
             for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
                 call(batch, _at(batch.state, tensors))
-        return regrouping.full.unflatten(leaves)
+        return state._replace(leaves=leaves, homes=homes)
 
-    def _flats_of(
-        self,
-        regrouping: _Regrouping,
-        leaves: list[Tensor],
-        device: torch.device,
-        *,
-        to_write: bool = False,
+    def _tensors_of(
+        self, regrouping: _Regrouping, state: HomedLeaves, device: torch.device
     ) -> list[Tensor]:
-        """Of the full state's leaves, the flat (piece,) at each of `following`: the one that they
-        are cut from, or a new one that they are copied to. `to_write`: leaves are cut from it
-        then."""
+        """The tensor at each of `places`: the flat (piece,) that leaves are cut from, or a new one
+        that they are copied to; or the leaf that follows no param."""
+        _, leaves, homes = state
         # Leaves that nobody else has, of all params: without a call for each, at every step
         if self._donate == "state" and self._are_leaves:
-            own = [leaves[place.positions[0]] for place in regrouping.following]
+            own = [leaves[place.positions[0]] for place in regrouping.places]
             if _lie_plainly(own):
                 return own
         found = []
-        for place in regrouping.following:
-            pieces = _at(place.positions, leaves)
-            home = self._owned.state.home_of(pieces)
-            if home is not None:
+        for place in regrouping.places:
+            home = homes.get(place.positions)
+            if not place.follows:
+                found.append(leaves[place.positions[0]])
+            elif home is not None:
                 found.append(home.flat)
-                continue
-            # A copy must be of what is brought, and stays beside the params
-            flat = place.group.pack(optree.tree_leaves(self._ferry.beside(pieces, device)))
-            if to_write:
-                # A leaf from elsewhere may share elements with another one
-                if flat is pieces[0] and self._donate != "state":
-                    flat = flat.clone()
-                self._put_state(flat, place, leaves)
-            found.append(flat)
+            else:
+                # A copy must be of what is brought, and stays beside the params
+                pieces = self._ferry.beside(_at(place.positions, leaves), device)
+                found.append(place.group.pack(pieces))
         return found
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: float) -> list[_Batch]:
@@ -497,16 +504,6 @@ class _Regrouping:
                 of_full[k] = self.places[state[-1]].positions[0]
         chosen = [groups[n] for n in numbers]
         return _Batch(chosen, numbers.start, plan.treedef, state, of_full)
-
-    def tensors(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The tensor at each of `places`: a flat, or that of the full state's leaves which follows
-        no param."""
-        # Flats come in the order of `following`, which is that of their places
-        remaining = iter(flats)
-        return [
-            next(remaining) if place.follows else leaves[place.positions[0]]
-            for place in self.places
-        ]
 
 
 def _lie_plainly(leaves: Sequence[Tensor]) -> bool:

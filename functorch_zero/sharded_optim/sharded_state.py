@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ..errors import DonatedError, StructureError
 from ..in_a_loss import are_trees_hidden
 from ..introspection import name_in_callers
 from ..layout.extent import Extent
-from ..layout.home import Home, Lease, has_ended
+from ..layout.home import HomedLeaves, Lease, has_ended
 from ..layout.levels import level_of
 from ..layout.piece import (
     AsMade,
@@ -133,7 +133,6 @@ class ShardedOptState(OnEngine):
     Args:
         tree: this rank's part of the state, in plain tensors.
         holding: how it is cut.
-        homes: the flats that leaves of it are cut from, and that nobody else has.
 
     Attributes:
         leases: its own, which pieces of it have, and those of leaves that `tree_map` has put here.
@@ -146,11 +145,18 @@ class ShardedOptState(OnEngine):
         "made it, or optimizer.init(params) on the sharded tree again"
     )
 
-    def __init__(self, tree: Any, holding: StateHolding, homes: Sequence[Home] = ()):
+    def __init__(self, tree: Any, holding: StateHolding):
         super().__init__(holding)
-        self._tree, self._homes = tree, homes
+        self._local = HomedLeaves.of(tree)
         self._made: AsMade | None = None  # its leaves, where the library has made them
         self.leases = [Lease()]
+
+    @classmethod
+    def of_local(cls, local: HomedLeaves, holding: StateHolding) -> ShardedOptState:
+        """The state of these leaves, and of flats that nobody else has."""
+        made = cls((), holding)
+        made._local = local
+        return made
 
     @classmethod
     def of_shown(cls, tree: Any, holding: StateHolding) -> ShardedOptState:
@@ -165,7 +171,7 @@ class ShardedOptState(OnEngine):
                 leaf if place is None else place.local(leaf, path, rank)
                 for leaf, place, path in rows
             ]
-        made = cls(treedef.unflatten(local), holding.lying(None))
+        made = cls.of_local(HomedLeaves(treedef, local, {}), holding.lying(None))
         made._shown = tree
         made.leases += leases_of(leaves)
         return made
@@ -181,17 +187,16 @@ class ShardedOptState(OnEngine):
         self.num_uses += 1
         self._check()
         if self._shown is None:
-            self._shown = self._as_pieces(self.beside)
+            self._shown = self._as_pieces(self.brought_for(None).local)
         return self._shown
 
-    def _as_pieces(self, tree: Any) -> Any:
-        leaves, treedef = optree.tree_flatten(tree)
+    def _as_pieces(self, local: HomedLeaves) -> Any:
         # Somebody's own tree, which no plan fits
-        if len(leaves) != len(self.holding.plan.leaves):
-            return tree
+        if len(local.leaves) != len(self.holding.plan.leaves):
+            return local.tree
         shown, is_brought = [], self.holding.brought is not None
         names = self.holding.plan.paths
-        rows = zip(leaves, self.holding.places(), names, strict=True)
+        rows = zip(local.leaves, self.holding.places(), names, strict=True)
         for leaf, place, path in rows:
             if isinstance(leaf, Tensor) and place is not None:
                 given = None if self.place is None else text_from(self.place, path)
@@ -201,7 +206,7 @@ class ShardedOptState(OnEngine):
             else:
                 shown.append(leaf)
         self._made = AsMade.of(self.origin, shown)
-        return treedef.unflatten(shown)
+        return local.treedef.unflatten(shown)
 
     @property
     def is_used_up(self) -> bool:
@@ -224,21 +229,34 @@ class ShardedOptState(OnEngine):
     @property
     def as_it_lies(self) -> Any:
         """This rank's part of the state in plain tensors, wherever it lies."""
-        self._check()
-        return self._tree
+        return self.local.tree
 
-    def for_updates(self, brought: Callable[[Any], Any] | None) -> Any:
-        """This rank's part of the state in plain tensors: as it lies, where `brought` brings it
-        from there; else beside the params."""
-        return self.as_it_lies if self.holding.brought is brought else self.beside
+    @property
+    def local(self) -> HomedLeaves:
+        """This rank's part of the state in plain tensors, wherever it lies, with the flats that
+        nobody else has."""
+        self._check()
+        return self._local
+
+    @property
+    def tensors(self) -> list[Any]:
+        """As of all nodes."""
+        return [*self.local.leaves]
+
+    def brought_for(self, brought: Callable[[Any], Any] | None) -> ShardedOptState:
+        """The state for updates: itself, where it lies beside the params, or `brought` brings it
+        there; else what is brought there."""
+        if self.holding.brought is None or self.holding.brought is brought:
+            return self
+        return ShardedOptState(self.beside, self.holding.lying(None))
 
     def with_local(self, tree: Any) -> ShardedOptState:
         """A state of other plain tensors, which lie where these do; some may be these."""
-        return self.lying_in(tree, self.holding.brought)
+        return self._like(HomedLeaves.of(tree, self._local.homes.values()), self.holding)
 
     def with_numbers(self, tree: Any) -> ShardedOptState:
         """A state of a tree in which some numbers are others, which ranks compare."""
-        known = set(map(id, optree.tree_leaves(self.as_it_lies)))
+        known = set(map(id, self.local.leaves))
         leaves = optree.tree_leaves(tree)
         numbers = [x for x in leaves if id(x) not in known and not is_moved(x)]
         words = ", ".join(map(content_word, numbers))
@@ -246,9 +264,8 @@ class ShardedOptState(OnEngine):
         made.origin = f"#{self.story.word:08x} with {words}"
         return made
 
-    def lying_in(self, tree: Any, brought: Callable[[Any], Any] | None) -> ShardedOptState:
-        """A state of other plain tensors, some of which may be these, in another place."""
-        made = ShardedOptState(tree, self.holding.lying(brought), self._homes)
+    def _like(self, local: HomedLeaves, holding: StateHolding) -> ShardedOptState:
+        made = ShardedOptState.of_local(local, holding)
         made.leases = self.leases
         return made
 
@@ -256,8 +273,8 @@ class ShardedOptState(OnEngine):
         """A state of these leaves under a holding of the same cut, which nobody has read."""
         if not self.are_leaves_shown and self.origin and holding is self.holding:
             return self
-        made = ShardedOptState(self.as_it_lies, holding, self._homes)
-        made.origin, made.leases = self.story.origin, self.leases
+        made = self._like(self.local, holding)
+        made.origin = self.story.origin
         return made
 
     @property
@@ -287,16 +304,11 @@ class ShardedOptState(OnEngine):
                 "tree_map(torch.clone, state), or shard with donate=False"
             )
 
-    def homes(self) -> Sequence[Home]:
-        """The flats that leaves of it are cut from; none of leaves that came from elsewhere."""
-        return self._homes
-
     def use_up(self) -> None:
         """Forget the tensors, which another state holds from now on."""
         for lease in self.leases:
             lease.has_ended = True
-        self._tree = self._shown = None
-        self._homes = ()
+        self._local, self._shown = HomedLeaves.of(()), None
 
     def _replace(self, **changes: Any) -> ShardedOptState:
         """Of a NamedTuple: the state with other fields."""
@@ -318,7 +330,7 @@ class ShardedOptState(OnEngine):
     def __repr__(self) -> str:
         if self.is_used_up:
             return "ShardedOptState(donated to a step)"
-        return f"ShardedOptState({outline(self._tree, most=4)})"
+        return f"ShardedOptState({outline(self._local.tree, most=4)})"
 
 
 def is_placed(node: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.home import HomedLeaves
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.testing.slicing import slice_tree
 
@@ -45,7 +46,7 @@ class Own:
         self._layout = make_layout(params, 1, trainable=lambda path, leaf: True)
         self._across = Sharded(self._layout, SingleRank(), donate=True)
         self._transform, self._params = transform, slice_tree(params, self._layout, 0)
-        self._state = transform.init(self._params, self._across)
+        self._state = HomedLeaves.of(transform.init(self._params, self._across))
 
     def grads(self, grads: dict[str, Tensor]) -> Any:
         return slice_tree(grads, self._layout, 0)
@@ -53,20 +54,11 @@ class Own:
     def step(self, grads: Any) -> None:
         flats, kernel = self._across.flats(self._params), self._transform.fused
         if kernel is not None and self._across.fuses(kernel, flats):
-            given = self._across.flats(grads)
-            self._state = self._across.fused(
-                None,
-                kernel,
-                given,
-                self._state,
-                flats,
-                None,
-                donate=True,
-            )
+            given, own = self._across.flats(grads), (None, kernel)
+            self._state = self._across.fused(*own, given, self._state, flats, None, donate=True)
             return
-        updates, self._state = self._transform.update(
-            grads, self._state, self._params, self._across
-        )
+        updates, state = self._transform.update(grads, self._state.tree, self._params, self._across)
+        self._state = HomedLeaves.of(state)
         for p, u in zip(tree_leaves(self._params), tree_leaves(updates), strict=True):
             p.add_(u)
 

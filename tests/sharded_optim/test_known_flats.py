@@ -100,7 +100,7 @@ def test_leaves_from_elsewhere_lie_in_no_flat() -> None:
     new = flat[3:].clone()
     homes.replace(leaves[1:], new, [new])
     assert flat_of(leaves[1:]) is None and flat_of([new]) is new
-    assert [home.flat for home in homes.among([new])] == [new]
+    assert [home.flat for home in homes.among([new]).values()] == [new]
 
 
 def of_first(updates: Any, state: Any, params: Any, across: Any) -> Any:

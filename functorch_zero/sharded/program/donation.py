@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import optree
-
 from ...layout.sharded_tree import ShardedTree
 from ...params import is_on_engine
 from ...sharded_optim.ferry import is_moved
@@ -119,8 +117,8 @@ class Donation:
 def _written_of(state: ShardedOptState) -> set[int]:
     """The storages of a state that an update would write to: all that lies in a place, or else the
     flats. It makes a new count and a new rate, and states of one optimizer may share the old."""
-    leaves = optree.tree_leaves(state.as_it_lies)
-    written = leaves if is_placed(state) else [home.flat for home in state.homes()]
+    _, leaves, homes = state.local
+    written = leaves if is_placed(state) else [home.flat for home in homes.values()]
     return storages([*filter(is_moved, written)])
 
 

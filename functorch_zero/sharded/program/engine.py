@@ -186,9 +186,9 @@ class ShardedEngine:
             look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
             places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
             if old is not None and old.holding.brought is self._brought:
-                over = old.as_it_lies
-            here = state.lying_in(state.as_it_lies, self._brought)
-            made = placed(places, here, over, look=look, ferry=ferry)
+                over = old
+            lying = holding.lying(self._brought)
+            made = placed(places, state, lying, over, look=look, ferry=ferry)
         if old is not None:
             old.use_up()
         return made
@@ -521,7 +521,7 @@ class ShardedEngine:
             )
         # Trees have many owners, so nothing is donated; of a state what a call says
         prepared = self._update_of(transform, params.sharding.layout, donate=False, fuse=True)
-        prepared.check_state(state.as_it_lies, axes.world.rank, what="the optimizer's state")
+        prepared.check_state(state, axes.world.rank, what="the optimizer's state")
         return prepared
 
     def _update_of(

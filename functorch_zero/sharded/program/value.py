@@ -345,9 +345,7 @@ def beside_params(value: Any) -> Any:
     def beside(node: Any) -> Any:
         if not isinstance(node, ShardedOptState):
             return node
-        if node.holding.brought is None:
-            return node
-        return ShardedOptState(node.beside, node.holding.lying(None))
+        return node.brought_for(None)
 
     return map_nodes(beside, value)
 
