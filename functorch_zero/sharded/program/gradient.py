@@ -207,7 +207,9 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
     else:
         ledger = run.scope.ledger
         ledger.gradients.append(Posted([*words_of(means), *run.log], rows, run.reminder))
-        if ledger.is_by_gradients or _needs_answer(run, flags):
+        # A program goes on without the other ranks' words, where neither flags say which buffers to
+        # synchronize, nor ranks of the same data compare values
+        if ledger.is_by_gradients or ledger.look or flags or axes.copy.num > 1:
             flags = ledger.settle_by_gradient(flags, run.call.data)
     found = means_of(means, group, axes.copy)
     if not run.call.options.looks:
@@ -219,13 +221,6 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
         layout, number = run.trees.layout_in_words(run.joined), axes.piece_number
         refuse(gradient_in_words(), outcome.loss, local.reduced, layout, number, axes.world)
     return Agreed(found, changed, fine=not unfit)
-
-
-def _needs_answer(run: GradientRun, flags: Sequence[bool]) -> bool:
-    """Whether a program needs the other ranks' words before it goes on."""
-    assert run.scope is not None
-    # Flags say which buffers to synchronize, and ranks of the same data compare values
-    return bool(flags) or run.options.axes.copy.num > 1 or run.scope.ledger.look
 
 
 @torch.no_grad()
