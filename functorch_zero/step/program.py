@@ -285,13 +285,13 @@ class LossCall:
             if self.takes_batch:
                 named["batch"] = batch
             # A sharded state among them stays closed: a loss can't read it, nor write to it
-            nodes = nodes_of(args)
-            own = [node for node in nodes if _is_plain(node)]
-            untouched = Untouched(own, look=look)
+            own = {n: node for n, node in enumerate(nodes_of(args)) if _is_plain(node)}
+            untouched = Untouched([*own.values()], look=look)
             result = self.loss(tree, *args, **named)
             changed = untouched.first_changed()
             if changed is not None:
-                raise _written(self.loss, args, own[changed], rank)
+                path = paths(args, is_on_engine)[[*own][changed]]
+                raise _written(self.loss, f"args.{path}", rank)
             self._note_aux(result, rank)
             return result
 
@@ -348,15 +348,11 @@ def _is_plain(leaf: Any) -> bool:
     return type(leaf) in (Tensor, torch.nn.Parameter) and is_plain(leaf) and not transforms_active()
 
 
-def _written(
-    loss: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor, rank: int | None
-) -> StructureError:
-    nodes = nodes_of(args)
-    n = next(n for n, node in enumerate(nodes) if node is tensor)
+def _written(loss: Callable[..., Any], path: str, rank: int | None) -> StructureError:
     return StructureError(
         f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
         "place, which each rank would keep for itself",
-        path=f"args.{paths(args, is_on_engine)[n]}",
+        path=path,
         rank=rank,
         remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
         "loss may write to them, and they come back equal on all ranks. Of other tensors make "
