@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -117,10 +118,7 @@ class ShardedEvalStep:
         every rank holds. `log` takes words of how trees were made. Collectives: those of `publish`,
         where params are chosen."""
         rank, place = self.group.rank, self.options.place
-
-        def choose(state: State) -> Any:
-            return self._chosen(state, log)
-
+        choose = partial(self._chosen, log=log)
         first, *_ = all_given = self.unsharded.arguments(state, args, choose)
         given = TreesAmong(all_given, is_held)
         if not given.trees:
