@@ -23,7 +23,6 @@ from ...groups import labelled
 from ...layout.extent import Rows
 from ...layout.flat_buffers import own_piece
 from ...layout.joined import Joined
-from ...layout.layout import Layout
 from ...layout.sharded_tree import ShardedTree
 from ...params import is_on_engine
 from ...runtime.prefetch import PrefetchOrder
@@ -89,11 +88,6 @@ class LossTrees(TreesAmong):
         if not read:
             return told
         return f"{told}, which only reads {' and '.join(tree.holding.label for tree in read)}"
-
-    def layout_in_words(self, joined: Joined) -> Layout:
-        """The layout of all trees, whose paths begin with the trees' names; that of the only one,
-        as one process tells paths."""
-        return self.trees[0].sharding.layout if len(self.trees) == 1 else joined.layout
 
     def trained_in(self, joined: Joined) -> list[tuple[ShardedTree, int]]:
         """The trees whose gradients are taken, each with the number of its first bucket.
@@ -218,7 +212,9 @@ def agree_on(run: GradientRun, local: LocalGradient) -> Agreed:
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if unfit and run.call.options.nonfinite == "raise":
         check_weight_value(outcome.weight, axes.world.rank)
-        layout, number = run.trees.layout_in_words(run.joined), axes.piece_number
+        # The paths of the only tree are those that one process tells; else they begin with names
+        trees, number = run.trees.trees, axes.piece_number
+        layout = trees[0].sharding.layout if len(trees) == 1 else run.joined.layout
         refuse(gradient_in_words(), outcome.loss, local.reduced, layout, number, axes.world)
     return Agreed(found, changed, fine=not unfit)
 
