@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -72,20 +72,13 @@ def _remedy(field: str) -> str:
     return "build model, optimizer and options the same way on every rank"
 
 
-class Difference(NamedTuple):
-    """A field in which two pieces of plain data differ."""
-
-    field: str  # dotted: "options.donate", "buffers[2]"
-    ours: Any
-    theirs: Any
-
-
-def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
-    """The first field in which two pieces of plain data, which are not equal, differ."""
+def first_difference(ours: Any, theirs: Any, field: str = "") -> tuple[str, Any, Any]:
+    """The first field in which two pieces of plain data, which are not equal, differ: its name,
+    dotted ("options.donate", "buffers[2]"), and its two values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys():
             # Two things by name, adamw and sgd say, rather than fields of one
-            return Difference(field, ours, theirs)
+            return field, ours, theirs
         for key in dict.fromkeys([*ours, *theirs]):
             a, b = ours.get(key, Absent), theirs.get(key, Absent)
             if a != b:
@@ -95,7 +88,7 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
         for i, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=Absent)):
             if a != b:
                 return first_difference(a, b, f"{field}[{i}]")
-    return Difference(field, ours, theirs)
+    return field, ours, theirs
 
 
 def _are_numbers(values: list[Any]) -> bool:
