@@ -300,10 +300,7 @@ def check_overlap(value: Any) -> Overlap | None:
     """The choice of that name; an `Overlap`, or None, as it is."""
     if value is None or isinstance(value, Overlap):
         return value
-    if value not in OVERLAPS:
-        raise ValueError(
-            f"overlap must be one of {(*OVERLAPS,)}, an Overlap or None, got {value!r}"
-        )
+    check_choice("overlap", value, OVERLAPS)
     return OVERLAPS[value]
 
 
