@@ -37,11 +37,9 @@ def refuse(
     pieces: dict[str, Tensor] = {}
     for b, flat in reduced.items():
         bucket = layout.buckets[b]
-        if isinstance(flat, Rows):
-            (n,) = bucket.leaves
-            pieces[layout.leaves[n].path] = flat.values
-            continue
-        for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
+        # Of a table, the rows of its one leaf
+        own = [flat.values] if isinstance(flat, Rows) else cut(flat, bucket, piece_number)
+        for n, piece in zip(bucket.leaves, own, strict=True):
             pieces[layout.leaves[n].path] = piece
     found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
     raise refusal(what, exchange_data(group, [float(loss), found]))
