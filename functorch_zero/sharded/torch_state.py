@@ -141,9 +141,11 @@ class TorchState:
         """Tensors by param and name, with all elements. One all-to-all per dtype where leaves have
         owners."""
         leaves = self._values()
-        spread = self._by_rows(i for i, entry in enumerate(self._entries) if entry.has_owner)
-        for i, rows in spread.to_rows(leaves).items():
-            leaves[i] = sharded_by_rows(rows, spread.shapes[i], self._placed)
+        at = [i for i, entry in enumerate(self._entries) if entry.has_owner]
+        by_rows = _ByRows([self._entries[i].leaf for i in at], self._placed)
+        rows = by_rows.from_owners([leaves[i] for i in at])
+        for i, own, shape in zip(at, rows, by_rows.shapes, strict=True):
+            leaves[i] = sharded_by_rows(own, shape, self._placed)
         return self._by_param(leaves)
 
     def load(self, given: ByParam) -> None:
@@ -160,13 +162,14 @@ class TorchState:
             for name in tensors:
                 if (param, name) not in known:
                     raise unfit(param, name, "no tensor of this name", "one")
-        new, by_rows = [], []
+        new, at = [], []
         for i, (entry, leaf) in enumerate(zip(self._entries, leaves, strict=True)):
             value = given.get(entry.param, {}).get(entry.name)
             new.append(self._fitting(entry, leaf, value))
             if entry.has_owner and is_dtensor(value):
-                by_rows.append(i)
-        for i, whole in self._by_rows(by_rows).from_rows(new).items():
+                at.append(i)
+        by_rows = _ByRows([self._entries[i].leaf for i in at], self._placed)
+        for i, whole in zip(at, by_rows.to_owners([new[i] for i in at]), strict=True):
             new[i] = whole
         # All of it fits: only now is something written. Leaves that lie in flats stay there
         shared: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -219,57 +222,45 @@ class TorchState:
             found[entry.param][entry.name] = x
         return found
 
-    def _by_rows(self, numbers: Iterable[int]) -> _ByRows:
-        return _ByRows({i: self._entries[i].leaf for i in numbers}, self._placed)
-
 
 class _ByRows:
     """The way of whole leaves from their owners to rows on all ranks, and back.
 
-    Args:
-        leaves: by position in the state.
-
     Attributes:
-        shapes: by position, of the tensors that are cut by rows; a number is one row.
+        shapes: of the tensors that are cut by rows; a number is one row.
     """
 
-    def __init__(self, leaves: Mapping[int, StateLeaf], placed: Placed):
+    def __init__(self, leaves: Sequence[StateLeaf], placed: Placed):
         self._leaves, self._rank = leaves, placed.group.rank
-        self.shapes = {i: leaf.shape or (1,) for i, leaf in leaves.items()}
+        self._owners = [leaf.owner for leaf in leaves]
+        self.shapes = [leaf.shape or (1,) for leaf in leaves]
         # Along all axes, one after the other, as a DTensor of several `Shard(0)` is cut
         cuts = tuple((axis, 0) for axis in range(len(placed.sizes)))
-        specs = {
-            f"{i:09}": PlacedLeaf(shape, leaves[i].dtype or torch.float32, cuts)
-            for i, shape in self.shapes.items()
-        }
-        boxes = [spec.boxes(placed.sizes)[self._rank] for spec in specs.values()]
+        specs = [
+            PlacedLeaf(shape, leaf.dtype or torch.float32, cuts)
+            for leaf, shape in zip(leaves, self.shapes, strict=True)
+        ]
+        boxes = [spec.boxes(placed.sizes)[self._rank] for spec in specs]
         self._here = [tuple(b - a for a, b in box) for box in boxes]
-        layout = placed_layout(specs, placed.sizes)
+        layout = placed_layout({f"{n:09}": x for n, x in enumerate(specs)}, placed.sizes)
         self._exchange = Exchange(layout, range(len(specs)), placed.group)
-        self._owners = [leaf.owner for leaf in leaves.values()]
 
-    def to_rows(self, state: list[Tensor]) -> dict[int, Tensor]:
-        """By position, this rank's rows of the owners' leaves."""
-        here = {}
-        for n, (i, leaf) in enumerate(self._leaves.items()):
-            if leaf.owner == self._rank:
-                here[n] = state[i].reshape(self.shapes[i])
-        empty = [state[i].new_empty(0) for i in self._leaves]
+    def from_owners(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's rows of the owners' leaves."""
+        rows = enumerate(zip(leaves, self._owners, self.shapes, strict=True))
+        here = {n: x.reshape(shape) for n, (x, owner, shape) in rows if owner == self._rank}
+        empty = [x.new_empty(0) for x in leaves]
         pieces = self._exchange.from_owners(here, empty, self._owners)
-        rows = zip(self._leaves, pieces, self._here, strict=True)
-        return {i: piece.view(shape) for i, piece, shape in rows}
+        return [piece.view(shape) for piece, shape in zip(pieces, self._here, strict=True)]
 
-    def from_rows(self, rows: list[Tensor]) -> dict[int, Tensor]:
-        """By position, the whole leaf at its owner, and nothing of it, (0,), elsewhere.
-
-        Args:
-            rows: by position, this rank's (n,).
-        """
-        (whole,) = self._exchange.to_owners([[rows[i] for i in self._leaves]], self._owners)
-        found = {}
-        for n, (i, leaf) in enumerate(self._leaves.items()):
-            found[i] = whole[n].reshape(leaf.shape) if n in whole else rows[i].new_empty(0)
-        return found
+    def to_owners(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The whole leaves at their owners, and nothing of them, (0,), elsewhere. `rows`: this
+        rank's (n,)."""
+        (whole,) = self._exchange.to_owners([rows], self._owners)
+        return [
+            whole[n].reshape(leaf.shape) if n in whole else rows[n].new_empty(0)
+            for n, leaf in enumerate(self._leaves)
+        ]
 
 
 def _entry(path: str, leaf: StateLeaf, params: Sequence[str], known: Collection[str]) -> _Entry:
