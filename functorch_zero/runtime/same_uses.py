@@ -29,7 +29,7 @@ from itertools import zip_longest
 
 from ..errors import GroupError
 from ..groups import labelled
-from ..groups.checks import ranks_text
+from ..groups.checks import by_rank
 from ..groups.forwarding import all_say
 from ..groups.protocol import Group
 from .unshard import UnitFlats
@@ -140,15 +140,11 @@ class SameUses:
         if len(set(everyone)) == 1:
             return
         said = next(_differences([json.loads(words) for words in everyone]))
-        ranks: dict[str, list[int]] = {}
-        for rank, word in enumerate(said):
-            ranks.setdefault(word, []).append(rank)
-        by_rank = "; ".join(f"{word} ({ranks_text(ranks[word])})" for word in ranks)
         raise GroupError(
             self.of_two,
             path=_path_of(said),
             expected="the same one on every rank",
-            got=by_rank,
+            got=by_rank(said),
             rank=self._group.rank,
             remedy=self.remedy,
         )

@@ -204,7 +204,7 @@ def test_units_of_earlier_micro_batches_count() -> None:
         return str(caught.value)
 
     for text in run_ranks(run, 2):
-        assert "layers.3, used in an earlier micro-batch only (rank 1)" in text, text
+        assert "rank 1: layers.3, used in an earlier micro-batch only" in text, text
 
 
 # Ranks that change alike
