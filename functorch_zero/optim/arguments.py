@@ -9,7 +9,6 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
 import torch
-from torch import Tensor
 
 from ..errors import explain
 
@@ -17,6 +16,7 @@ from ..errors import explain
 _NUMBERS = {"Number", "NumberOrSchedule", "float", "int"}
 # Kinds beside which a number's place takes a function of the step, too
 _FUNCTIONS = {"NumberOrSchedule", "Schedule", "Callable"}
+_BESIDE_A_NUMBER = _NUMBERS | _FUNCTIONS | {"Tensor", "None"}
 
 
 class _Range(NamedTuple):
@@ -89,11 +89,7 @@ def check_arguments(
             continue
         if kinds == {"Transform"}:
             check_is_transform(f"{name}'s {key}", value)
-        if not kinds & _NUMBERS or not kinds <= _NUMBERS | _FUNCTIONS | {
-            "Tensor",
-            "None",
-            "NoneType",
-        }:
+        if not kinds & _NUMBERS or not kinds <= _BESIDE_A_NUMBER:
             continue
         may_be_schedule = bool(kinds & _FUNCTIONS)
         if may_be_schedule and callable(value) and not isinstance(value, type):
@@ -144,11 +140,9 @@ def _remedy_for_no_number(value: Any) -> str:
 def _check_range(what: str, key: str, value: Any, default: Any) -> None:
     """Raise ValueError for a number that an optimizer can't use, as torch.optim does: a rate that
     ascends, a mean that grows, a NaN. A tensor's value is not read: it may be traced."""
-    if isinstance(value, Tensor) or not isinstance(value, Real):
-        return
     allowed = _RANGES[key]
     # A default of 1 makes sums of what else are means
-    if allowed.has(float(value)) or value == default:
+    if not isinstance(value, Real) or allowed.has(float(value)) or value == default:
         return
     remedy = "pass a number in this range"
     if key == "learning_rate" and value < 0:
@@ -170,8 +164,7 @@ def _kinds(annotation: Any) -> set[str]:
         return {kind.partition("[")[0] for kind in annotation.split(" | ")}
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = get_args(annotation) if is_union else (annotation,)
-    names = {getattr(kind, "__name__", "") for kind in kinds}
-    return names | ({"None"} if NoneType in kinds else set())
+    return {"None" if kind is NoneType else getattr(kind, "__name__", "") for kind in kinds}
 
 
 def check_is_transform(what: str, value: Any) -> None:
