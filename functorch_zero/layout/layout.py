@@ -255,7 +255,8 @@ class LossView(NamedTuple):
     units: tuple[int, ...]  # the number of the leaf's unit
     numbers: tuple[int, ...]  # the leaf's number in its unit
     shapes: tuple[tuple[int, ...], ...]  # of whole leaves
-    dtypes: tuple[torch.dtype, ...]  # that they are used in
+    stored: tuple[torch.dtype, ...]
+    dtypes: tuple[Dtypes | None, ...]  # as of a `LeafSpec`
     trainable: tuple[bool, ...]
 
 
@@ -324,13 +325,12 @@ class Layout:
         for u, content in enumerate(self.contents):
             for k, n in enumerate(content.leaves):
                 units[n], numbers[n] = u, k
-        # A bucket's leaves share one
-        dtypes = tuple(self.buckets[b].compute for b, _ in self.places)
         return LossView(
             units=tuple(units),
             numbers=tuple(numbers),
             shapes=tuple(leaf.shape for leaf in self.leaves),
-            dtypes=dtypes,
+            stored=tuple(leaf.dtype for leaf in self.leaves),
+            dtypes=tuple(leaf.dtypes for leaf in self.leaves),
             trainable=tuple(leaf.trainable for leaf in self.leaves),
         )
 

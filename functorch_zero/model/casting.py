@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import map_tensors
+from .._torch_private import map_tensors, transforms_active
 from ..compress import dtype_of, rounded
 from ..errors import StructureError
 from ..params import Params, UnitSpec
@@ -167,6 +167,15 @@ def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     return rounded(leaf, dtypes.gather).to(dtypes.compute)
 
 
+def as_used(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
+    """`cast_leaf`. The gradient of a leaf of autograd's graph is rounded as reductions are, another
+    way than the cast's own would be."""
+    if dtypes is not None and leaf.is_leaf and leaf.requires_grad and not transforms_active():
+        cast: Tensor = CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
+        return cast
+    return cast_leaf(leaf, dtypes)
+
+
 def as_reduced(
     grads: PyTree[Tensor], params: PyTree[Tensor], wanted: PyTree[bool]
 ) -> PyTree[Tensor]:
@@ -225,8 +234,7 @@ class CastUnit:
         *,
         look: bool,
     ):
-        self._modules = set(unit.modules)
-        self._name = unit.name
+        self._unit = unit
         self._look = look  # whether the values of leaves are compared after a use
         self._stored = stored  # the unit's leaves, whole, in their storage dtypes
         self._dtypes = dtypes  # of each leaf; None: used as it is stored
@@ -247,7 +255,7 @@ class CastUnit:
     def leave(self, module: str) -> None:
         self._depth -= 1
         self._left.add(module)
-        if self._depth == 0 and self._left >= self._modules:
+        if self._depth == 0 and self._left.issuperset(self._unit.modules):
             self.close()
 
     def touch(self) -> Sequence[Tensor]:
@@ -256,8 +264,11 @@ class CastUnit:
         if self._leaves is None or (tracked and not self._tracked):
             self.close()
             with outside_modes():
-                pairs = zip(self._stored, self._dtypes, strict=True)
-                self._leaves = [self._cast(leaf, dtypes) for leaf, dtypes in pairs]
+                # A tensor of this use's own where nothing is cast
+                self._leaves = [
+                    leaf.view_as(leaf) if dtypes is None else as_used(leaf, dtypes)
+                    for leaf, dtypes in zip(self._stored, self._dtypes, strict=True)
+                ]
             self._untouched = Untouched(self._leaves, look=self._look)
             self._tracked = tracked
             self._left = set()
@@ -269,29 +280,16 @@ class CastUnit:
 
     def grads_of_stored(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the leaves as they were cast -> of those stored, rounded as of a use."""
-        rounded: list[Tensor | None] = []
-        for leaf, dtypes, grad in zip(self._stored, self._dtypes, grads, strict=True):
-            if grad is not None and dtypes is not None:
-                grad = _as_reduced(grad, dtypes, leaf.dtype)
-            rounded.append(grad)
-        return rounded
+        return [
+            grad if grad is None or dtypes is None else _as_reduced(grad, dtypes, leaf.dtype)
+            for leaf, dtypes, grad in zip(self._stored, self._dtypes, grads, strict=True)
+        ]
 
     def close(self) -> None:
         """Let go of the leaves made at the last entry; raise if the loss has written to them."""
-        self._untouched.check(self._name)
+        self._untouched.check(self._unit.name)
         self._untouched = Untouched([], look=False)
         self._leaves = None
-
-    def _cast(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
-        if dtypes is None:
-            # A new tensor, so that its version counts this use's writes; it shares storage
-            return leaf.view_as(leaf)
-        # Frozen: no gradient to round, so no node is needed
-        if not leaf.requires_grad:
-            return cast_leaf(leaf, dtypes)
-        # A node, since the gradient is rounded another way than the cast's own would be
-        cast: Tensor = CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
-        return cast
 
 
 class CastParams:
@@ -317,7 +315,6 @@ class CastParams:
         trees = (params,) if round_sums is None else (params, round_sums)
         # `Params` are told from plain dicts, as only they know units
         self.params = optree.tree_map(self._seen, *trees, is_leaf=_is_params)
-        mark_policies(self.params)
 
     def _seen(self, node: Any, round_sums: Any = None) -> Any:
         """A model's params with lazy ones in units that are cast; any other leaf as it is."""
@@ -332,24 +329,21 @@ class CastParams:
         self, unit: UnitSpec, params: Params, round_sums: Mapping[str, bool]
     ) -> dict[str, LazyParam]:
         """The unit's leaves as lazy parameters, by path; empty where none is cast."""
-        stored: list[Tensor] = []
-        dtypes: list[Dtypes | None] = []
-        for path, policy in unit.policies.items():
-            stored.append(params[path])
-            found = policy.dtypes(params[path].dtype)
-            if found is not None and round_sums.get(path):
-                found = replace(found, reduce=params[path].dtype)
-            dtypes.append(found)
-        if all(found is None for found in dtypes):
+        stored: list[Tensor] = [params[path] for path in unit.policies]
+        dtypes = [*map(Precision.dtypes, unit.precisions, [leaf.dtype for leaf in stored])]
+        if not any(dtypes):
             return {}
-        entrance = CastUnit(unit, stored, dtypes, look=self._look)
+        # Of each use, for `CastUnit`
+        of_uses = [
+            replace(found, reduce=leaf.dtype) if found and round_sums.get(path) else found
+            for path, leaf, found in zip(unit.policies, stored, dtypes, strict=True)
+        ]
+        entrance = CastUnit(unit, stored, of_uses, look=self._look)
         self._units.append(entrance)
-        lazy = []
-        for number, leaf in enumerate(stored):
-            found = dtypes[number]
-            # A lazy one shows the dtype that the loss computes in
-            used = leaf.dtype if found is None else found.compute
-            lazy.append(make_lazy_param(entrance, number, leaf.shape, used, leaf.device))
+        lazy = [
+            make_lazy_param(entrance, number, leaf.shape, leaf.dtype, found, leaf.device)
+            for number, (leaf, found) in enumerate(zip(stored, dtypes, strict=True))
+        ]
         trainable = [leaf.requires_grad for leaf in stored]
         handed = handed_out(lazy, trainable, stored, entrance.grads_of_stored)
         return dict(zip(unit.leaves, handed, strict=True))
@@ -358,15 +352,6 @@ class CastParams:
         """Let go of the leaves that were cast, and raise if the loss has written to one."""
         for unit in self._units:
             unit.close()
-
-
-def mark_policies(params: PyTree[Any]) -> None:
-    """Tell lazy parameters the policies by which they are cast, which they keep in other trees."""
-    for node in optree.tree_leaves(params, is_leaf=_is_params):
-        for unit in node.units if _is_params(node) else ():
-            for path, policy in unit.policies.items():
-                if isinstance(node[path], LazyParam):
-                    node[path].policy = policy
 
 
 def _is_params(node: Any) -> bool:

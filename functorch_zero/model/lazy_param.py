@@ -31,7 +31,7 @@ from .._torch_private import (
 )
 from ..errors import StructureError
 from ..in_a_loss import OF_THIS_RANK
-from ..precision import Precision
+from ..precision import Dtypes
 from ..tree import PyTree
 
 
@@ -126,7 +126,8 @@ class LazyParam(torch.Tensor):
 
     entrance: Entrance  # of the leaf's unit, for one pass
     number: int  # of this leaf among the entrance's
-    policy: Precision | None = None  # by which its unit casts it; None: it has none
+    stored: torch.dtype
+    dtypes: Dtypes | None  # by which its unit casts it; None: it is used as it is stored
     is_asked = False  # whether its torch function was looked for, and has not been called since
 
     def whole(self) -> Tensor:
@@ -210,18 +211,20 @@ def make_lazy_param(
     entrance: Entrance,
     number: int,
     shape: Sequence[int],
-    dtype: torch.dtype,
+    stored: torch.dtype,
+    dtypes: Dtypes | None,
     device: torch.device,
     kind: type[LazyParam] = LazyParam,
 ) -> LazyParam:
-    """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
-    and device are those of the whole leaf in use. No gradient flows to it: see `handed_out`."""
+    """A lazy parameter without storage: number `number` among the entrance's leaves. It has the
+    dtype that the whole leaf is used in. No gradient flows to it: see `handed_out`."""
+    used = stored if dtypes is None else dtypes.compute
     # No storage: an operator that got through would find nothing to read
     lazy: LazyParam = make_wrapper(
-        kind, shape, None, None, None, dtype, torch.strided, device, False, False
+        kind, shape, None, None, None, used, torch.strided, device, False, False
     )
-    lazy.entrance = entrance
-    lazy.number = number
+    lazy.entrance, lazy.number = entrance, number
+    lazy.stored, lazy.dtypes = stored, dtypes
     return lazy
 
 

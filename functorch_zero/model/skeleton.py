@@ -19,7 +19,6 @@ from .._torch_private import (
     buffers_dict,
     has_backward_hooks,
     params_dict,
-    transforms_active,
     without_torch_function,
 )
 from ..errors import StructureError
@@ -27,7 +26,7 @@ from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of, note_changed, note_left
-from .casting import CastLeaf, Policies, cast_leaf
+from .casting import Policies, as_used
 from .compile import compiled
 from .copying import copied_functions, copy_module
 from .fast_path import asked_about
@@ -195,14 +194,14 @@ class Skeleton:
         with without_torch_function():
             for path, policy in self._policies.items():
                 leaf = params[path]
-                if not isinstance(leaf, LazyParam) or leaf.policy == policy:
+                if not isinstance(leaf, LazyParam) or policy.dtypes(leaf.stored) == leaf.dtypes:
                     continue
                 if policy.dtypes(leaf.dtype) is not None:
                     raise StructureError(
                         "params have lost the model's Precision, as a plain dict of them does",
                         path=path,
                         expected=policy,
-                        got=leaf.policy or leaf.dtype,
+                        got=leaf.dtypes or leaf.dtype,
                         remedy="give `init` or `shard_tree` the `Params` that functionalize "
                         "returned; a tree_map over it keeps it one",
                     )
@@ -212,12 +211,7 @@ class Skeleton:
         policy = self._policies.get(path)
         if policy is None or isinstance(leaf, LazyParam):
             return leaf
-        dtypes = policy.dtypes(leaf.dtype)
-        # A leaf of autograd's graph is one as it is stored: its gradient is rounded, too
-        is_stored = leaf.is_leaf and leaf.requires_grad and not transforms_active()
-        if dtypes is not None and is_stored:
-            return CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
-        return cast_leaf(leaf, dtypes)
+        return as_used(leaf, policy.dtypes(leaf.dtype))
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:
         """Let go of the values, unless something still refers to a module and may yet run it.

@@ -455,6 +455,7 @@ class Pass:
                 map(entrances.__getitem__, seen.units),
                 seen.numbers,
                 seen.shapes,
+                seen.stored,
                 seen.dtypes,
                 repeat(self._device),
                 map(kinds.__getitem__, seen.units),

@@ -16,7 +16,6 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..in_a_loss import hiding_trees
 from ..layout.sharded_tree import ShardedTree, is_held
-from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
 from ..params import engine_of, is_on_engine, map_nodes, nodes_of, without_engines
 from ..runtime.unit import Pass
@@ -97,10 +96,9 @@ class ShardedEvalStep:
             # The numbers that a training step draws from this state, so evaluations repeat
             random = replayed(state.seed, state.step, options.axes.data.rank, device)
             with given_batch(on_ranks), random:
-                lazy = run.lazy_params()
-                mark_policies(lazy)
+                read = given.with_lazy(run.lazy_params())
                 with hiding_trees():
-                    found = call_eval(self.unsharded.fn, given.with_lazy(lazy), args, rank)
+                    found = call_eval(self.unsharded.fn, read, args, rank)
                 run.finish()
             untouched.check(others)
             if look:

@@ -22,7 +22,7 @@ class Told:
         self._name, self._log = name, log
 
     def handle(self, number: int) -> LazyParam:
-        return make_lazy_param(self, number, (2,), torch.float32, torch.device("cpu"))
+        return make_lazy_param(self, number, (2,), torch.float32, None, torch.device("cpu"))
 
     def enter(self, module: str) -> Sequence[Tensor]:
         self._log.append(f"enter {self._name} for {module}")

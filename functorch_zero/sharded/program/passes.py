@@ -14,7 +14,6 @@ from ...errors import StructureError
 from ...groups import labelled
 from ...in_a_loss import hiding_trees
 from ...model.buffer_copies import check_left_in_backward
-from ...model.casting import mark_policies
 from ...profiling import NOTHING, ranged
 from ...runtime.two_seeds import TwoSeeds
 from ...runtime.unit import Pass
@@ -102,7 +101,6 @@ def _run_pass(
     try:
         with torch.enable_grad(), given_batch(batch):
             params, num_hooks = one_pass.lazy_params(), hooks_registered()
-            mark_policies(params)
             loss_fn, given = run.call.loss_fn(look=run.look, rank=rank), run.trees.with_lazy(params)
             explaining = _explaining_lazy_params(rank)
             with ranged("loss"), hiding_trees(), one_pass.around_loss(), explaining:
