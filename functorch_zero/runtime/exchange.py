@@ -56,16 +56,10 @@ class Exchanged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange, around: Any) -> tuple[Tensor, Tensor]:
         result = exchange.there(x).data  # no view, which the loss couldn't write to
         ctx.exchange, ctx.around = exchange, around
-        ctx.like = result.shape, result.dtype, result.device
-        # Zeros are made when they are wanted: most often the loss has used the result
-        ctx.set_materialize_grads(False)
         return result, result.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
-        if grad is None:
-            shape, dtype, device = ctx.like
-            grad = torch.zeros(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, None, None]:
         return ctx.around.on_exchange(ctx.exchange, grad), None, None
 
 
@@ -89,7 +83,7 @@ class Region:
         self._kept: list[tuple[str, Tensor]] = []  # words and results, in their order
         self.run: Any = None  # the one that runs now, an object of its own
         self._run: Any = None  # that goes through the results,
-        self._next = 0  # and the number of the result that it is given next
+        self._rest = iter(self._kept)  # and those that it has yet to come to
 
     def keep(self, word: str, result: Tensor) -> None:
         """Note the result of an exchange in the first run."""
@@ -99,10 +93,9 @@ class Region:
     def again(self, word: str) -> Tensor | None:
         """The result for another run of the region; None: the first one had no such exchange."""
         if self.run is not self._run:
-            self._run, self._next = self.run, 0
-        kept = self._kept[self._next : self._next + 1]
-        self._next += 1
-        return kept[0][1].clone() if kept and kept[0][0] == word else None
+            self._run, self._rest = self.run, iter(self._kept)
+        said, result = next(self._rest, ("", None))
+        return result.clone() if said == word and result is not None else None
 
 
 def region_of(hooks: Any) -> Region | None:
