@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
-from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
 from ..groups.mesh import Axes
-from ..layout.flat_buffers import to_tree, unpack
+from ..layout.flat_buffers import unpack
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
@@ -66,17 +65,14 @@ def all_gather_tree(tree: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
         flats.append(flat)
     for work in started:
         work.wait()
-    leaves = [
-        [None] * len(bucket.leaves) if flat is None else unpack(flat, bucket)
-        for flat, bucket in zip(flats, layout.buckets, strict=True)
-    ]
-    trained = layout.treedef.unflatten(tree.trained if is_held else [False] * len(layout.leaves))
-
-    def own(on: bool, leaf: Tensor | None) -> Tensor | None:
-        # The state's own flats are among them, so leaves are copied
-        return None if leaf is None else leaf.detach().clone().requires_grad_(on)
-
-    return tree_map(own, trained, to_tree(leaves, layout))
+    leaves: list[Tensor | None] = [None] * len(layout.leaves)
+    for flat, bucket in zip(flats, layout.buckets, strict=True):
+        if flat is None:
+            continue
+        for n, leaf in zip(bucket.leaves, unpack(flat, bucket), strict=True):
+            # The state's own flats are among them, so leaves are copied
+            leaves[n] = leaf.detach().clone().requires_grad_(is_held and tree.trained[n])
+    return layout.treedef.unflatten(leaves)
 
 
 def make_reduction(
