@@ -18,20 +18,21 @@ from .._torch_private import VALUE_NEEDED, FakeTensorMode
 from ..errors import StructureError, TransformError, explain
 from ..groups.mesh import SameData
 from ..layout.layout import Layout
-from ..layout.levels import LevelRule, Levels, levels_of
+from ..layout.levels import LevelRule, levels_of
 from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.prefetch import Overlap
+from ..sharded.api import shard
 from ..sharded.notes import codecs_of, elements_by_unit, found_units, notes_of, tables_of
-from ..sharded.options import Options, ShardOptions, check_state_axes
+from ..sharded.options import ShardOptions
 from ..sharded.program.step import ShardedStep
 from ..step.loss import Aux, LossFn
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep, train_step, with_loss
 from ..tree import PATTERNS, path_matches
-from .imagined_ranks import imagined_axes, imagined_like
+from .imagined_ranks import imagined, lone_rank
 from .imagined_step import BETWEEN, imagine
 from .live_bytes import ValueNeeded
 from .report import Bandwidth, Plan, balance_of
@@ -120,18 +121,21 @@ def plan(
                 got=f"a {type(model_or_params).__name__} first",
             )
         )
-    sharded: Options | None = None
+    sharded: ShardedStep | None = None
     if isinstance(optimizer, ShardedStep):
         told = {"level": level, "ranks": ranks, "shard_size": shard_size, "same_data": same_data}
         _check_told_once({**told, "rank": rank or None, **of_shard})
-        sharded, optimizer = optimizer.options, optimizer.unsharded
-    elif level is None or ranks is None:
-        raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
+        sharded, optimizer = optimizer, optimizer.unsharded
     if isinstance(optimizer, ProgramStep) and not isinstance(optimizer, TrainStep):
         others = {"units": units, "precision": precision, "buffers": buffers}
         work = _work_of_program(optimizer, model_or_params, batch, others)
     else:
         work = _work_of_training(model_or_params, optimizer, batch, buffers, units, precision)
+    if sharded is None:
+        if level is None or ranks is None:
+            raise TypeError("plan takes level=... and ranks=..., or a step that shard has made")
+        group = lone_rank(rank, ranks, shard_size, same_data)
+        sharded = shard(work.step, level=level, group=group, **of_shard)
     # Losses may bring constants of their own, which are real tensors
     fake = None if batch is None else FakeTensorMode(allow_non_fake_inputs=True)
     rows = rows or {}
@@ -139,24 +143,18 @@ def plan(
     lie_on, watch = _device_of(work.trees), MemoryWatch(fake, rows)
     # Those on meta may become any device's
     device = torch.device("cpu") if lie_on.type == "meta" else lie_on
-    # A reduction over gloo takes room, and over NCCL it takes none
-    swaps = device.type == "cpu"
-    if sharded is not None:
-        options = replace(sharded, axes=imagined_like(sharded.axes, watch, swaps=swaps))
-    else:
-        assert level is not None and ranks is not None
-        given: dict[str, Any] = {**of_shard}
-        both = check_state_axes(given.pop("state_axes", "shard")) == "both"
-        shape = shard_size, both, same_data
-        axes = imagined_axes(rank, ranks, watch, *shape, swaps=swaps)
-        options = Options.checked(work.step, Levels(level), axes, **given)
-    # The stand-ins may lie on another device than the leaves
-    options = replace(options, overlap=options.overlap or Overlap.by_default(device))
+    options = replace(
+        sharded.options,
+        # A reduction over gloo takes room, and over NCCL it takes none
+        axes=imagined(sharded.options.axes, watch, swaps=device.type == "cpu"),
+        # The stand-ins may lie on another device than the leaves
+        overlap=sharded.options.overlap or Overlap.by_default(device),
+    )
     # Shapes, strides, dtypes and devices stay; elements go
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (work.trees, work.args))
     with _values_refused(watch), _told_of_lists(batch):
-        imagined = imagine(work.step, options, watch, lie_on, *inputs)
-    layout = imagined.layout
+        found = imagine(work.step, options, watch, lie_on, *inputs)
+    layout = found.layout
     _check_tables(rows, layout, all_named=batch is None)
     group, samples = options.group, watch.samples
     notes = codecs_of(layout, group.size)
@@ -169,12 +167,12 @@ def plan(
         num_ranks=group.size,
         rank=group.rank,
         num_params=sum(leaf.numel for leaf in layout.leaves),
-        params=imagined.params,
-        state=imagined.state,
-        buffers=imagined.buffers,
-        parts=imagined.parts,
-        gradients=imagined.gradients,
-        stored=imagined.stored,
+        params=found.params,
+        state=found.state,
+        buffers=found.buffers,
+        parts=found.parts,
+        gradients=found.gradients,
+        stored=found.stored,
         # The most at one moment, over all
         gathered=max(sample.gathered for sample in samples),
         samples=tuple(samples),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ..groups.counting import Call, MirrorGroup
 from ..groups.labels import LabelledGroup
-from ..groups.mesh import Axes, SameData, axes_of, check_same_data, check_shard_size, mesh_axes
-from ..groups.protocol import Work
+from ..groups.mesh import Axes, HybridGroup, SameData
+from ..groups.protocol import Group, Work
 from ..groups.signature import brought
 from ..groups.work import Then
 from .report import Collective
@@ -86,63 +87,43 @@ class Recorder(LabelledGroup):
         return last if last in ("metrics", "publish") else self.watch.phase
 
 
-def imagined_axes(
-    rank: int,
-    size: int,
-    watch: MemoryWatch,
-    shard_size: int | None,
-    both: bool,
-    same_data: SameData | None,
-    *,
-    swaps: bool,
-) -> Axes:
-    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
-    its shard axis.
-
-    Args:
-        watch: that all of them tell.
-        both: whether the optimizer's state is cut along both axes.
-        same_data: as for `plan`.
-        swaps: as for `Recorder`.
-    """
-
-    def group(rank: int, size: int, axis: str) -> Recorder:
-        name = f"{axis} {size}" if size > 1 else "itself"  # the axis of one rank has no traffic
-        return Recorder(rank, size, watch, name=name, swaps=swaps)
-
+def lone_rank(rank: int, size: int, shard_size: int | None, same_data: SameData | None) -> Group:
+    """Rank `rank` of `size` without the others, for `shard`: of one axis, or of a mesh with
+    `shard_size` ranks along its shard axis."""
     if size < 1:
         raise ValueError(f"ranks must be at least 1, got {size}")
     if not 0 <= rank < size:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {size}")
-    # For metrics and agreement
-    world = group(rank, size, "all")
-    check_same_data(same_data)
-    if shard_size is None:
-        if same_data is not None:
-            raise ValueError(
-                f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
-                "Remedy: plan(..., shard_size=...)"
-            )
-        return axes_of(world, both=both)
-    check_shard_size(shard_size, size)
-    # As of `HybridGroup`: rank = replica * shard_size + place
-    replica, place = divmod(rank, shard_size)
-    num_replicas = size // shard_size
-    shard = group(place, shard_size, "shard")
-    replicate = group(replica, num_replicas, "replicate")
-    # In the order of `HybridGroup.by_piece`
-    optimizer = group(place * num_replicas + replica, size, "all") if both else shard
-    return mesh_axes(world, shard, replicate, optimizer, same_data)
+    if shard_size is not None:
+        return HybridGroup(MirrorGroup(rank, size), shard_size=shard_size, same_data=same_data)
+    if same_data is not None:
+        raise ValueError(
+            f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
+            "Remedy: plan(..., shard_size=...)"
+        )
+    return MirrorGroup(rank, size)
 
 
-def imagined_like(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
-    """Axes of the same sizes, for the rank with the same pieces."""
-    return imagined_axes(
-        axes.replicate.rank * axes.shard.size + axes.shard.rank,
-        axes.world.size,
-        watch,
-        axes.shard.size if axes.mesh else None,
-        axes.both,
-        axes.same_data,
-        swaps=swaps,
+def imagined(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:
+    """These axes, with recorders for their groups.
+
+    Args:
+        watch: that all of them tell.
+        swaps: as for `Recorder`.
+    """
+    made: dict[int, Recorder] = {}  # by the id of a group, which may be that of several axes
+
+    def recorder(group: Group, axis: str) -> Recorder:
+        # The axis of one rank has no traffic
+        name = f"{axis} {group.size}" if group.size > 1 else "itself"
+        new = Recorder(group.rank, group.size, watch, name=name, swaps=swaps)
+        return made.setdefault(id(group), new)
+
+    shard, replicate = axes.shard, axes.replicate
+    return replace(
+        axes,
+        world=recorder(axes.world, "all"),  # for metrics and agreement
+        shard=replace(shard, group=recorder(shard.group, "shard")),
+        replicate=replace(replicate, group=recorder(replicate.group, "replicate")),
+        optimizer=recorder(axes.optimizer, "all"),
     )

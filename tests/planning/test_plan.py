@@ -25,10 +25,11 @@ from functorch_zero import optim, plan
 from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call, counted
+from functorch_zero.groups.mesh import axes_of
 from functorch_zero.optim import Needs
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.planning import Collective, Plan, zero_bytes
-from functorch_zero.planning.imagined_ranks import imagined_axes
+from functorch_zero.planning.imagined_ranks import imagined, lone_rank
 from functorch_zero.planning.watch import MemoryWatch
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
@@ -468,10 +469,9 @@ def test_a_mesh_of_two_axes(level: int, over: Any, planned: tuple[int, ...]) -> 
         return held(state.params), first, sharded.options.axes
 
     for rank, (bytes_of_params, first, axes) in enumerate(run_ranks(on_rank, 4)):
-        imagined = imagined_axes(
-            rank, 4, MemoryWatch(None, {}), 2, over == "both", None, swaps=True
-        )
-        assert axes.optimizer.rank == imagined.optimizer.rank
+        own = axes_of(lone_rank(rank, 4, 2, None), both=over == "both")
+        recorded = imagined(own, MemoryWatch(None, {}), swaps=True)
+        assert axes.optimizer.rank == recorded.optimizer.rank
         if rank not in planned:  # a plan takes a second
             continue
         options: dict[str, Any] = {
