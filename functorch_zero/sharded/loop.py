@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..errors import StructureError
 from ..groups import as_group, labelled
 from ..groups.checks import check_source
 from ..groups.protocol import Group
-from ..tree import PyTree, paths
+from ..tree import PyTree, named_leaves
 from .agreement import agree
 from .failures import sharing_failures
 
@@ -67,7 +66,7 @@ def broadcast(
     with sharing_failures(group, call="broadcast", settles=True), torch.no_grad():
         # By path, as plain data
         shapes: dict[str, Any] = {}
-        for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+        for path, leaf in named_leaves(tree).items():
             _check_has_values(path, leaf, group.rank)
             shapes[path] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         # Ranks that differ in it would hang in the broadcasts, or mix up leaves
