@@ -78,8 +78,9 @@ def broadcast(
 def _check_has_values(path: str, leaf: Any, rank: int) -> None:
     if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
         got = leaf.device if isinstance(leaf, Tensor) else type(leaf).__name__
-        what = "only tensors with values can be broadcast"
-        raise StructureError(what, path=path, got=got, rank=rank)
+        raise StructureError(
+            "only tensors with values can be broadcast", path=path, got=got, rank=rank
+        )
 
 
 def _broadcast_leaf(leaf: Tensor, source: int, group: Group) -> Tensor:
