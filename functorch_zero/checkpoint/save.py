@@ -238,6 +238,6 @@ def _savers_of(step: Step) -> _Savers:
         _SAVERS[step] = savers = _Savers(group_of(step))
         # The step asks `failed` at every call, and raises on all ranks
         if isinstance(step, ShardedStep):
-            step.background.append(savers)
+            step.background.add(savers)
     made: _Savers = _SAVERS[step]
     return made

@@ -29,6 +29,7 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
 from ..params import as_local, map_nodes, nodes_of
+from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
 from ..sharded.placed import Stored, stored_flats
@@ -169,7 +170,7 @@ class _ImaginedAgreement:
     a step sends is sent."""
 
     def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
-        self._agreement = AgreementOfRanks(step, options, background=())
+        self._agreement = AgreementOfRanks(step, options, BackgroundTasks())
         self.is_by_gradients, self.own = self._agreement.is_by_gradients, self._agreement.own
         self._watch = watch
 

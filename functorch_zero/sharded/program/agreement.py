@@ -4,11 +4,11 @@ each step on its results."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from ...errors import GroupError, MismatchError, PeerError
+from ...errors import GroupError, MismatchError
 from ...groups import labelled
 from ...layout.layout import Layout
 from ...model.untouched import is_looked_at
@@ -18,6 +18,7 @@ from ...params import as_local, is_on_engine
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
+from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
@@ -25,18 +26,6 @@ from ..readable import told_apart, told_story, told_values
 from ..words import exchange_data, tell
 from .ledger import Ledger
 from .value import Nodes
-
-
-class BackgroundTask(Protocol):
-    """Something that runs beside a step's calls on every rank, such as an `async_save`."""
-
-    def failed(self) -> bool:
-        """Whether it has failed, and nobody was told yet."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for its end, and raise its error, if it has failed."""
-        ...
 
 
 class AgreementOfRanks:
@@ -51,11 +40,10 @@ class AgreementOfRanks:
     Args:
         step: the program.
         options: those of `shard`.
-        background: the step's tasks. When one has failed on any rank, every rank's next step raises
-            before it touches the state.
+        background: the step's tasks, whose failures all ranks learn here.
     """
 
-    def __init__(self, step: ProgramStep, options: Options, background: Sequence[BackgroundTask]):
+    def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
         self._options, self._background = options, background
         self.is_by_gradients = step.is_training_step
         self.own: Sequence[str] = step.buffers if options.sync_buffers == "local" else ()
@@ -130,18 +118,14 @@ class AgreementOfRanks:
         found = ledger.step, calls, gradients, ledger.facts
         digest = self._batches.digest(batch, look=ledger.look)
         # Ranks at different calls of a step send equal lengths, since `tell` does
-        all_flags = [any(task.failed() for task in self._background), *flags]
+        all_flags = [self._background.failed(), *flags]
         told = tell([repr(found)], all_flags, group, ledger.num_rows, digest)
         if not told.alike:
             values = {name: in_words() for name, in_words in ledger.leaf_words.items()}
             raise _difference(exchange_data(group, [*found, values]), ledger, group.rank)
         ledger.settled(told.sizes, group.rank)
         has_failed, *raised = told.flags
-        if has_failed:
-            # Raises here, if it is one of this rank's; a task that went well just returns
-            for task in self._background:
-                task.wait()
-            raise PeerError("a task beside training has failed on another rank, not on this one")
+        self._background.raise_if(has_failed)
         self._batches.note(digest, told.same_batch, group.rank)
         return raised
 

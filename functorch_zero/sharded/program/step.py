@@ -49,6 +49,7 @@ from ...step.state import State, check_policies
 from ...step.state import check_state as check_is_state
 from ...step.trainable import check_trained
 from ...tree import check_tensors, named_leaves, own_copy, paths
+from ..background import BackgroundTasks
 from ..checks import check_place
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
@@ -64,7 +65,7 @@ from ..refit import (
     without_values,
 )
 from ..tree_numbers import next_number
-from .agreement import AgreementOfRanks, BackgroundTask
+from .agreement import AgreementOfRanks
 from .donation import Donation, EarlierCalls
 from .engine import ShardedEngine
 from .kept import KeptTensors, TrainedTrees
@@ -115,7 +116,7 @@ class ShardedStep:
     ):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
-        self.background: list[BackgroundTask] = []  # failures are raised by the next call
+        self.background = BackgroundTasks()
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._trees: TrainedTrees | None = None  # of the last value
         # Of states that are this step's. That of the last one that `init`, `refit` or `shard` has
