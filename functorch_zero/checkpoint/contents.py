@@ -125,13 +125,18 @@ def contents_of(step: Step, state: State) -> Contents:
     return Contents(found, values)
 
 
-def check_state(step: Step, state: Any) -> None:
-    """Raise unless `state` is one that `step` takes."""
+def check_step(step: Any) -> None:
+    """Raise unless it is a step whose states can be saved."""
     if not isinstance(step, Step):
         raise TypeError(
             "step must be one that train_step, program_step or shard made, got "
             f"{type(step).__name__}"
         )
+
+
+def check_state(step: Step, state: Any) -> None:
+    """Raise unless `state` is one that `step` takes."""
+    check_step(step)
     if not isinstance(state, State):
         raise StructureError(
             f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"

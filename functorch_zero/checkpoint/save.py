@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..devices import on_this_device
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from ..sharded.program.step import ShardedStep
 from ..step.state import State
-from .contents import Step, donates, group_of
+from .contents import Step, check_step, donates, group_of
 from .device_copies import reading_beside
 from .save_job import run_save
 from .snapshot import Progress, Snapshot, devices_of, snapshot_of
@@ -126,8 +124,8 @@ def wait_for_saves(step: Step) -> None:
 
     Raises: as `save`.
     """
-    if step in _SAVERS:
-        _SAVERS[step].wait()
+    if isinstance(step, Step):  # else the save or the load before which this is called says so
+        step.background.wait()
 
 
 class Saving:
@@ -228,16 +226,9 @@ class _Savers:
         return saving
 
 
-# By step, since all calls of a run have it in common: a failure must find its way to the next call.
-# Weak, so that a step that nobody uses any more takes its savers with it.
-_SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def _savers_of(step: Step) -> _Savers:
-    if step not in _SAVERS:
-        _SAVERS[step] = savers = _Savers(group_of(step))
-        # The step asks `failed` at every call, and raises on all ranks
-        if isinstance(step, ShardedStep):
-            step.background.add(savers)
-    made: _Savers = _SAVERS[step]
-    return made
+    """Those of a step, which asks `failed` at every call: a failure finds its way to the next."""
+    check_step(step)
+    if not isinstance(step.background.task, _Savers):
+        step.background.task = _Savers(group_of(step))
+    return step.background.task

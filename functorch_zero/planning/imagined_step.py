@@ -29,7 +29,6 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, is_held
 from ..optim.base import Transform
 from ..params import as_local, map_nodes, nodes_of
-from ..sharded.background import BackgroundTasks
 from ..sharded.notes import bytes_held
 from ..sharded.options import Options
 from ..sharded.placed import Stored, stored_flats
@@ -40,6 +39,7 @@ from ..sharded.program.ledger import Ledger
 from ..sharded.program.passes import differentiate
 from ..sharded.program.step import ShardedStep
 from ..sharded_optim.sharded_state import ShardedOptState
+from ..step.background import Background
 from ..step.program import LossCall
 from ..step.program_step import ProgramStep, entry_of
 from ..step.state import State
@@ -170,7 +170,7 @@ class _ImaginedAgreement:
     a step sends is sent."""
 
     def __init__(self, step: ProgramStep, options: Options, watch: MemoryWatch):
-        self._agreement = AgreementOfRanks(step, options, BackgroundTasks())
+        self._agreement = AgreementOfRanks(step, options, Background())
         self.is_by_gradients, self.own = self._agreement.is_by_gradients, self._agreement.own
         self._watch = watch
 

@@ -40,6 +40,7 @@ from ..tree import (
     same_structure,
     settled,
 )
+from .background import Background
 from .backward import noting_missing_graphs
 from .loss import Metrics, as_metric, check_metrics
 from .loss_calls import LossCalls
@@ -70,6 +71,7 @@ class ProgramStep:
     # their own paths: as the params of a training step do, in options, logs and `State.parts`
     nameless: str | None = None
     calls: LossCalls = field(default_factory=LossCalls, repr=False, compare=False)
+    background: Background = field(default_factory=Background, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = [*inspect.signature(self.first_value).parameters]

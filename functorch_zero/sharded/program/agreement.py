@@ -15,10 +15,10 @@ from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.naming import described
 from ...params import as_local, is_on_engine
+from ...step.background import Background
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
 from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
-from ..background import BackgroundTasks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
@@ -40,10 +40,10 @@ class AgreementOfRanks:
     Args:
         step: the program.
         options: those of `shard`.
-        background: the step's tasks, whose failures all ranks learn here.
+        background: the step's, whose failure all ranks learn here.
     """
 
-    def __init__(self, step: ProgramStep, options: Options, background: BackgroundTasks):
+    def __init__(self, step: ProgramStep, options: Options, background: Background):
         self._options, self._background = options, background
         self.is_by_gradients = step.is_training_step
         self.own: Sequence[str] = step.buffers if options.sync_buffers == "local" else ()

@@ -31,6 +31,7 @@ from ...optim.base import Transform
 from ...params import Engine, as_local, is_on_engine, map_nodes
 from ...sharded_optim.sharded_state import ShardedOptState, is_placed
 from ...shared_elements import check_apart
+from ...step.background import Background
 from ...step.loss import Metrics, check_records
 from ...step.loss_calls import LossCalls
 from ...step.program_step import (
@@ -49,7 +50,6 @@ from ...step.state import State, check_policies
 from ...step.state import check_state as check_is_state
 from ...step.trainable import check_trained
 from ...tree import check_tensors, named_leaves, own_copy, paths
-from ..background import BackgroundTasks
 from ..checks import check_place
 from ..deferred_values import DigestedFill
 from ..failures import sharing_failures
@@ -116,7 +116,7 @@ class ShardedStep:
     ):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options) if engine is None else engine
-        self.background = BackgroundTasks()
+        self.background = Background()
         self._agreement = agreement or AgreementOfRanks(step, options, self.background)
         self._trees: TrainedTrees | None = None  # of the last value
         # Of states that are this step's. That of the last one that `init`, `refit` or `shard` has
