@@ -122,9 +122,9 @@ def export_weights(
 
 def names_of(given: Aliases) -> Names | None:
     """The names that the caller gives; None: those that the trees themselves know."""
-    if given is None or isinstance(given, Apply):
-        return None if given is None else given.names
-    return Names(dict(given))
+    if isinstance(given, Apply):
+        return given.names
+    return None if given is None else Names(dict(given))
 
 
 def name_in(path: str, trees: Sequence[str]) -> str | None:

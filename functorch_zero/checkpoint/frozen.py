@@ -43,12 +43,9 @@ def crcs_from(everyone: Iterable[Sequence[Sequence[int]]], num_leaves: int) -> l
 def _followed_by(num_bytes: int, crc: int) -> int:
     """The share of some bytes in the CRC-32 of all, of which so many follow: CRC-32(a + b) is
     _followed_by(len(b), CRC-32(a)) ^ CRC-32(b), as in zlib's crc32_combine."""
-    power = 0
-    while num_bytes:
-        if num_bytes & 1:
+    for power, bit in enumerate(reversed(f"{num_bytes:b}")):
+        if bit == "1":
             crc = _product(_shift(power), crc)
-        num_bytes >>= 1
-        power += 1
     return crc
 
 

@@ -63,6 +63,7 @@ def not_chosen(paths: Iterable[str], chosen: Chosen) -> list[str]:
     )
 
 
+@torch.no_grad()
 def load(
     root: str | os.PathLike[str],
     step: Step,
@@ -107,12 +108,7 @@ def load(
     """
     # It may still read what a load into `like` writes over: frozen params that it leaves out
     wait_for_saves(step)
-    return _load(Path(root), step, like, count, Allowed(allow_missing, allow_extra, cast))
-
-
-@torch.no_grad()
-def _load(root: Path, step: Step, like: State, count: int | None, allowed: Allowed) -> Restored:
-    """Choose, prepare, read: each on all ranks or on none."""
+    root, allowed = Path(root), Allowed(allow_missing, allow_extra, cast)
     group = group_of(step)
 
     def choose() -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,20 +136,19 @@ class Saving:
         self.progress = progress
         self.was_asked = False  # whether somebody has asked how it ended
         self._job: Callable[[], Path] | None = job  # None once it runs: it holds the snapshot
-        self._folder: Path | None = None  # its result,
-        self._error: BaseException | None = None  # or this
+        self._ended: Future[Path] = Future()
         run = on_this_device(self._run)
         self._thread = threading.Thread(target=run, name="functorch_zero save", daemon=False)
 
     @property
     def failed(self) -> bool:
         """Whether it has ended badly."""
-        return self._error is not None
+        return self.done and self._ended.exception() is not None
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._folder is not None or self._error is not None
+        return self._ended.done()
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait for the end of the save, and return its folder.
@@ -160,10 +160,7 @@ class Saving:
         if not self.done:
             raise TimeoutError(f"the save still runs after {timeout:g} s")
         self.was_asked = True
-        if self._error is not None:
-            raise self._error
-        assert self._folder is not None
-        return self._folder
+        return self._ended.result()
 
     def start(self, *, here: bool) -> None:
         """Run it in a thread, or here and now."""
@@ -179,14 +176,15 @@ class Saving:
         job, self._job = self._job, None
         assert job is not None
         try:
-            self._folder = job()
+            self._ended.set_result(job())
         except BaseException as error:
-            self._error = error
+            self._ended.set_exception(error)
 
     def _tell(self) -> None:
         """At the end of the program, when all threads have ended."""
-        if self._error is not None and not self.was_asked:
-            print(f"functorch_zero: an async_save failed: {self._error}", file=sys.stderr)
+        if self.failed and not self.was_asked:
+            error = self._ended.exception()
+            print(f"functorch_zero: an async_save failed: {error}", file=sys.stderr)
 
     def forget(self) -> None:
         """Nothing is left to tell."""

@@ -387,13 +387,13 @@ def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
     saving = checkpoint.async_save(tmp_path / "partial", sharded, state, frozen=False)
     join = saving._thread.join
     monkeypatch.setattr(saving._thread, "join", lambda *args: (is_waited_for.set(), join(*args)))
-    load = load_module._load
+    chosen = load_module.chosen
 
-    def load_at_last(*args: Any) -> Any:
+    def chosen_at_last(*args: Any) -> Any:
         assert saving.done
-        return load(*args)
+        return chosen(*args)
 
-    monkeypatch.setattr(load_module, "_load", load_at_last)
+    monkeypatch.setattr(load_module, "chosen", chosen_at_last)
     try:
         checkpoint.load(tmp_path / "whole", sharded, like=state)
     finally:
