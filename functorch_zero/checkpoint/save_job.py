@@ -23,7 +23,6 @@ from .errors import CheckpointError
 from .files import Temporary, step_folder, write_file
 from .frozen import crc_shares, crcs_from
 from .manifest import (
-    HUGE,
     MAX_BYTES,
     NAME,
     File,
@@ -57,7 +56,7 @@ def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
         nonlocal snapshot, temporary
         snapshot = take()
         if group.rank == 0:
-            _check_loadable(snapshot, group.size)
+            _check_size(snapshot)
             # Absolute, since other ranks may run in another folder
             temporary = Temporary(step_folder(root.absolute(), snapshot.step))
         # `user` in one text, since a million numbers in texts of their own take a second
@@ -137,29 +136,24 @@ def _write_manifest(snapshot: Snapshot, folder: Path, told: Sequence[dict[str, A
         orders |= {number: tuple(order) for number, order in one["orders"]}
     crcs = crcs_from([one["shares"] for one in told], len(snapshot.left_out))
     manifest = _manifest(snapshot, [File(*one["file"]) for one in told], orders, crcs)
-    # Our own bug would show here, before the checkpoint has a name
-    find_places(manifest, folder, manifest.everything)
-    write_file(folder / NAME, encode_manifest(manifest), MAX_BYTES)
+    data = encode_manifest(manifest)
+    # What `load` would refuse shows here, before the checkpoint has a name
+    find_places(parse_manifest(data, NAME), folder, manifest.everything)
+    write_file(folder / NAME, data, MAX_BYTES)
 
 
-def _check_loadable(snapshot: Snapshot, num_ranks: int) -> None:
-    """Raise `CheckpointError` if `load` would refuse the manifest of this save."""
-    # As long as it may get: with the largest numbers, and an order of dims for each leaf
-    names = [file_name(rank, num_ranks) for rank in range(num_ranks)]
-    files = [File(name, HUGE, HUGE, 2**32 - 1) for name in names]
-    orders = {i: tuple(range(len(h.shape))) for i, h in enumerate(snapshot.contents.leaves)}
-    crcs = [2**32 - 1] * len(snapshot.left_out)
-    data = encode_manifest(_manifest(snapshot, files, orders, crcs))
-    if len(data) > MAX_BYTES:
+def _check_size(snapshot: Snapshot) -> None:
+    """Raise `CheckpointError` if `load` would refuse the manifest for its size, before anything is
+    written. Ranks' files and orders of dims add a little to it."""
+    size = len(encode_manifest(_manifest(snapshot, [], {}, [0] * len(snapshot.left_out))))
+    if size > MAX_BYTES:
         user = len(json.dumps(snapshot.user, separators=(",", ":")))
-        is_user = user > len(data) // 2
         by_user = "write large data of your own into a file, and give `user` its name"
         raise CheckpointError(
-            f"the manifest would have {len(data)} bytes, {user} of them for `user`, and `load` "
-            f"reads no more than {MAX_BYTES}. Remedy: "
-            f"{by_user if is_user else 'stack leaves of one shape'}"
+            f"the manifest would have {size} bytes, {user} of them for `user`, and `load` reads no "
+            f"more than {MAX_BYTES}. Remedy: "
+            f"{by_user if user > size // 2 else 'stack leaves of one shape'}"
         )
-    parse_manifest(data, NAME)
 
 
 def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:

@@ -51,7 +51,6 @@ def test_what_is_written_can_be_read(
         size = max(int.from_bytes(length, "little") for length in lengths)
     else:
         size = (folder / file).stat().st_size
-    # Numbers in the manifest are taken for longer than they are
     outcomes = set()
     for number, limit in enumerate([size - 1, size, size + 1, 2 * size]):
         root = tmp_path / str(number)
