@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,9 @@ def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
             # Absolute, since other ranks may run in another folder
             temporary = Temporary(step_folder(root.absolute(), snapshot.step))
         # `user` in one text, since a million numbers in texts of their own take a second
-        facts = _facts(snapshot, json.dumps(snapshot.user, sort_keys=True))
+        facts = _facts(root, snapshot, json.dumps(snapshot.user, sort_keys=True))
         return {
             "step": snapshot.step,
-            "root": str(root),
             "folder": "" if temporary is None else str(temporary.path),
             "digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         }
@@ -77,13 +77,14 @@ def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
         # Snapshots, and rank 0's folder: rank 0 alone makes and names it
         what = f"save to {root}"
         begun = together(group, what, begin).of_all
-        _check_agreement(begun)
         if any(row["digest"] != begun[0]["digest"] for row in begun):
-            facts = together(group, what, lambda: _facts(snapshot, _in_texts(snapshot.user))).of_all
+            own = partial(_facts, root, snapshot, _in_texts(snapshot.user))
+            facts = together(group, what, own).of_all
             _, difference = difference_in_words(facts)
             raise MismatchError(
                 f"the ranks save different things: {difference} (this is rank {group.rank}). "
-                "Remedy: gather what differs by rank into one value that all ranks pass"
+                "Remedy: pass one folder and one state on all ranks, and gather what else differs "
+                "by rank into one value"
             )
         first = begun[0]
         what = f"save step {first['step']} to {root}"
@@ -102,11 +103,14 @@ def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
     return target
 
 
-def _facts(snapshot: Snapshot, user: Any) -> dict[str, Any]:
+def _facts(root: Path, snapshot: Snapshot, user: Any) -> dict[str, Any]:
     """Facts that all ranks have alike, with `user` in these words: not the elements, of which each
     has its own."""
     leaves, values = snapshot.contents
     return {
+        # All write into rank 0's folder, so that another rank would look for it in vain
+        "the folder": str(root),
+        "the step": snapshot.step,
         "the level": str(snapshot.level),
         "leaves": list(map(_words, leaves)),
         "frozen leaves that are left out": list(map(_words, snapshot.left_out)),
@@ -154,24 +158,6 @@ def _check_size(snapshot: Snapshot) -> None:
             f"more than {MAX_BYTES}. Remedy: "
             f"{by_user if user > size // 2 else 'stack leaves of one shape'}"
         )
-
-
-def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
-    """Raise `MismatchError` unless all ranks save the same state, by the rows of `_begin`."""
-    steps = [row["step"] for row in begun]
-    if len(set(steps)) > 1:
-        raise MismatchError(
-            f"the ranks are at different steps, and can't save one checkpoint: {steps} in rank "
-            "order"
-        )
-    for rank, row in enumerate(begun):
-        # All write into rank 0's folder, so that another rank would look for it in vain
-        if row["root"] != begun[0]["root"]:
-            raise MismatchError(
-                f"ranks 0 and {rank} save to different folders: {begun[0]['root']} and "
-                f"{row['root']}. Remedy: pass the same root on every rank, with no rank's number "
-                "or time in its name"
-            )
 
 
 def _words(local: LocalLeaf) -> str:
