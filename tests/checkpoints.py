@@ -166,7 +166,7 @@ def make_old(folder: Path) -> None:
     for number, file in enumerate(manifest.files):
         rank_file, table = read_rows(manifest, folder, number)
         sums = "".join(f"{crc:08x}" for crc in rank_file.sums.tolist())
-        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, _, at in table.tolist()]
+        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, at in table.tolist()]
         files.append([file.name, file.size, sums, pieces])
         (folder / rows_name(file.name)).unlink()
     body |= {"version": 1, "files": files}

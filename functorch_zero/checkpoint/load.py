@@ -79,7 +79,7 @@ def load(
 
     Each rank reads the rows of all files, and only the blocks in which its elements lie, and checks
     their checksums. Values are bit for bit those that were saved. Three exchanges of JSON; memory
-    beyond the state (two states if the step doesn't donate): 8 MiB, and 40 bytes for each piece
+    beyond the state (two states if the step doesn't donate): 8 MiB, and 32 bytes for each piece
     that is read.
 
     Args:

@@ -4,7 +4,7 @@ read file by file, and only what is wanted is kept."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,35 +28,33 @@ class RankFile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A piece, and where it lies."""
+    """A piece, and where it lies in a file."""
 
     leaf: int  # its number in the manifest
     start: int  # in elements of the whole leaf
     stop: int
-    file: int  # the number of the rank
     offset: int  # in bytes from the beginning of the file
 
 
 class Places:
-    """The pieces in which wanted elements lie, and the files of all ranks.
+    """The pieces in which wanted elements lie.
 
-    `table` (n, 5) int64: of each piece the fields of `Place`, by leaf, then by start.
+    Args:
+        files: of all ranks, each with a table (n, 4) int64: the fields of `Place`.
     """
 
-    def __init__(self, manifest: Manifest, files: list[RankFile], table: Tensor) -> None:
+    def __init__(self, manifest: Manifest, files: Sequence[tuple[RankFile, Tensor]]) -> None:
         self.manifest = manifest
         self._files = files
-        self._table = table
 
     def by_file(self, leaves: Collection[int]) -> Iterator[tuple[RankFile, list[Place]]]:
         """The pieces of these leaves, file by file."""
         numbers = torch.tensor([*leaves], dtype=torch.int64, device="cpu")
-        table = self._table[torch.isin(self._table[:, 0], numbers)]
-        table = table[table[:, 3].argsort(stable=True)]
-        numbers, counts = table[:, 3].unique_consecutive(return_counts=True)
-        # Objects of one file at a time: a whole state may have millions of pieces
-        for number, rows in zip(numbers.tolist(), table.split(counts.tolist()), strict=True):
-            yield self._files[number], [Place(*row) for row in rows.tolist()]
+        for file, table in self._files:
+            # Objects of one file at a time: a whole state may have millions of pieces
+            rows = table[torch.isin(table[:, 0], numbers)].tolist()
+            if rows:
+                yield file, [Place(*row) for row in rows]
 
 
 def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int, int]]) -> Places:
@@ -74,18 +72,14 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     spans = [wanted.get(number, (0, 0)) for number in range(len(manifest.leaves))]
     # (number of leaves,) each
     starts, stops = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
-    files, tables = [], []
+    files = []
     for number in range(len(manifest.files)):
         file, table = read_rows(manifest, folder, number)
-        leaf, start, stop = table[:, :3].unbind(1)
+        leaf, start, stop, _ = table.unbind(1)
         is_wanted = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
-        files.append(file)
-        tables.append(table[is_wanted])
-    table = torch.cat(tables)
-    for column in (1, 0):  # by leaf, then by start
-        table = table[table[:, column].argsort(stable=True)]
-    _check_coverage(manifest, folder, table, starts, stops)
-    return Places(manifest, files, table)
+        files.append((file, table[is_wanted]))
+    _check_coverage(manifest, folder, torch.cat([table for _, table in files]), starts, stops)
+    return Places(manifest, files)
 
 
 def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, Tensor]:
@@ -125,8 +119,7 @@ def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, 
     need(first >= 8, f"has {total} bytes of pieces, for a file of {file.size}")
     offset = first + nbytes.cumsum(0) - nbytes
     need((offset % widths[leaf] == 0).all(), "has a piece out of place")
-    of_file = torch.full_like(leaf, number)
-    table = torch.stack([leaf, start, start + numel, of_file, offset], 1)
+    table = torch.stack([leaf, start, start + numel, offset], 1)
     name = folder / file.name
     return RankFile(name, file.size, manifest.block, manifest.checksum, sums), table
 
@@ -139,9 +132,12 @@ def _check_coverage(
     # Of each leaf two empty pieces more, one before all others and one behind them
     numbers = torch.arange(len(starts), device="cpu")
     before, behind = (torch.stack([numbers, at, at], 1) for at in (starts, stops))
-    rows = torch.cat([before, table[:, :3], behind])
-    leaf, *ends = rows[rows[:, 0].argsort(stable=True)].unbind(1)
+    leaf, *ends = table[:, :3].unbind(1)
     start, stop = (x.clamp(starts[leaf], stops[leaf]) for x in ends)
+    rows = torch.cat([before, torch.stack([leaf, start, stop], 1), behind])
+    for column in (1, 0):  # by leaf, then by start
+        rows = rows[rows[:, column].argsort(stable=True)]
+    leaf, start, stop = rows.unbind(1)
     # In order, so each piece must begin where the one before it ended
     wrong = (leaf[1:] == leaf[:-1]) & (start[1:] != stop[:-1])
     for i in wrong.nonzero()[:1].flatten().tolist():

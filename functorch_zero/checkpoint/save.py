@@ -38,7 +38,7 @@ def save(
     when everything is on disk: a save that is killed leaves the old checkpoints or the new one.
     Three exchanges of JSON, some 350 bytes from each rank. Before the name, rank 0 reads all rows:
     every element must be there once. Memory beyond the state: 4 MiB, one leaf where it doesn't lie
-    row by row, and on rank 0 40 bytes for each piece.
+    row by row, and on rank 0 32 bytes for each piece.
 
     Args:
         root: a folder that all ranks see; made if need be.
