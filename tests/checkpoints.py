@@ -140,8 +140,8 @@ def rows_of(folder: Path) -> list[Rows]:
     manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
     found = []
     for number in range(len(manifest.files)):
-        file, table = read_rows(manifest, folder, number)
-        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, *_ in table.tolist()]
+        file = read_rows(manifest, folder, number)
+        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, _ in file.table.tolist()]
         found.append((pieces, file.sums.tolist()))
     return found
 
@@ -164,9 +164,10 @@ def make_old(folder: Path) -> None:
     body = json.loads((folder / NAME).read_bytes().split(b"\n", 1)[1])
     files = []
     for number, file in enumerate(manifest.files):
-        rank_file, table = read_rows(manifest, folder, number)
+        rank_file = read_rows(manifest, folder, number)
         sums = "".join(f"{crc:08x}" for crc in rank_file.sums.tolist())
-        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, at in table.tolist()]
+        rows = rank_file.table.tolist()
+        pieces = [[leaf, start, stop - start, at] for leaf, start, stop, at in rows]
         files.append([file.name, file.size, sums, pieces])
         (folder / rows_name(file.name)).unlink()
     body |= {"version": 1, "files": files}

@@ -154,9 +154,9 @@ def _problems(root: Path, count: int) -> list[str]:
 def _verify_file(manifest: Manifest, folder: Path, number: int) -> None:
     """Raise `CorruptError` unless a rank's file has the checksums and the header that its rows
     say."""
-    file, table = read_rows(manifest, folder, number)
+    file = read_rows(manifest, folder, number)
     read_through(file)
-    places = [Place(*row) for row in table.tolist()]
+    places = [Place(*row) for row in file.table.tolist()]
     # The header is made anew from the rows, and must be the file's to the byte
     tensors = []
     for place in places:

@@ -25,6 +25,7 @@ class RankFile(NamedTuple):
     block: int  # bytes that each checksum covers
     checksum: str  # a key of `CHECKSUMS`
     sums: Tensor  # (number of blocks,) int64
+    table: Tensor  # (n, 4) int64: of each piece the fields of `Place`, in the order they lie in
 
 
 class Place(NamedTuple):
@@ -36,23 +37,18 @@ class Place(NamedTuple):
     offset: int  # in bytes from the beginning of the file
 
 
-class Places:
-    """The pieces in which wanted elements lie.
+class Places(NamedTuple):
+    """The pieces in which wanted elements lie."""
 
-    Args:
-        files: of all ranks, each with a table (n, 4) int64: the fields of `Place`.
-    """
-
-    def __init__(self, manifest: Manifest, files: Sequence[tuple[RankFile, Tensor]]) -> None:
-        self.manifest = manifest
-        self._files = files
+    manifest: Manifest
+    files: Sequence[RankFile]  # of all ranks, with these pieces
 
     def by_file(self, leaves: Collection[int]) -> Iterator[tuple[RankFile, list[Place]]]:
         """The pieces of these leaves, file by file."""
         numbers = torch.tensor([*leaves], dtype=torch.int64, device="cpu")
-        for file, table in self._files:
+        for file in self.files:
             # Objects of one file at a time: a whole state may have millions of pieces
-            rows = table[torch.isin(table[:, 0], numbers)].tolist()
+            rows = file.table[torch.isin(file.table[:, 0], numbers)].tolist()
             if rows:
                 yield file, [Place(*row) for row in rows]
 
@@ -74,17 +70,16 @@ def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int
     starts, stops = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     files = []
     for number in range(len(manifest.files)):
-        file, table = read_rows(manifest, folder, number)
-        leaf, start, stop, _ = table.unbind(1)
+        file = read_rows(manifest, folder, number)
+        leaf, start, stop, _ = file.table.unbind(1)
         is_wanted = (start < stops[leaf]) & (stop > starts[leaf]) & (starts < stops)[leaf]
-        files.append((file, table[is_wanted]))
-    _check_coverage(manifest, folder, torch.cat([table for _, table in files]), starts, stops)
+        files.append(file._replace(table=file.table[is_wanted]))
+    _check_coverage(manifest, folder, torch.cat([file.table for file in files]), starts, stops)
     return Places(manifest, files)
 
 
-def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, Tensor]:
-    """A rank's file with its checksums, and the pieces in it, in the order in which they lie: a
-    table as of `Places`.
+def read_rows(manifest: Manifest, folder: Path, number: int) -> RankFile:
+    """A rank's file, with its checksums and all pieces in it.
 
     No piece lies outside of its leaf or of the file.
 
@@ -121,7 +116,7 @@ def read_rows(manifest: Manifest, folder: Path, number: int) -> tuple[RankFile, 
     need((offset % widths[leaf] == 0).all(), "has a piece out of place")
     table = torch.stack([leaf, start, start + numel, offset], 1)
     name = folder / file.name
-    return RankFile(name, file.size, manifest.block, manifest.checksum, sums), table
+    return RankFile(name, file.size, manifest.block, manifest.checksum, sums, table)
 
 
 def _check_coverage(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -85,12 +85,12 @@ def import_torch_state(
     count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
 
     def convert(old: Any) -> Any:
-        own = _by_torchs_names(old)
+        own_trees, own_numbers = _by_torchs_names(old)
         trees = {
             key: map_with_paths(partial(_import_leaf, by_name, key), tree)
-            for key, tree in own.trees.items()
+            for key, tree in own_trees.items()
         }
-        numbers = {key: _import_number(x, by_name, key) for key, x in own.numbers.items()}
+        numbers = {key: _import_number(x, by_name, key) for key, x in own_numbers.items()}
         if isinstance(old, FromTorchState):
             return FromTorchState(count.clone(), trees, numbers)
         imported = trees | numbers
@@ -129,7 +129,7 @@ def export_torch_state(
         for state in find_states(opt_state, kind):
             if "count" in state._fields:  # all tuples have a method of that name
                 counts.append(int(state.count))
-            _export(by_name, _by_torchs_names(state))
+            _export(by_name, *_by_torchs_names(state))
     # torch counts per param, in float32; SGD keeps no count
     if not isinstance(optimizer, torch.optim.SGD):
         for entry in by_name.values():
@@ -140,28 +140,22 @@ def export_torch_state(
     return own | {"state": state}
 
 
-class _InTorchsNames(NamedTuple):
-    """A state's tensors by torch's names."""
-
-    trees: dict[str, Any]  # like params
-    numbers: dict[str, Tensor]  # that torch keeps for each param
-
-
-def _by_torchs_names(state: Any) -> _InTorchsNames:
+def _by_torchs_names(state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A state's trees like params, and the numbers that torch keeps for each param."""
     if isinstance(state, FromTorchState):
-        return _InTorchsNames(state.like_params, state.numbers)
+        return state.like_params, state.numbers
     found = {key: getattr(state, field) for field, key in _TORCHS[type(state)].items()}
     numbers = {key: found.pop(key) for key in _NUMBERS & found.keys()}
-    return _InTorchsNames(found, numbers)
+    return found, numbers
 
 
-def _export(by_name: ByName, state: _InTorchsNames) -> None:
+def _export(by_name: ByName, trees: dict[str, Any], numbers: dict[str, Tensor]) -> None:
     """Add a state to torch's."""
-    for key, tree in state.trees.items():
+    for key, tree in trees.items():
         for name, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
             # Several links of a chain may add to one param's state
             entry = by_name.setdefault(name, {})
-            for number_key, value in state.numbers.items():
+            for number_key, value in numbers.items():
                 entry[number_key] = value.float()
             # A clone: our state may be donated to the next step
             entry[key] = leaf.detach().clone()
