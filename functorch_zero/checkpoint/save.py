@@ -85,9 +85,10 @@ def async_save(
 
     Raises: the error of the save before this one.
     """
-    savers = _savers_of(step)
+    check_step(step)
+    group = _group_beside(step)
     # Raises the last save's error before this one begins
-    savers.wait()
+    step.background.wait()
     snapshot: Snapshot | None = None
     problem: Exception | None = None
     try:
@@ -113,11 +114,14 @@ def async_save(
         taken.copies.wait()
         return taken
 
-    job = partial(run_save, Path(root), savers.group, take)
+    job, progress = partial(run_save, Path(root), group, take), Progress()
     # Without a snapshot the job only tells the other ranks why
-    if snapshot is None:
-        return savers.start(job, Progress())
-    return savers.start(reading_beside(devices_of(snapshot), job), snapshot.progress)
+    devices = set[torch.device]()
+    if snapshot is not None:
+        devices, progress = devices_of(snapshot), snapshot.progress
+    step.background.task = saving = Saving(reading_beside(devices, job), progress)
+    saving.start(here=group is group_of(step) and not isinstance(group, SingleRank))
+    return saving
 
 
 def wait_for_saves(step: Step) -> None:
@@ -182,51 +186,32 @@ class Saving:
 
     def _tell(self) -> None:
         """At the end of the program, when all threads have ended."""
-        if self.failed and not self.was_asked:
+        if self.has_failed_untold():
             error = self._ended.exception()
             print(f"functorch_zero: an async_save failed: {error}", file=sys.stderr)
 
-    def forget(self) -> None:
-        """Nothing is left to tell."""
-        atexit.unregister(self._tell)
-
-
-class _Savers:
-    """The saves of one step, one at a time, and the group that they have for themselves."""
-
-    def __init__(self, group: Group) -> None:
-        # Collectives of two threads must not meet on one group
-        own = group if isinstance(group, SingleRank) else sibling(group)
-        self._here = own is None  # thread ranks have no second group: saves run in the call
-        self.group = group if own is None else own
-        self._pending: Saving | None = None
+    def has_failed_untold(self) -> bool:
+        """Whether it has failed, and nobody was told yet."""
+        return self.failed and not self.was_asked
 
     def wait(self) -> None:
-        """Wait for the save under way, and raise its error, if nobody was told."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            was_asked = pending.was_asked  # before `result` sets it
-            try:
-                pending.result()
-            except BaseException:
-                if not was_asked:
-                    raise
-            finally:
-                pending.forget()  # told, or raised just above
-
-    def failed(self) -> bool:
-        """Whether the save has failed, and nobody was told."""
-        return self._pending is not None and self._pending.failed and not self._pending.was_asked
-
-    def start(self, job: Callable[[], Path], progress: Progress) -> Saving:
-        self._pending = saving = Saving(job, progress)
-        saving.start(here=self._here)
-        return saving
+        """Wait for its end, and raise its error, if nobody was told."""
+        was_asked = self.was_asked  # before `result` sets it
+        try:
+            self.result()
+        except BaseException:
+            if not was_asked:
+                raise
+        finally:
+            atexit.unregister(self._tell)  # told, or raised just above
 
 
-def _savers_of(step: Step) -> _Savers:
-    """Those of a step, which asks `failed` at every call: a failure finds its way to the next."""
-    check_step(step)
-    if not isinstance(step.background.task, _Savers):
-        step.background.task = _Savers(group_of(step))
-    return step.background.task
+def _group_beside(step: Step) -> Group:
+    """The group of saves beside training, since collectives of two threads must not meet on one.
+    Thread ranks have no second one: theirs is the step's, and saves run in the call."""
+    group = group_of(step)
+    if step.background.group is None:
+        own = None if isinstance(group, SingleRank) else sibling(group)
+        step.background.group = group if own is None else own
+    beside: Group = step.background.group
+    return beside

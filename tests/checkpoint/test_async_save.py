@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import subprocess
 import sys
@@ -340,3 +341,15 @@ def test_the_thread_of_a_save_reads_a_gpu_on_a_stream_of_its_own(
 def test_the_devices_of_a_snapshot() -> None:
     step, state = solo_step(donate=False)
     assert devices_of(snapshot_of(step, state, None)) == set()
+
+
+def test_a_step_may_be_copied_beside_a_save(tmp_path: Path) -> None:
+    """A copy has saves of its own."""
+    step, params, buffers = make_step()
+    saving = checkpoint.async_save(tmp_path, step, step.init(params, buffers))
+    copied = copy.deepcopy(step)
+    assert copied.background.task is None
+    saving.result()
+    with pytest.raises(CheckpointError, match="exists"):
+        checkpoint.async_save(tmp_path, copied, copied.init(params, buffers)).result()
+    checkpoint.wait_for_saves(step)
