@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import starmap, zip_longest
 from typing import Any
 
@@ -96,11 +96,20 @@ class TwoSeeds:
 
     def _backward(self, node: Any, function: Any, *grads: Tensor | None) -> Any:
         """A custom function's backward: aside, and then for real."""
-        run, saved = type(node).apply, _Saved(node, self)
+        run, saved = type(node).apply, cache(partial(self._saved_of, node))
         twice = self.aside(lambda: run(_Copies(node, saved), *map(_doubled, grads)))
         once = run(_Context(node, saved), *grads)
         self.compare(once, twice, f"the backward of {_told(function, function.backward)}")
         return once
+
+    def _saved_of(self, node: Any) -> Any:
+        """The saved tensors of a custom function's node, which are unpacked once."""
+        # A checkpoint runs its region again here, for real
+        before, self.is_aside = self.is_aside, False
+        try:
+            return node.saved_tensors
+        finally:
+            self.is_aside = before
 
     def _wrap_hooks(self, node: Any, own: Any, undo: ExitStack) -> None:
         """Let the hooks be tried that are in one dict of a node with a hook of our own."""
@@ -167,24 +176,6 @@ _IT_RAN_ASIDE = (
 )
 
 
-class _Saved:
-    """The saved tensors of a custom function's node, unpacked at most once."""
-
-    def __init__(self, node: Any, trial: TwoSeeds):
-        self._node, self._trial = node, trial
-        self._tensors: Any = None  # a tuple, once unpacked
-
-    def get(self) -> Any:
-        if self._tensors is None:
-            # A checkpoint runs its region again here, for real
-            before, self._trial.is_aside = self._trial.is_aside, False
-            try:
-                self._tensors = self._node.saved_tensors
-            finally:
-                self._trial.is_aside = before
-        return self._tensors
-
-
 # Under no names: `ctx` has those that a user's forward has chosen
 _NODE, _SAVED = "(node)", "(saved)"
 
@@ -192,12 +183,12 @@ _NODE, _SAVED = "(node)", "(saved)"
 class _Context:
     """The `ctx` of a real run: the node, but for its saved tensors."""
 
-    def __init__(self, node: Any, saved: _Saved):
+    def __init__(self, node: Any, saved: Callable[[], Any]):
         vars(self).update({_NODE: node, _SAVED: saved})
 
     @property
     def saved_tensors(self) -> Any:
-        return vars(self)[_SAVED].get()
+        return vars(self)[_SAVED]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)[_NODE], name)
