@@ -101,18 +101,18 @@ class Apply:
     def _check_shapes(self, params: Mapping[str, Any]) -> None:
         """Raise, naming the first leaf whose shape is not the model's."""
         with without_torch_function():  # a lazy parameter has the shape of its whole leaf
-            others = [path for path, shape in self._shapes.items() if _shape(params[path]) != shape]
-        if not others:
-            return
-        path = others[0]
-        raise StructureError(
-            "params don't fit the model",
-            path=path,
-            expected=tuple(self._shapes[path]),
-            got=_shape(params[path]),
-            remedy="pass params of this model; inside a sharded step those that the loss was "
-            "given, not the state's pieces",
-        )
+            for path, shape in self._shapes.items():
+                leaf = params[path]
+                if isinstance(leaf, Tensor) and leaf.shape == shape:
+                    continue
+                raise StructureError(
+                    "params don't fit the model",
+                    path=path,
+                    expected=tuple(shape),
+                    got=tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__,
+                    remedy="pass params of this model; inside a sharded step those that the loss "
+                    "was given, not the state's pieces",
+                )
 
     def _take(self) -> Skeleton:
         """A skeleton that nobody uses: one whose last call is forgotten, or else a new one."""
@@ -123,11 +123,6 @@ class Apply:
         # The oldest are left to those that refer to them, and live as long as these do
         del self._skeletons[:-MAX_SKELETONS]
         return Skeleton(self._prototype, self._anatomy).settle()
-
-
-def _shape(leaf: Any) -> tuple[int, ...] | str:
-    """A leaf's shape, or the type of what is no tensor."""
-    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _check_paths(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -293,7 +293,7 @@ def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
 def check_answered(params: Mapping[str, Any]) -> None:
     """Raise if a call has asked whether a lazy param among these, by path, has a torch function."""
     for path, leaf in params.items():
-        if isinstance(leaf, LazyParam) and leaf.is_asked:
+        if getattr(leaf, "is_asked", False):
             raise StructureError(
                 "code outside of a unit asked whether its param has a torch function, and may "
                 "then go another way than with a whole leaf, which has none",

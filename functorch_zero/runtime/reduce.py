@@ -307,8 +307,9 @@ class GradientReduction:
                 # A flat that is not cut is given away
                 length = flat.numel() // group.size if cut else flat.numel()
                 started = self._by.start(flat, kept, group, cut=cut)
-                self._check_read_only(bucket, kept, versions)
-                self._check_started(bucket, started, length, kept)
+                if self._by is not SUMMED:  # it is the user's
+                    self._check_read_only(bucket, kept, versions)
+                    self._check_started(bucket, started, length, kept)
                 result, work, self.kept[b] = started
         under_way = self._in_place if self._stays(b) else self._under_way[-1]
         under_way.append(Summing(b, result, work, is_last))
