@@ -36,7 +36,6 @@ from ..optim.claims.check import check_claims
 from ..optim.claims.operators import OperatorWatch
 from ..optim.naming import NamedFunction, described
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.pointwise import UpdateFlats
 from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..step.backward import dense
 from ..step.evaluate import check_fits
@@ -176,7 +175,6 @@ class _Together:
     """Params that are updated together."""
 
     across: Sharded
-    flats: UpdateFlats  # of the update that runs
     plan: StatePlan  # of their state
     views: _Views | None = None  # of the last step
 
@@ -392,11 +390,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         params = self._locals(paths)
         own = dict.fromkeys(self._params) | {path: grads[path] for path in paths}
         state = self._state.local(one.plan, paths)
+        # Not the gradients, which somebody may read after a step
+        one.across.current.begin(donate="leaves")
         try:
             updates, leaves = self._run(one, own, state, params)
         finally:
             # Else the flats that it has made would be alive as long as the optimizer
-            one.flats.begin()
+            one.across.current.begin()
         self._state.take(one.plan, paths, leaves)
         for path in paths:
             self._num_steps[path] += 1
@@ -419,7 +419,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             assert self._split is not None
             given, own = across.flats(grads), views.pieces
             flats, trees = views.flats, (grads, own)
-            after = across.fused(*self._split, given, state, flats, trees, donate=True)
+            after = across.fused(*self._split, given, state, flats, trees)
             return None, after.leaves
         pieces = self._pieces(locals_) if views is None else views.pieces
         # Only to the params themselves, and not to copies, may kernels add their updates
@@ -466,16 +466,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             # Experts may rest in ever new combinations
             if len(self._together) == _MOST_TOGETHER:
                 self._together.clear()
-            flats = UpdateFlats()
-            # Not the gradients are donated, which somebody may read after a step
-            across = Sharded(
-                self._layout,
-                labelled(self._placed.group, "optimizer/update"),
-                donate="state",
-                mask=self._mask(paths),
-                owned=flats,
-            )
-            self._together[key] = _Together(across, flats, self._plan(paths))
+            group, mask = labelled(self._placed.group, "optimizer/update"), self._mask(paths)
+            across = Sharded(self._layout, group, mask=mask)
+            self._together[key] = _Together(across, self._plan(paths))
         return self._together[key]
 
     def _check_model(self) -> None:

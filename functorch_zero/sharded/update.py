@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..groups import labelled
 from ..layout.extent import Rows
 from ..layout.flat_buffers import own_piece
 from ..layout.home import Home
@@ -20,8 +19,7 @@ from ..optim.base import Needs, Transform, split_fused
 from ..optim.state_checks import check_opt_state
 from ..profiling import ranged
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.ferry import Ferry
-from ..sharded_optim.pointwise import UpdateFlats
+from ..sharded_optim.pointwise import Donate
 from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..tree import are_tensors, same_structure
@@ -35,18 +33,12 @@ class PreparedUpdate:
         optimizer: whose update it is.
         layout: how the params are cut.
         options: those of `shard`.
+        across: the answers to questions about leaves that are cut so.
         brought: of states that lie in their place; see `StateHolding`.
-        donate: whether all that an update is given may be written over.
-        fuse: whether a fused kernel may add the updates to the params itself.
 
     Attributes:
-        optimizer, layout: as given.
-        donates: as `donate`.
-        across: the answers to the optimizer's questions.
+        optimizer, layout, across: as given.
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
-        takes_rows: whether gradients of tables may be rows; not where all of the optimizer is a
-            kernel or a pointwise function, of dense ones, nor where a NaN in one leaf may reach
-            all others by a norm.
     """
 
     def __init__(
@@ -54,41 +46,26 @@ class PreparedUpdate:
         optimizer: Transform,
         layout: Layout,
         options: Options,
+        across: Sharded,
         brought: Callable[[Any], Any] | None,
-        *,
-        donate: bool,
-        fuse: bool,
     ):
-        group = options.axes.optimizer
-        self.layout, self.donates, self._brought = layout, donate, brought
-        places = options.places.state
-        self.ferry = Ferry(() if places is None else places.distinct)
-        self._owned = UpdateFlats()
-        self.across = Sharded(
-            layout,
-            labelled(group, "optimizer/update"),
-            donate=donate,
-            ferry=self.ferry,
-            owned=self._owned,
-        )
-        self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, group.size)
+        self.layout, self.across, self._brought = layout, across, brought
+        num_ranks = options.axes.optimizer.size
+        self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, num_ranks)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that are cut with a param, and their shapes
         self._cut = [i for i, leaf in enumerate(self.plan.leaves) if leaf.is_cut]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
         self.optimizer = optimizer
         # (the parts before it, its fused end), or None: not all of the end is one kernel
-        self._split = split_fused(optimizer) if fuse else None
+        self._split = split_fused(optimizer)
         self._is_kernel = self._split is not None and self._split[0] is None
         self._fuses_on: dict[torch.device, bool] = {}
+        # Whether all of it is a pointwise function of dense gradients
         plain = optimizer.plain
-        is_of_all = self._split is not None or (plain is not None and not plain.keeps_zeros)
-        self.takes_rows = optimizer.takes_rows and not is_of_all
+        self._is_dense = plain is not None and not plain.keeps_zeros
         # Only rows of finite gradients: a factor that is no number makes NaNs of zeros, too
         self._needs_finite = _asks_statistics(optimizer)
-        # Else kernels for some of the leaves may run, which write to params
-        adds = fuse and donate
-        self._update_fn = optimizer.update_and_add if adds else optimizer.update_fn
 
     def check_state(self, state: ShardedOptState, rank: int, *, what: str) -> None:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
@@ -112,8 +89,9 @@ class PreparedUpdate:
         holding: Holding,
         *,
         by_kernel: bool,
+        may_fuse: bool,
         look: bool,
-        over: bool,
+        donate: Donate,
     ) -> tuple[ShardedTree | None, ShardedOptState]:
         """The updates in pieces that are to be added, None where a kernel has added them, and the
         optimizer's next state. Collectives: those that the optimizer asks for.
@@ -124,19 +102,20 @@ class PreparedUpdate:
         Args:
             flats: of the params, one per bucket, as `holding` says.
             by_kernel: whether one kernel adds all updates to the flats; only where it `fuses`.
-            over: whether the state is used up, and what it makes may be written over its tensors
-                in their place.
+            may_fuse: whether kernels may run at all.
+            donate: what may be written over. Unless it is nothing, the state is used up.
         """
         if by_kernel:
             given = optree.tree_leaves(grads.flats())  # (piece,) each
         else:
-            given = grads.local_rows if self._takes_rows_of(grads) else grads.local_tree
+            takes_rows = self._takes_rows_of(grads, may_fuse=may_fuse)
+            given = grads.local_rows if takes_rows else grads.local_tree
         # A kernel alone sees no leaves
         params = None if by_kernel and self._is_kernel else pieces_of(flats, holding)
         own_homes = () if params is None else params.known_homes
-        self.ferry.begin(look=look, over=over)
-        before = state.brought_for(self._brought).local
-        self._owned.begin(grads.known_homes, own_homes, before.homes.values())
+        before, current = state.brought_for(self._brought).local, self.across.current
+        current.ferry.begin(look=look, over=bool(donate))
+        current.begin(grads.known_homes, own_homes, before.homes.values(), donate=donate)
         try:
             with ranged("update"):
                 updates = None
@@ -148,29 +127,38 @@ class PreparedUpdate:
                         own_piece(flat, bucket, number) for flat, bucket in rows if bucket.trainable
                     ]
                     trees = None if params is None else (grads.local_tree, params.local_tree)
-                    after = self.across.fused(*self._split, given, before, own, trees, donate=over)
+                    after = self.across.fused(*self._split, given, before, own, trees)
                 else:
                     assert params is not None
                     view, tree = params.local_tree, before.tree
-                    new, tree_after = self._update_fn(given, tree, view, self.across)
+                    # Kernels for some of the leaves write to params
+                    adds = may_fuse and donate is True
+                    update = self.optimizer.update_and_add if adds else self.optimizer.update_fn
+                    new, tree_after = update(given, tree, view, self.across)
                     same_structure(view, new, what="the optimizer's updates")
                     updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
                     same_structure(tree, tree_after, what="the optimizer's next state")
                     leaves = optree.tree_leaves(tree_after)
-                    after = before._replace(leaves=leaves, homes=self._owned.state.among(leaves))
+                    after = before._replace(leaves=leaves, homes=current.state.among(leaves))
                 # Leaves that stay as they are: their flats are those of a state that stays valid
-                if not over:
+                if not donate:
                     still_valid = set(map(id, before.homes.values()))
                     homes = {at: x for at, x in after.homes.items() if id(x) not in still_valid}
                     after = after._replace(homes=homes)
                 return updates, ShardedOptState.of_local(after, state.holding.lying(self._brought))
         finally:
             # Else they would be alive until the next one
-            self._owned.begin()
+            current.begin()
 
-    def _takes_rows_of(self, grads: ShardedTree) -> bool:
-        if not self.takes_rows or not self._needs_finite:
-            return self.takes_rows
+    def _takes_rows_of(self, grads: ShardedTree, *, may_fuse: bool) -> bool:
+        """Whether gradients of tables may be rows; not where all of the optimizer is a kernel or a
+        pointwise function, of dense ones, nor where a NaN in one leaf may reach all others by a
+        norm."""
+        is_dense = self._is_dense or (may_fuse and self._split is not None)
+        if is_dense or not self.optimizer.takes_rows:
+            return False
+        if not self._needs_finite:
+            return True
         leaves = optree.tree_leaves(grads.local_rows)
         return all(leaf.is_finite for leaf in leaves if isinstance(leaf, Rows))
 
@@ -178,7 +166,7 @@ class PreparedUpdate:
         """By bucket, the flat that updates are cut from; None: they are loose."""
         leaves = self.layout.treedef.flatten_up_to(updates)
         own = [[leaves[n] for n in bucket.leaves] for bucket in self.layout.buckets]
-        return [*map(self._owned.updates.home_of, own)]
+        return [*map(self.across.current.updates.home_of, own)]
 
     def fuses(self, device: torch.device) -> bool:
         """Whether one kernel adds all updates to params on this device itself."""

@@ -45,8 +45,8 @@ from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
-from .ferry import Brought, Ferry, in_turn
-from .pointwise import Donate, PointwiseOnFlats, UpdateFlats, device_of
+from .ferry import Brought, in_turn
+from .pointwise import CurrentUpdate, PointwiseOnFlats, device_of
 from .state_plan import EVERYONE, HOLDERS, owners_of
 from .whole_leaf import Exchange, batches
 
@@ -61,11 +61,10 @@ class Sharded(Across):
     Args:
         layout: how the params are cut over the group.
         group: the ranks.
-        donate: pointwise updates may overwrite the updates and the state they are given; or the
-            state alone.
         mask: the leaves that the trees have; None: all trained ones.
-        ferry: brings the optimizer's state, and takes it back; None: it lies beside the params.
-        owned: the flats of the update that runs; None: none are known.
+
+    Attributes:
+        current: the update that runs.
     """
 
     def __init__(
@@ -73,14 +72,11 @@ class Sharded(Across):
         layout: Layout,
         group: Group,
         *,
-        donate: Donate = False,
         mask: PyTree[bool] | None = None,
-        ferry: Ferry | None = None,
-        owned: UpdateFlats | None = None,
+        current: CurrentUpdate | None = None,
     ):
-        self._layout, self._group, self._donate = layout, group, donate
-        self._owned = UpdateFlats() if owned is None else owned
-        self._ferry = Ferry() if ferry is None else ferry
+        self._layout, self._group = layout, group
+        self.current = CurrentUpdate() if current is None else current
         mask = layout.trainable if mask is None else mask
         self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
         # Per leaf, whether its pieces lie on several ranks; not so at level 0, or on one rank
@@ -89,9 +85,7 @@ class Sharded(Across):
         counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.places]
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
-        self._on_flats = PointwiseOnFlats(
-            layout, mask, group.rank, donate=donate, ferry=self._ferry, owned=self._owned
-        )
+        self._on_flats = PointwiseOnFlats(layout, mask, group.rank, self.current)
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
         places = [layout.places[number] for number in self._numbers]
@@ -109,10 +103,8 @@ class Sharded(Across):
             self._narrowed[chosen] = Sharded(
                 self._layout,
                 self._group,
-                donate=self._donate,
                 mask=self._layout.treedef.unflatten(of_all),
-                ferry=self._ferry,
-                owned=self._owned,
+                current=self.current,
             )
         return self._narrowed[chosen]
 
@@ -258,7 +250,7 @@ class Sharded(Across):
         return copied_if_in(state, passing)
 
     def beside(self, state: Any, params: Tree) -> Any:
-        return self._ferry.beside(state, device_of(params))
+        return self.current.ferry.beside(state, device_of(params))
 
     # Pointwise: flat by flat
 
@@ -302,12 +294,10 @@ class Sharded(Across):
         state: HomedLeaves,
         params: list[Tensor],
         trees: tuple[Tree, Tree] | None,
-        *,
-        donate: bool,
     ) -> HomedLeaves:
         """The next state of a transform that is a kernel, or a chain that ends in one, as
-        `split_fused` takes it apart. The kernel writes to the params and, with `donate`, over its
-        own state.
+        `split_fused` takes it apart. The kernel writes to the params, and over its own state,
+        where the update may.
 
         Args:
             kernel: one that `fuses`.
@@ -316,7 +306,7 @@ class Sharded(Across):
             trees: gradients and params leaf by leaf; None: for a kernel alone.
         """
         if head is None or trees is None:
-            return self._on_flats.fused(kernel, updates, state, params, donate=donate)
+            return self._on_flats.fused(kernel, updates, state, params)
         # A chain's state: one entry per part, the kernel's last
         *before, _ = state.tree
         found, states = head.update(trees[0], tuple(before), trees[1], self)
@@ -325,8 +315,8 @@ class Sharded(Across):
         treedef, leaves, homes = state
         first, updates = len(own), self.flats(found)
         last = HomedLeaves(treedef.children()[-1], leaves[first:], shifted(homes, -first))
-        last = self._on_flats.fused(kernel, updates, last, params, donate=donate)
-        homes = self._owned.state.among(own) | shifted(last.homes, first)
+        last = self._on_flats.fused(kernel, updates, last, params)
+        homes = self.current.state.among(own) | shifted(last.homes, first)
         return HomedLeaves(treedef, [*own, *last.leaves], homes)
 
     # Whole leaves: one all-to-all in, one out
@@ -362,7 +352,7 @@ class Sharded(Across):
         writable = self._writable(part, updates, state, params)
         # By position, the whole updates made here: of leaves owned, or not cut; or of rows
         results: dict[int, Any] = {}
-        ferry, device = self._ferry, device_of(params)
+        ferry, device = self.current.ferry, device_of(params)
 
         def begin(batch: Sequence[int]) -> list[list[Brought]]:
             own = [optree.tree_leaves(states[i].state) for i in batch]
@@ -402,7 +392,7 @@ class Sharded(Across):
 
     def _writable(self, part: WholeLeaf, *trees: Tree) -> set[int]:
         """The storages that `in_place` may write over: donated ones, of one tensor each."""
-        if part.in_place is None or self._donate is not True:
+        if part.in_place is None or self.current.donate is not True:
             return set()
         counts = Counter(storage_id(x) for x in optree.tree_leaves(trees) if isinstance(x, Tensor))
         return {storage for storage, count in counts.items() if count == 1}

@@ -38,9 +38,10 @@ from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 T = TypeVar("T")
 
-# What may be overwritten: updates and state, neither, or the state alone, whose leaves nobody else
-# has. A kernel, of which it is asked, adds to the params as well, unless it is neither
-Donate = bool | Literal["state"]
+# What an update may write over: its updates and its state, neither, or the state alone, in flats
+# that are known; or all leaves of the state, which nobody else has. A kernel adds to the params as
+# well, where it is asked
+Donate = bool | Literal["state", "leaves"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,16 @@ class FlatGroup:
         return cut(flat, self.bucket, self.piece_number)
 
 
-class UpdateFlats:
-    """The flats that one update was given, and may write over where they were donated; those that
-    it makes take their places. A flat of updates, or of a state, is nothing else."""
+class CurrentUpdate:
+    """The update that runs: the flats that it was given, and what of them it may write over; those
+    that it makes take their places. A flat of updates, or of a state, is nothing else.
 
-    def __init__(self) -> None:
+    Args:
+        ferry: brings the state group by group, and takes it back; None: it lies beside the params.
+    """
+
+    def __init__(self, ferry: Ferry | None = None):
+        self.ferry = Ferry() if ferry is None else ferry
         self.begin()
 
     def begin(
@@ -89,9 +95,12 @@ class UpdateFlats:
         updates: Sequence[Home | None] = (),
         params: Sequence[Home | None] = (),
         state: Iterable[Home] = (),
+        *,
+        donate: Donate = False,
     ) -> None:
         """An update begins, of trees whose leaves are cut from these."""
         self.updates, self.params, self.state = Homes(updates), Homes(params), Homes(state)
+        self.donate = donate
 
 
 class PointwiseOnFlats:
@@ -102,24 +111,13 @@ class PointwiseOnFlats:
 
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
-        donate: updates and state may be overwritten; or the state alone.
-        ferry: brings the state group by group, and takes it back; None: it lies beside the params.
-        owned: the flats of the update that runs; None: none are known.
+        current: the update that runs.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        mask: PyTree[bool],
-        piece_number: int,
-        *,
-        donate: Donate,
-        ferry: Ferry | None = None,
-        owned: UpdateFlats | None = None,
+        self, layout: Layout, mask: PyTree[bool], piece_number: int, current: CurrentUpdate
     ):
-        self._layout, self._mask, self._donate = layout, mask, donate
-        self._ferry = Ferry() if ferry is None else ferry
-        self._owned = UpdateFlats() if owned is None else owned
+        self._layout, self._mask, self._current = layout, mask, current
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int]
@@ -142,7 +140,7 @@ class PointwiseOnFlats:
             or not self._groups
             or not self._share_dtypes(regrouping, updates, state)
         ):
-            given = self._ferry.beside(state, device_of(params))
+            given = self._current.ferry.beside(state, device_of(params))
             new, after = part.update(updates, given, params)
             return new, copied_if_in(after, new, updates, params)
 
@@ -150,15 +148,15 @@ class PointwiseOnFlats:
         new_updates, treedef = optree.tree_flatten(updates)
         param_leaves = optree.tree_leaves(params)
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
-        ferry, device = self._ferry, param_leaves[0].device
-        old_state, owned = optree.tree_leaves(state), self._owned
+        current, device = self._current, param_leaves[0].device
+        ferry, old_state = current.ferry, optree.tree_leaves(state)
         new_state, may_write_updates = list(old_state), self._may_write(new_updates)
         # The ids of flats, and of their leaves, that the state alone has
-        own_state = self._owned.state.ids if self._donate else set()
-        if self._donate == "state":  # the caller says so of all leaves
+        own_state = current.state.ids if current.donate else set()
+        if current.donate == "leaves":
             own_state = own_state.union(map(id, old_state))
         # The operands beside the updates: flats (piece,), and counts that groups share
-        before = HomedLeaves(regrouping.full, old_state, owned.state.among(old_state))
+        before = HomedLeaves(regrouping.full, old_state, current.state.among(old_state))
         tensors = self._tensors_of(regrouping, before, device)
 
         def begin(batch: _Batch) -> list[Brought]:
@@ -185,7 +183,7 @@ class PointwiseOnFlats:
                 # The flat itself: the updates' leaves hold these values already
                 if new_flat is not operand.tensor:
                     made = group.cut(new_flat)
-                    owned.updates.replace(_at(group.positions, new_updates), new_flat, made)
+                    current.updates.replace(_at(group.positions, new_updates), new_flat, made)
                     _put(made, group.positions, new_updates)
             for i, here, new in zip(batch.state, arrived, results, strict=True):
                 place = regrouping.places[i]
@@ -212,21 +210,21 @@ class PointwiseOnFlats:
     def _may_write(self, updates: Sequence[Tensor]) -> bool:
         """Whether all updates lie in flats that are known, each in another one. Leaves of an author
         may lie in another group's flat, and so may a leaf that was returned twice."""
-        if self._donate is not True:
+        if self._current.donate is not True:
             return False
-        known = self._owned.updates
+        known = self._current.updates
         homes = [known.home_of(_at(group.positions, updates)) for group in self._groups]
         return None not in homes and len({id(home.flat) for home in homes if home}) == len(homes)
 
     def _flat_of(self, group: FlatGroup, leaves: Sequence[Tensor]) -> Tensor:
         """The flat of a group's updates or params: the known one, or a new one."""
         own = _at(group.positions, leaves)
-        home = self._owned.updates.home_of(own) or self._owned.params.home_of(own)
+        home = self._current.updates.home_of(own) or self._current.params.home_of(own)
         return group.pack(own) if home is None else home.flat
 
     def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
         made = place.group.cut(flat)
-        self._owned.state.replace(_at(place.positions, leaves), flat, made)
+        self._current.state.replace(_at(place.positions, leaves), flat, made)
         _put(made, place.positions, leaves)
 
     def update_fused(
@@ -236,14 +234,15 @@ class PointwiseOnFlats:
         that are left to be added, and the state."""
         flats = self.flats(params)
         # A kernel that wrote to a copy would leave the params as they are
-        own = self._owned.params.ids.union(map(id, optree.tree_leaves(params)))
-        may_write = bool(self._donate) and own.issuperset(map(id, flats))
+        current = self._current
+        own = current.params.ids.union(map(id, optree.tree_leaves(params)))
+        may_write = bool(current.donate) and own.issuperset(map(id, flats))
         if not (may_write and self.fuses(fused, flats)):
             return self.update(fused.plain, updates, state, params)
         leaves, treedef = optree.tree_flatten(state)
-        before = HomedLeaves(treedef, leaves, self._owned.state.among(leaves))
-        after = self.fused(fused, self.flats(updates), before, flats, donate=True)
-        self._owned.state.note(after.homes.values())
+        before = HomedLeaves(treedef, leaves, current.state.among(leaves))
+        after = self.fused(fused, self.flats(updates), before, flats)
+        current.state.note(after.homes.values())
         leaves, treedef = optree.tree_flatten(updates)
         left = [torch.empty_like(leaf) for leaf in leaves]
         torch._foreach_zero_(left)
@@ -270,22 +269,20 @@ class PointwiseOnFlats:
         updates: list[Tensor],
         state: HomedLeaves,
         params: list[Tensor],
-        *,
-        donate: bool,
     ) -> HomedLeaves:
-        """Run a kernel, which writes over params. Returns the next state.
+        """Run a kernel, which writes over params; and over the state, where the update may. Returns
+        the next state.
 
         Args:
             fused: one of which `fuses` is true.
             updates: the flat (piece,) of each group, only read.
             state: as `init` made it.
             params: the flats (piece,) of the params, in the same order; written to.
-            donate: whether the state is written over.
         """
-        plain, ferry, device = fused.plain, self._ferry, params[0].device
+        plain, device = fused.plain, params[0].device
         regrouping = self._regrouping(plain)
         assert regrouping is not None
-        places = regrouping.places
+        places, ferry, donate = regrouping.places, self._current.ferry, self._current.donate
         tensors = self._tensors_of(regrouping, state, device)
         leaves, homes = [*state.leaves], {**state.homes}
 
@@ -299,7 +296,7 @@ class PointwiseOnFlats:
             is_known, flat = place.positions in homes, tensors[i]
             is_stored = is_known or flat is leaves[place.positions[0]]
             # A leaf from elsewhere may share elements with another one
-            is_own = donate and is_stored and (is_known or self._donate == "state")
+            is_own = donate and is_stored and (is_known or donate == "leaves")
             if place.follows and not is_own:
                 tensors[i] = flat.clone() if is_stored else flat
                 put(tensors[i], place)
@@ -348,7 +345,7 @@ class PointwiseOnFlats:
         that they are copied to; or the leaf that follows no param."""
         _, leaves, homes = state
         # Leaves that nobody else has, of all params: without a call for each, at every step
-        if self._donate == "state" and self._are_leaves:
+        if self._current.donate == "leaves" and self._are_leaves:
             own = [leaves[place.positions[0]] for place in regrouping.places]
             if _lie_plainly(own):
                 return own
@@ -361,7 +358,7 @@ class PointwiseOnFlats:
                 found.append(home.flat)
             else:
                 # A copy must be of what is brought, and stays beside the params
-                pieces = self._ferry.beside(_at(place.positions, leaves), device)
+                pieces = self._current.ferry.beside(_at(place.positions, leaves), device)
                 found.append(place.group.pack(pieces))
         return found
 

@@ -227,7 +227,8 @@ def _on_a_rank(
         layout = make_layout(
             steps.params, group.size, trainable=lambda path, leaf: True, aligned=False
         )
-        across = Sharded(layout, group, donate=donate)
+        across = Sharded(layout, group)
+        across.current.begin(donate=donate)
         # Pieces, views of one flat per bucket
         params = slice_tree(steps.params, layout, group.rank)
         state = transform.init(params, across)

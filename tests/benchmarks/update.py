@@ -44,7 +44,8 @@ class Own:
 
     def __init__(self, transform: optim.Transform, params: dict[str, Tensor]):
         self._layout = make_layout(params, 1, trainable=lambda path, leaf: True)
-        self._across = Sharded(self._layout, SingleRank(), donate=True)
+        self._across = Sharded(self._layout, SingleRank())
+        self._across.current.begin(donate=True)
         self._transform, self._params = transform, slice_tree(params, self._layout, 0)
         self._state = HomedLeaves.of(transform.init(self._params, self._across))
 
@@ -55,7 +56,7 @@ class Own:
         flats, kernel = self._across.flats(self._params), self._transform.fused
         if kernel is not None and self._across.fuses(kernel, flats):
             given, own = self._across.flats(grads), (None, kernel)
-            self._state = self._across.fused(*own, given, self._state, flats, None, donate=True)
+            self._state = self._across.fused(*own, given, self._state, flats, None)
             return
         updates, state = self._transform.update(grads, self._state.tree, self._params, self._across)
         self._state = HomedLeaves.of(state)

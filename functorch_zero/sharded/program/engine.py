@@ -34,8 +34,9 @@ from ...runtime.prefetch import PrefetchOrder
 from ...runtime.reduce import SUMMED
 from ...runtime.two_seeds import TwoSeeds
 from ...sharded_optim.across import Sharded
+from ...sharded_optim.ferry import Ferry
+from ...sharded_optim.pointwise import CurrentUpdate, Donate
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding, is_placed
-from ...sharded_optim.state_plan import plan_state
 from ...step.backward import nodes_behind
 from ...step.loss import on_meta, untrained
 from ...step.loss_calls import LossCalls
@@ -91,9 +92,8 @@ class ShardedEngine:
         self._joined: Recent[Any, tuple[Joined, PrefetchOrder]] = Recent(_MOST)
         # By the id of a layout, which the value keeps alive
         self._across: Recent[int, Sharded] = Recent(_MOST)
-        # By transform, the id of a layout, both of which a prepared update keeps alive, and what it
-        # may do
-        self._updates: Recent[tuple[Transform, int, bool, bool], PreparedUpdate] = Recent(_MOST)
+        # By transform, and the id of a layout; a prepared update keeps both alive
+        self._updates: Recent[tuple[Transform, int], PreparedUpdate] = Recent(_MOST)
         self.announce: Callable[[str], None] = _nobody_listens  # told the phase that begins
         # While a step's `init` runs: that which ranks have compared with its arguments
         self.agreed: Transform | None = None
@@ -157,11 +157,11 @@ class ShardedEngine:
 
     def first_state(self, transform: Transform, params: ShardedTree) -> ShardedOptState:
         """The optimizer's state, of a transform that all ranks have alike."""
-        layout, axes = params.sharding.layout, self.options.axes
+        layout = params.sharding.layout
         # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
         view = params.pieces()
         made = transform.init_fn(view.local_tree, self._across_of(layout))
-        plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+        plan = self._update_of(transform, layout).plan
         holding = StateHolding(params.sharding, plan, engine=params.engine)
         return self.placed(lay_out_state(made, holding))
 
@@ -182,7 +182,7 @@ class ShardedEngine:
         made, by_unit = state, self.options.places.state
         if by_unit is not None:
             holding, over = state.holding, None
-            ferry = None if by is None else by.ferry
+            ferry = None if by is None else by.across.current.ferry
             look = is_looked_at(next(self._storings)) if ferry is None else ferry.look
             places = StatePlaces(by_unit, holding.plan, holding.sharding.layout)
             if old is not None and old.holding.brought is self._brought:
@@ -207,7 +207,11 @@ class ShardedEngine:
         prepared = self._prepared(transform, updates, state, params)
         flats, look = params.flats(), is_looked_at(next(self._runs))
         new, after = prepared.run(
-            updates, state, flats, params.holding, by_kernel=False, look=look, over=False
+            *(updates, state, flats, params.holding),
+            by_kernel=False,
+            may_fuse=True,
+            look=look,
+            donate=False,
         )
         assert new is not None
         return new, self.placed(after, by=prepared)
@@ -240,13 +244,13 @@ class ShardedEngine:
         # Where gradients are given away: in place, or by the unsharded step's own operators
         may_fuse = see is None and (over or not donate)
         # A user's own leaves of them stay
-        if over and donate and not grads.are_leaves_shown:
-            prepared = self._update_of(transform, layout, donate=True, fuse=may_fuse)
+        gives_grads = over and donate and not grads.are_leaves_shown
+        if gives_grads:
             grads = grads.handed_on()
         empty, flats = emptied(self.options.places.params, layout), params.flats()
         # Buckets may lie on several devices, each in its unit's place
         fuses = may_fuse and all(map(prepared.fuses, {flat.device for flat in flats}))
-        uses_up = over and (fuses or is_placed(state) or prepared.donates)
+        uses_up = over and (fuses or is_placed(state) or gives_grads)
         if over and layout.publishes:
             # The old ones go before new ones are made
             params.note_published(
@@ -259,9 +263,14 @@ class ShardedEngine:
             # The kernel writes to these
             flats = copies_to_update(flats, layout, axes.piece_number, empty)
         look = is_looked_at(next(self._runs))
+        gives: Donate = gives_grads or ("state" if uses_up else False)
         try:
             updates, made = prepared.run(
-                grads, state, flats, holding, by_kernel=fuses, look=look, over=uses_up
+                *(grads, state, flats, holding),
+                by_kernel=fuses,
+                may_fuse=may_fuse,
+                look=look,
+                donate=gives,
             )
             if updates is not None:
                 self._check_pieces(updates, params, some=True)
@@ -478,11 +487,13 @@ class ShardedEngine:
         return known
 
     def _across_of(self, layout: Layout) -> Sharded:
-        """The answers about the trained leaves. Nothing is donated: trees have many owners."""
+        """The answers about the trained leaves."""
         across = self._across.get(id(layout))
         if across is None:
             group = labelled(self.options.axes.optimizer, "optimizer/update")
-            across = Sharded(layout, group, donate=False)
+            places = self.options.places.state
+            ferry = Ferry(() if places is None else places.distinct)
+            across = Sharded(layout, group, current=CurrentUpdate(ferry))
             self._across.note(id(layout), across)
         return across
 
@@ -519,19 +530,16 @@ class ShardedEngine:
                 rank=axes.world.rank,
                 remedy="keep each tree's optimizer state beside it",
             )
-        # Trees have many owners, so nothing is donated; of a state what a call says
-        prepared = self._update_of(transform, params.sharding.layout, donate=False, fuse=True)
+        prepared = self._update_of(transform, params.sharding.layout)
         prepared.check_state(state, axes.world.rank, what="the optimizer's state")
         return prepared
 
-    def _update_of(
-        self, transform: Transform, layout: Layout, *, donate: bool, fuse: bool
-    ) -> PreparedUpdate:
-        key = transform, id(layout), donate, fuse
+    def _update_of(self, transform: Transform, layout: Layout) -> PreparedUpdate:
+        key = transform, id(layout)
         prepared = self._updates.get(key)
         if prepared is None:
-            given = transform, layout, self.options, self._brought
-            prepared = PreparedUpdate(*given, donate=donate, fuse=fuse)
+            across, options = self._across_of(layout), self.options
+            prepared = PreparedUpdate(transform, layout, options, across, self._brought)
             self._updates.note(key, prepared)
         return prepared
 
