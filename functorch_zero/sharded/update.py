@@ -55,7 +55,8 @@ class PreparedUpdate:
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that are cut with a param, and their shapes
         self._cut = [i for i, leaf in enumerate(self.plan.leaves) if leaf.is_cut]
-        self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
+        like = optree.tree_leaves(self._like_state)
+        self._shapes = [like[i].shape for i in self._cut]
         self.optimizer = optimizer
         # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer)
@@ -71,15 +72,11 @@ class PreparedUpdate:
         """Raise unless an optimizer's state, of this name, is one that this update can take."""
         treedef, leaves, _ = state.local
         # The usual case, asked of all leaves at once: a state may have many
-        if treedef == self.plan.treedef and self._shapes_in(leaves) == self._shapes:
-            return
+        if treedef == self.plan.treedef:
+            own = [*map(leaves.__getitem__, self._cut)]
+            if are_tensors(own) and [*map(attrgetter("shape"), own)] == self._shapes:
+                return
         check_opt_state(self._like_state, state.as_it_lies, rank, what=what)
-
-    def _shapes_in(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """Of a state's leaves, the shapes of those that are cut with a param; None: not all are
-        tensors."""
-        own = [*map(leaves.__getitem__, self._cut)]
-        return [*map(attrgetter("shape"), own)] if are_tensors(own) else None
 
     def run(
         self,

@@ -301,41 +301,35 @@ class PointwiseOnFlats:
                 tensors[i] = flat.clone() if is_stored else flat
                 put(tensors[i], place)
 
-        def call(batch: _Batch, given: Sequence[Tensor]) -> None:
-            # A plan's: a kernel works in place and takes no room
-            if not has_values(params[0]):
-                return
-            here = slice(batch.first, batch.first + len(batch.groups))
-            new = fused.update(params[here], updates[here], batch.treedef.unflatten(given))
-            made = batch.treedef.flatten_up_to(new)
-            # Leaves that follow no param are the same for all groups, which read the old
-            for k, position in batch.shared.items():
-                leaves[position] = made[k]
-                homes.pop((position,), None)
-
         def begin(batch: _Batch) -> list[Brought]:
-            return [ferry.bring(tensors[i], device) for i in batch.state]
+            return [ferry.bring(tensors[i], device) for i in batch.state if ferry.places]
 
         def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
-            own = _at(batch.state, places)
+            own, given = _at(batch.state, places), _at(batch.state, tensors)
             if not donate:
-                rows = zip(arrived, own, strict=True)
+                rows = zip(arrived, own, strict=False)  # none, where nothing travels
                 arrived = [here.to_write() if place.follows else here for here, place in rows]
-            call(batch, [here.tensor for here in arrived])
-            for here, place in zip(arrived, own, strict=True):
+            if ferry.places:
+                given = [here.tensor for here in arrived]
+            # A plan's have none: a kernel works in place and takes no room
+            if has_values(params[0]):
+                group = slice(batch.first, batch.first + len(batch.groups))
+                new = fused.update(params[group], updates[group], batch.treedef.unflatten(given))
+                made = batch.treedef.flatten_up_to(new)
+                # Leaves that follow no param are the same for all groups, which read the old
+                for k, position in batch.shared.items():
+                    leaves[position] = made[k]
+                    homes.pop((position,), None)
+            for here, place in zip(arrived, own, strict=False):
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
                         put(flat, place)
 
-        if ferry.places:
-            # One group at a time
-            in_turn(self._batches(plain, regrouping, -1), begin, run, ferry.ahead)
-        else:
-            # One call for all groups, where a kernel may launch once for many tensors
-            for batch in self._batches(plain, regrouping, -1 if fused.one_by_one else math.inf):
-                call(batch, _at(batch.state, tensors))
+        # One call for all groups, where a kernel may launch once for many tensors
+        room = -1 if ferry.places or fused.one_by_one else math.inf
+        in_turn(self._batches(plain, regrouping, room), begin, run, ferry.ahead)
         return state._replace(leaves=leaves, homes=homes)
 
     def _tensors_of(

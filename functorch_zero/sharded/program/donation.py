@@ -125,7 +125,7 @@ def _written_of(state: ShardedOptState) -> set[int]:
 def _storages_of(node: Any) -> set[int]:
     """The storages of a node, or of a leaf."""
     if not isinstance(node, ShardedTree):
-        return storages(node.as_it_lies if is_on_engine(node) else node)
+        return storages(node.tensors if is_on_engine(node) else node)
     # Trees share frozen flats, which no update writes to
     rows = zip(node.flats(), node.sharding.layout.buckets, strict=True)
     return storages([flat for flat, bucket in rows if bucket.trainable])

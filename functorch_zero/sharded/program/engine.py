@@ -176,7 +176,7 @@ class ShardedEngine:
 
         Args:
             state: beside the params, or in its place already.
-            old: one that is used up, and written over if it is in this place.
+            old: one that is to be used up, and is written over if it is in this place.
             by: the update that has made it; None: none has.
         """
         made, by_unit = state, self.options.places.state
@@ -189,8 +189,6 @@ class ShardedEngine:
                 over = old
             lying = holding.lying(self._brought)
             made = placed(places, state, lying, over, look=look, ferry=ferry)
-        if old is not None:
-            old.use_up()
         return made
 
     @compared("optimizer update")
@@ -289,10 +287,13 @@ class ShardedEngine:
         with ranged("publish"):
             new = publish(params, flats, updates, holding, axes, donate=over or fuses, empty=empty)
         # Last: an update may lie in the old state, which is written over
-        after = self.placed(made, state if uses_up else None, by=prepared)
+        if self._brought is not None:
+            made = self.placed(made, state if uses_up else None, by=prepared)
+        if uses_up:
+            state.use_up()
         if donation is not None and not over:
             donation.note_update(params, state)
-        return new, after
+        return new, made
 
     def description_of(self, transform: Transform) -> Any:
         """A transform as ranks compare it. Of one that they have compared it stays what it was: a
