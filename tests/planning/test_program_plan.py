@@ -385,7 +385,9 @@ def test_errors_say_what_to_do() -> None:
     for given, made in ((trees(), BOTH), (big, optim.sgd(0.1))):
         with pytest.raises(TypeError) as caught:
             plan(given, made, level=1, ranks=2, batch=[batch])
-        assert "batch=[...] is one argument. Remedy: batch=(x, y)" in "".join(caught.value.__notes__)
+        assert "batch=[...] is one argument. Remedy: batch=(x, y)" in "".join(
+            caught.value.__notes__
+        )
     with pytest.raises(TypeError, match="missing a required argument: 'two'"):
         plan(one, BOTH, level=1, ranks=2, batch=batch)
 
