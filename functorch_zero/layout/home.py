@@ -124,8 +124,8 @@ class Homes:
             self._by_leaf.update(_by_leaf(home))
 
     def among(self, leaves: Sequence[Any]) -> dict[Positions, Home]:
-        """Those all of whose leaves are among these, by their positions. A leaf that is here twice
-        is nobody's own."""
+        """Those whose leaves are among these, by their positions. A leaf that is here twice is
+        nobody's own."""
         if not (leaves and self._by_leaf):
             return {}
         positions = defaultdict[int, list[int]](list)  # by id
@@ -134,8 +134,13 @@ class Homes:
         found: dict[Positions, Home] = {}
         for home in filter(None, dict.fromkeys(self._by_leaf.get(key) for key in positions)):
             at = [positions.get(id(leaf), []) for leaf in home.leaves or ()]
-            if all(len(places) == 1 for places in at):
-                found[tuple(n for (n,) in at)] = home
+            if any(len(places) > 1 for places in at):
+                continue
+            here = tuple(n for (n,) in filter(None, at))
+            if len(here) == len(at):
+                found[here] = home
+            else:  # others have been replaced: each of these is still a flat of its own
+                found |= {(n,): Home(leaves[n], leaves=[leaves[n]]) for n in here}
         return found
 
 
