@@ -233,13 +233,16 @@ def chosen_params(params: ShardedTree, chosen: ShardedTree, axes: Axes) -> Shard
     Raises:
         StructureError: a chosen leaf is not what the layout says.
     """
-    layout, number, pieces = params.sharding.layout, axes.piece_number, chosen.flats()
-    beside = [torch.empty_like] * len(pieces)
+    layout, number = params.sharding.layout, axes.piece_number
+    leaves = layout.treedef.flatten_up_to(chosen.local_tree)
+    beside = [torch.empty_like] * len(layout.buckets)
     # Never in place: the state's own params stay as they are
     flats = copies_to_update(params.flats(), layout, number, beside)
-    for flat, bucket, piece in zip(flats, layout.buckets, pieces, strict=True):
-        if piece is not None:
-            own_piece(flat, bucket, number).copy_(piece)
+    for flat, bucket in zip(flats, layout.buckets, strict=True):
+        if bucket.trainable:
+            # Leaf by leaf: a flat of them would be one more copy
+            own = cut(own_piece(flat, bucket, number), bucket, number)
+            torch._foreach_copy_(own, [leaves[n] for n in bucket.leaves])
     return publish(params, flats, None, params.holding, axes, donate=True, empty=beside)
 
 
