@@ -498,19 +498,19 @@ def copied_like(tree: PyTree[Tensor], like: PyTree[Tensor]) -> PyTree[Tensor]:
 
 def check_like(tree: PyTree[Tensor], like: PyTree[Tensor], rank: int | None = None) -> bool:
     """Raise unless a tree's leaves fit those of `layout_like`: in path, shape and dtype; and
-    trained where those are, unless none of either is. Returns whether none of the tree's is.
+    trained where those are, unless none of the tree's is. Returns whether none is.
 
     Args:
         like: whole, perhaps without values.
-        rank: for errors.
+        rank: that cuts the tree by a layout, which `like` is of; None: both trees are whole.
     """
     remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
     same_structure(like, tree, what="the tree", rank=rank, remedy=remedy)
     what = "a leaf can't be cut like that of layout_like"
     check_forms(forms_of(like), forms_of(tree), what, rank=rank, remedy=remedy)
     ours, theirs = Trained.of(tree), Trained.of(like)
-    # A whole copy that is read only doesn't say which of its leaves were trained
-    if ours.paths and theirs.paths:
+    # A whole copy that is read only doesn't say which of its leaves were trained; a layout does
+    if ours.paths and (theirs.paths or rank is not None):
         check_alike(theirs, ours, what, rank=rank, remedy=remedy)
     return not ours.paths
 

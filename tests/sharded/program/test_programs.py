@@ -435,6 +435,18 @@ def test_trees_unlike_layout_like_are_refused(rank: int | None) -> None:
     run_ranks(run, 2)
 
 
+def test_a_trained_tree_is_not_cut_like_one_of_which_no_leaf_is_trained() -> None:
+    """Its gradients would be None, beside those of a trained tree that a loss is given, too."""
+
+    def run(group: fz.Group) -> None:
+        frozen = fz.shard_tree(linear(trained=False), level=3, group=group)
+        with pytest.raises(StructureError, match=r"path w, expected frozen, got trained"):
+            fz.shard_tree(linear(), layout_like=frozen)
+        fz.shard_tree(linear(trained=False), layout_like=frozen)
+
+    run_ranks(run, 2)
+
+
 def test_errors_tell_how_trees_are_cut_differently() -> None:
     """optree prints both nodes' data, and the texts must differ."""
 
