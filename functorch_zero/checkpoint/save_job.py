@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,10 @@ def run_save(root: Path, group: Group, take: Callable[[], Snapshot]) -> Path:
         what = f"save to {root}"
         begun = together(group, what, begin).of_all
         if any(row["digest"] != begun[0]["digest"] for row in begun):
-            own = partial(_facts, root, snapshot, _in_texts(snapshot.user))
-            facts = together(group, what, own).of_all
+            # By the name, which is let go of below: an argument that is bound would stay
+            facts = together(
+                group, what, lambda: _facts(root, snapshot, _in_texts(snapshot.user))
+            ).of_all
             _, difference = difference_in_words(facts)
             raise MismatchError(
                 f"the ranks save different things: {difference} (this is rank {group.rank}). "

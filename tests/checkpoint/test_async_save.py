@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import torch
 
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, block_io
-from functorch_zero.checkpoint.snapshot import devices_of, snapshot_of
+from functorch_zero.checkpoint.snapshot import Snapshot, devices_of, snapshot_of
+from functorch_zero.errors import MismatchError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import SingleRank
@@ -353,3 +355,20 @@ def test_a_step_may_be_copied_beside_a_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         checkpoint.async_save(tmp_path, copied, copied.init(params, buffers)).result()
     checkpoint.wait_for_saves(step)
+
+
+def test_an_error_of_ranks_that_differ_holds_no_snapshot(tmp_path: Path) -> None:
+    """A saving has its error until the next save, and a snapshot is a copy of the state."""
+
+    users = "that of rank 0", "that of rank 1"
+
+    def save(step: Any, state: State) -> checkpoint.Saving:
+        saving = checkpoint.async_save(tmp_path, step, state, user=users[step.group.rank])
+        with pytest.raises(MismatchError, match="the ranks save different things: user is"):
+            saving.result()
+        return saving
+
+    savings = on_ranks(2, 3, save)
+    gc.collect()
+    alive = [x for x in gc.get_objects() if isinstance(x, Snapshot) and x.user in users]
+    assert all(saving.failed for saving in savings) and not alive
