@@ -23,8 +23,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
     `state_axes="both"` there is one more along the replicate axis, at level 3 too.
 
     Raises:
-        StructureError: the updates are another tree's; or one is complex, and its leaf is real. The
-            call is inside of a loss.
+        StructureError: the updates are another tree's; or one has another shape than its leaf, or
+            is complex where its leaf is real. The call is inside of a loss.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
     {'w': tensor([1.5000, 2.0000])}
@@ -51,6 +51,15 @@ def apply_whole(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTre
     same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=remedy)
     leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
     given = optree.tree_leaves(updates, none_is_leaf=True)
+    for n, (p, u) in enumerate(zip(leaves, given, strict=True)):
+        if u is not None and u.shape != p.shape:  # a sum would broadcast one of them
+            raise StructureError(
+                "an update has another shape than its leaf",
+                path=paths(params, lambda x: x is None)[n],
+                expected=tuple(p.shape),
+                got=tuple(u.shape),
+                remedy=remedy,
+            )
     check_no_complex_for_real(given, leaves, lambda n: paths(params, lambda x: x is None)[n])
     return treedef.unflatten(map(add, leaves, given))
 

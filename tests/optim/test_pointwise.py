@@ -13,7 +13,8 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.errors import TransformError
+from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.optim.apply_updates import apply_updates
 from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.local import Local
 from functorch_zero.optim.naming import described
@@ -312,3 +313,18 @@ def test_schedule_free_evaluates_at_the_average() -> None:
     assert torch.allclose(average, torch.stack(zs).mean(0), rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="got 0"):
         optim.schedule_free_eval_params((), params)
+
+
+def test_an_update_of_another_shape_is_not_broadcast() -> None:
+    """In one process either of the two would be, without a word."""
+    params = {"w": torch.ones(3, requires_grad=True), "x": None}
+    for other in (torch.ones(1), torch.ones(3, 1), torch.ones(())):
+        with pytest.raises(StructureError, match=r"another shape than its leaf: path w"):
+            apply_updates(params, {"w": other, "x": None})
+
+    def mean(updates: Any, state: Any, params: Any) -> Any:
+        return {"w": updates["w"].mean(0, keepdim=True)}, state
+
+    optimizer, own = optim.pointwise(lambda params: (), mean), {"w": params["w"]}
+    with pytest.raises(StructureError, match=r"path w, expected \(3,\), got \(1,\)"):
+        optimizer.apply({"w": torch.ones(3)}, optimizer.init(own), own)
