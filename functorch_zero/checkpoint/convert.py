@@ -414,7 +414,8 @@ def _matching(
     # By leaf, its names among those found: others may write a tied leaf under any of its names
     names = {leaf: [leaf] for leaf in leaves if leaf in found}
     for name, leaf in aliases.items():
-        if name in found and name not in leaves:
+        # One that is a leaf, too, has values of its own: it is read where no other name is found
+        if name in found and not (leaf in names and name in leaves):
             names.setdefault(leaf, []).append(name)
     lacking = not_chosen(leaves.keys() - names.keys() - optional, allowed.missing)
     extra = not_chosen(found.keys() - leaves.keys() - aliases.keys(), allowed.extra)

@@ -435,6 +435,17 @@ def test_an_import_keeps_the_loss_scale(level: int | None) -> None:
     assert all(map(torch.equal, before, state.value.finite))
 
 
+def test_an_alias_that_is_a_leaf_itself() -> None:
+    """It is read where the leaf's own name is lacking; else each has its own values."""
+    step = train_step(lambda params, buffers, x: params["a"].sum(), optim.sgd(0.1))
+    for values in ({"b": 2.0}, {"a": 1.0, "b": 2.0}):
+        like = step.init({name: torch.zeros(2, requires_grad=True) for name in "ab"})
+        tensors = {name: torch.full((2,), value) for name, value in values.items()}
+        state = checkpoint.import_weights(tensors, step, like=like, aliases={"b": "a"})
+        assert state.params["a"].tolist() == [values.get("a", 2.0)] * 2
+        assert state.params["b"].tolist() == [2.0] * 2
+
+
 def test_weights_under_other_names() -> None:
     tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
     prefixed = {f"model.{name}": x for name, x in tensors.items()}
