@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from optree import tree_map
@@ -375,3 +376,29 @@ def test_a_first_value_by_a_ranks_own_number_is_refused(name: str, level: int) -
 
     for text in run_ranks(run, 2):
         assert f"the first value's tree '{name}'" in text
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_leaf_that_one_rank_has_written_to_is_refused_each_time(level: int) -> None:
+    """By the first state, which has no name yet, and by one that a step has made."""
+    optimizer = optim.sgd(0.1, momentum=0.9)
+
+    def program(value: Any, x: Tensor) -> Any:
+        mean, grads = fz.value_and_grad(lambda params, x: (params["a"] * x).sum())(value[0], x)
+        return optimizer.apply(grads, value[1], value[0]), {"loss": mean}
+
+    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+
+    def run(group: Any, num_steps: int) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init({"a": torch.ones(4, requires_grad=True)})
+        for _ in range(num_steps):
+            state, _ = sharded(state, torch.ones(1))
+        if group.rank == 1:
+            optree.tree_leaves(state.value[1])[0].add_(1)
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=r"'1'.*on rank 1"):
+                sharded(state, torch.ones(1))
+
+    for num_steps in (0, 1):
+        run_ranks(partial(run, num_steps=num_steps), 2)
