@@ -71,7 +71,8 @@ class PrefetchOrder:
 
     Ranks must start the same gathers, so all of them follow the same order. When one rank fails,
     wherever, the others fail in their next collective, and may be a pass ahead. So an order ends
-    with the group's era, which all ranks count alike.
+    with the group's era, which all ranks count alike. What all ranks find out together begins no
+    era, and users' own groups count none: so a call that fails forgets the orders, too.
 
     Args:
         group: all ranks; None: one.

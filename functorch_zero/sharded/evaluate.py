@@ -65,7 +65,7 @@ class ShardedEvalStep:
         """
         options, rank, step = self.options, self.group.rank, getattr(state, "step", None)
         failures = sharing_failures(*options.axes.groups, call="evaluation", step=step)
-        with failures:
+        with failures, self.engine.forgetting_orders():
             check_state(state)
             check_place(state.sharding, options)
             nodes = nodes_of(state.value)

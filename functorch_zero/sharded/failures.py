@@ -68,5 +68,5 @@ def propagate_failures(step: Any) -> Iterator[None]:
     Args:
         step: a sharded train or eval step, or a program's.
     """
-    with sharing_failures(*step.options.axes.groups):
+    with sharing_failures(*step.options.axes.groups), step.engine.forgetting_orders():
         yield

@@ -35,6 +35,7 @@ from functorch_zero.groups import (
     run_ranks,
 )
 from functorch_zero.groups.mesh import HybridGroup
+from functorch_zero.groups.protocol import Collectives
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
@@ -242,6 +243,58 @@ def test_prefetches_after_a_failure_outside_of_the_pass() -> None:
     for expected, *others in run_ranks(run, 2):
         for other in others:
             assert all(torch.equal(expected[path], other[path]) for path in expected)
+
+
+class OwnGroup(Collectives):
+    """A user's own group, as the protocol wants it: ranks can't ask, and eras aren't counted."""
+
+    def __init__(self, inner: Any) -> None:
+        self.rank, self.size, self._inner = inner.rank, inner.size, inner
+
+    def _start(self, kind: str, *arguments: Any) -> Any:
+        return getattr(self._inner, kind)(*arguments)
+
+    def _meet(self, kind: str, *payload: bytes) -> Any:
+        return getattr(self._inner, kind)(*payload)
+
+    def fail(self, error: BaseException) -> None:
+        self._inner.fail(error)
+
+
+def test_prefetches_after_passes_in_different_orders() -> None:
+    """The ranks find out together, so none is told, and no era begins: yet each has an order."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
+    uses = threading.local()  # of this rank
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in uses.names:
+                x = self.layers[name](x)
+            return x
+
+    apply, params, buffers = functionalize(Model(), units="layers.*")
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        output, _ = apply(params, buffers, batch)
+        return output.square().mean()
+
+    def run(group: Any) -> None:
+        step = shard(
+            train_step(loss_fn, optim.sgd(0.1)), level=3, group=OwnGroup(group), donate=False
+        )
+        state, batch = step.init(params, buffers), torch.ones(2, 4)
+        uses.names = "abd" if group.rank == 0 else "acd"
+        with pytest.raises(GroupError, match="have not started the same collectives"):
+            step(state, batch)
+        uses.names = "abd"
+        step(state, batch)
+
+    run_ranks(run, 2)
 
 
 def deep_loss() -> tuple[Any, Any]:

@@ -7,8 +7,8 @@ and a tree that is only read is frozen there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -486,6 +486,15 @@ class ShardedEngine:
             known = joined, PrefetchOrder(self.options.axes.world)
             self._joined.note(key, known)
         return known
+
+    @contextmanager
+    def forgetting_orders(self) -> Iterator[None]:
+        """Forget all orders of gathers when the code inside fails; see `PrefetchOrder`."""
+        try:
+            yield
+        except BaseException:  # an interrupt, too
+            self._joined.forget()
+            raise
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves."""

@@ -31,3 +31,7 @@ class Recent(Generic[K, T]):
         self._kept[key] = made
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
+
+    def forget(self) -> None:
+        """Keep none."""
+        self._kept.clear()

@@ -8,6 +8,7 @@ that all ranks have done the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from operator import is_
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -91,6 +92,10 @@ class ProgramEngine(Engine, Protocol):
 
     def placed(self, state: ShardedOptState) -> ShardedOptState:
         """An optimizer's state where it lies between updates; `tree` lies beside the params."""
+        ...
+
+    def forgetting_orders(self) -> AbstractContextManager[None]:
+        """Forget in which order units were gathered when the code inside fails."""
         ...
 
 
@@ -349,7 +354,8 @@ class ShardedStep:
         """
         groups, rank = self.options.axes.groups, self.group.rank
         failures = sharing_failures(*groups, call="step", step=getattr(state, "step", None))
-        with failures, torch.no_grad():
+        # A rank may fail in another gradient than this one
+        with failures, self.engine.forgetting_orders(), torch.no_grad():
             # The state arrives: its nodes are noted as they are given, then marked and named
             check_is_state(state)
             number = int(state.step)
