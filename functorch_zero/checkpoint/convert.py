@@ -155,8 +155,8 @@ def leaves_by_name(
             "the checkpoint doesn't say which leaves are frozen, being a program's or of an "
             "earlier version. Remedy: of a training step, load it and save it anew"
         )
-    left_out = frozenset() if frozen else manifest.frozen or frozenset()
-    saved = [leaf for leaf in manifest.leaves if leaf.path not in left_out]
+    unwanted = frozenset() if frozen else manifest.frozen or frozenset()
+    saved = [leaf for leaf in manifest.leaves if leaf.path not in unwanted]
     found = by_name(saved, trees, CheckpointError)
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
@@ -165,9 +165,9 @@ def leaves_by_name(
         names = _saved_names(manifest, trees, found)
     # Aliases come last: the same elements written once more
     again = {}
-    unnamed = {name_in(path, trees) for path in left_out}
+    unwanted_names = {name_in(path, trees) for path in unwanted}
     for name, target in names.aliases.items():
-        if target in unnamed:
+        if target in unwanted_names:
             continue
         if name in found:
             raise CheckpointError(f"the alias {name} is a leaf itself")
@@ -310,7 +310,7 @@ def import_weights(
         allow_missing: leaves that the source lacks keep `like`'s values: all, or those of one or
             several patterns of paths ("**.adapter.*"; `*` is one name, `**` any number).
         allow_extra: entries that `like` lacks are left out, chosen in the same way: tensors, and
-            what is none, such as the extra states of modules ("**._extra_state").
+            entries that are no tensors, such as the extra states of modules ("**._extra_state").
         cast: convert dtypes.
 
     Raises:

@@ -186,7 +186,7 @@ def remove_leftovers(root: Path) -> None:
 def _remove_unlocked(folders: list[Path]) -> None:
     """Delete those of some temporary folders that nobody has locked."""
     for folder in folders:
-        # Somebody is at work in it, or has deleted it; or there are no locks here, to tell by
+        # An OSError: somebody is at work in it, or has deleted it; or this file system has no locks
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
