@@ -124,7 +124,7 @@ def launch(
     # Several ranks fail when one does: the cause is raised, not a consequence
     failed = [report for report in reports if report.error is not None]
     if failed:
-        raise min(failed, key=_distance_from_cause).error  # type: ignore[misc]  # it is not None
+        raise min(failed, key=_steps_from_cause).error  # type: ignore[misc]  # it is not None
     return [report.result for report in sorted(reports, key=lambda report: report.rank)]
 
 
@@ -396,13 +396,14 @@ def _kill(members: list[_Member]) -> None:
         member.pipe.close()
 
 
-def _distance_from_cause(report: _Report) -> int:
-    """How likely a failed rank only suffers from another's failure: 0 is a cause itself."""
+def _steps_from_cause(report: _Report) -> int:
+    """How far a failed rank is from the cause: 0 is a cause itself, 1 may follow from another's
+    death, 2 follows from another's error."""
     # The smallest is raised; of several, the earliest to arrive
     if isinstance(report.error, PeerError):
-        return 2  # another rank's exception brought it about
+        return 2
     if isinstance(report.error, GroupError) and not report.died:
-        return 1  # another rank's death may have
+        return 1
     return 0
 
 

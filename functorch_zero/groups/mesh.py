@@ -294,7 +294,8 @@ class Axes:
 
 
 def axes_of(group: Group, *, both: bool = False) -> Axes:
-    """The axes of a group; `both` cuts the state over the replicate axis too, for one exchange.
+    """The axes of a group; `both` cuts the state over the replicate axis too, which takes one
+    exchange.
 
     Raises:
         ValueError: the group has one axis, and can't.
