@@ -159,10 +159,11 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
 def _without_tables(
     unit: UnitSpec, specs: Sequence[LeafSpec], numbers: Sequence[int]
 ) -> Iterator[tuple[str, tuple[str, ...], list[int]]]:
-    """The unit without its tables, and each of these as a unit of its own, which no module enters:
-    names, modules, and leaves of these numbers."""
+    """The unit without its tables, and each of these as a unit of its own, which no module enters.
+    Yields a name, modules, and the leaves' numbers."""
     tables = [n for n in numbers if specs[n].cut.by_rows]
     rest = [n for n in numbers if not specs[n].cut.by_rows]
+    # One without any leaves stays, since nothing was taken from it
     if rest or not tables:
         yield unit.name, unit.modules, rest
     for n in tables:

@@ -187,10 +187,11 @@ def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torc
 
 
 def own_piece(flat: Tensor, bucket: Bucket, piece_number: int) -> Tensor:
-    """Of a flat that is held between steps, the `piece_number`-th piece (piece,): a view."""
+    """Of a held flat, which has one or several of a bucket's pieces, the one that is the bucket's
+    `piece_number`-th (piece,): a view."""
     # The held flat is one piece; see Note [two cuts] in `layout`
     if bucket.piece == flat.numel():
         return flat
-    num_pieces = bucket.cut.num_pieces // bucket.cut.num_held  # pieces in one held flat
-    first = piece_number % num_pieces * bucket.piece
+    num_in_flat = bucket.cut.num_pieces // bucket.cut.num_held
+    first = piece_number % num_in_flat * bucket.piece
     return flat[first : first + bucket.piece]

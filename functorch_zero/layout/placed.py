@@ -95,10 +95,18 @@ def placed_layout(leaves: Mapping[str, PlacedLeaf], sizes: Sequence[int]) -> Lay
         # The same on every rank: questions about it need no communication
         num_pieces = num_ranks if len(set(extents)) > 1 else 1
         cut = Cut(level=3 if num_pieces > 1 else 0, num_pieces=num_pieces, num_held=num_pieces)
-        specs.append(LeafSpec(path, leaf.shape, leaf.dtype, True, cut))
+        specs.append(LeafSpec(path, leaf.shape, leaf.dtype, trainable=True, cut=cut))
         piece = max(extent.num_here for extent in extents)
         bucket = PlacedBucket(
-            *(path, leaf.dtype, True, (n,), (leaf.shape,), (0,), piece, cut), extents=extents
+            name=path,
+            dtype=leaf.dtype,
+            trainable=True,
+            leaves=(n,),
+            shapes=(leaf.shape,),
+            offsets=(0,),
+            piece=piece,
+            cut=cut,
+            extents=extents,
         )
         buckets.append(bucket)
     units = tuple(Unit(bucket.name, (), (n,)) for n, bucket in enumerate(buckets))
