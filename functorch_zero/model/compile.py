@@ -60,7 +60,7 @@ def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict
     made = dict(options or {})
     given, mode, backend = made.get("options") or {}, made.get("mode"), made.get("backend")
     by_inductor = compiles and backend in (None, "inductor")
-    # Torch takes a mode or options, so a mode is written out; given options stand for it already
+    # Torch takes a mode or options, and refuses both: a mode alone is written out
     if by_inductor and mode and not given:
         given = options_of_mode(made.pop("mode"), made.get("dynamic"))
     if backend == "cudagraphs" or (by_inductor and given.get("triton.cudagraphs")):

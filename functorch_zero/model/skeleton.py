@@ -313,7 +313,8 @@ def _places(
 
 
 def _parted(path: str, other: str) -> StructureError:
-    """The error for a buffer that changed, and another leaf with it in the original."""
+    """The error for a buffer that has changed, and had elements of `other` in the original, which
+    would have changed with it."""
     return StructureError(
         "the model changed a buffer that lies in the same storage as another leaf, which would "
         "not change with it",
