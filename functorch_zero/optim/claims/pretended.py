@@ -103,6 +103,8 @@ class PretendedRank(ShapesOnly):
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
     def _answer(self, question: tuple[Any, ...], ask: Callable[[], T]) -> T:
+        """The first rank's answer to a question: the first rank asks and notes it, the others must
+        ask the same."""
         # An answer's own sums are no operators of the author
         with self._watch.paused():
             if self._told is None:
@@ -140,20 +142,20 @@ class PretendedRank(ShapesOnly):
             return super().reduce_dims(questions, op)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def beside(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            # Numbers of elements in the flattened leaf
-            here = torch.arange(extent.start, extent.stop, device="cpu")
+        def spread_one(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
+            # This rank's elements, by their numbers in the flattened leaf
+            indices = torch.arange(extent.start, extent.stop, device="cpu")
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
             # Of a 0-d shape `unravel_index` gives no indices at all
             if full.ndim:
-                found = full[torch.unravel_index(here, full.shape)]
+                found = full[torch.unravel_index(indices, full.shape)]
             else:
-                found = full.expand(here.shape)
+                found = full.expand(indices.shape)
             # Whole leaves keep their dims, pieces are 1-D
-            return found.reshape(block_of(extent.shape) if self._is_whole else here.shape)
+            return found.reshape(block_of(extent.shape) if self._is_whole else indices.shape)
 
         with self._watch.paused():
-            return self._per_leaf(beside, tree, dim)
+            return self._per_leaf(spread_one, tree, dim)
 
     def _draw(self, kind: Kind, like: Tree, seed: Number, step: Number) -> Tree:
         # Read before the pause: a seed made of values of leaves is refused
