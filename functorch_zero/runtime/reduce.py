@@ -376,7 +376,7 @@ class GradientReduction:
         return {**sums, **found}
 
     def _wait_for(self, reduction: Summing) -> None:
-        """Add the result to the bucket's sum."""
+        """Wait for a reduction, and add its result to the bucket's sum."""
         b, result, work, _ = reduction
         bucket = self._buckets[b]
         with ranged("wait for reduce", bucket.name) if profiler_enabled() else NOTHING:
@@ -411,7 +411,7 @@ class GradientReduction:
             self._second += begun
 
     def _gather_sum(self, b: int, part: Tensor) -> Summing:
-        """Begin to gather a sum (numel,), of which each rank has a part, as it is."""
+        """Begin to gather a sum (numel,) from the parts that ranks have of it, without a codec."""
         group, numel = labelled(self._axes.data, self._label(b)), self._buckets[b].numel
         arriving = part.new_empty(group.size * part.numel())
         work = group.all_gather(arriving, part)

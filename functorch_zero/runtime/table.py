@@ -130,9 +130,9 @@ class TableFlats(ResidentFlats):
         self._log.append(f"rows of {self.path}")
         group = self._group("ids")
         counts = self.reading.counts_of_others(asked, group)
-        rows = asked.ids.new_empty(sum(counts))
-        group.all_to_all(rows, counts, asked.ids, asked.counts).wait()
-        return Requests(rows - len(self.rows) * group.rank, counts)
+        ids = asked.ids.new_empty(sum(counts))
+        group.all_to_all(ids, counts, asked.ids, asked.counts).wait()
+        return Requests(ids - len(self.rows) * group.rank, counts)
 
     def rows_to(self, requests: Requests, asked: Asked) -> Tensor:
         """The rows (k, columns) that were asked for, as they are used: each holder rounds those
