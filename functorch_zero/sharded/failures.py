@@ -23,8 +23,8 @@ def sharing_failures(
         groups: of more than one rank each; that of all ranks comes first.
         call: the call inside, in words. Ranks that come back to different calls raise. "": none,
             so that the next call with words is compared.
-        step: the number of the state that the call is given, which is compared, too; None: of what
-            is no state, which the call refuses.
+        step: the number of the state that the call is given, compared as `call` is; None: it is
+            given no state, or something that it will refuse.
         settles: whether the call ends without a word of the other ranks, so that it must wait until
             its results are right; see `settle`.
     """

@@ -180,6 +180,7 @@ class TorchState:
                 self._own[entry.path].copy_(x)
             else:
                 self._own[entry.path] = x
+        # Where all share one dict, the entries of the first param have the values
         first = self._layout.paths[0]
         self._shared = {path: shared[path if self._apart else first] for path in self._shared}
 

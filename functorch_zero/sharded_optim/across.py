@@ -371,7 +371,7 @@ class Sharded(Across):
                 structure = optree.tree_structure(states[i].state)
                 olds.append(structure.unflatten([x.tensor for x in own]))
             own_part = part
-            # One leaf, since no batches go by rows
+            # Only parts by rows have `in_place`, and these run leaf by leaf
             if part.in_place and may_write(batch[0], arrived[0]):
                 own_part = replace(part, update=part.in_place)
             given = [whole_updates[i] for i in batch]
@@ -382,8 +382,8 @@ class Sharded(Across):
                 update, *tensors = _apart_from_others(own, new.update, tensors)
                 # Receivers expect the dtype of the pieces that they have sent
                 results[i] = update if part.by_rows else update.to(leaves[i].dtype)
-                rows = zip(own, tensors, strict=True)
-                state = structure.unflatten([ferry.take_back(x, y) for x, y in rows])
+                pairs = zip(own, tensors, strict=True)
+                state = structure.unflatten([ferry.take_back(x, y) for x, y in pairs])
                 states[i] = Owned(state, states[i].leaf)
 
         in_turn(batches(part, whole_updates), begin, run, ferry.ahead)

@@ -61,7 +61,8 @@ class ValueStructure(NamedTuple):
         return found
 
     def with_states(self, value: Any) -> Any:
-        """A value that may have bare trees in the places of optimizers' states, as such states.
+        """The value, with an optimizer's state made of each bare tree in the place of one. A value
+        of another structure is returned as it is: others refuse it.
 
         Raises:
             StructureError: a bare tree is no such state, or stands in the place of a sharded one.
@@ -455,8 +456,8 @@ def _whole_like(path: str, noted: Any, whole: Any, *, rank: int) -> Any:
 
 
 def _whole_state_like(holding: StateHolding) -> Any:
-    """The structure of the whole state of an optimizer, for `check_opt_state`. On meta, in their
-    shapes, the leaves that belong to a param; others may have any."""
+    """What `check_opt_state` compares a whole optimizer's state with: for a leaf that belongs to a
+    param a meta tensor of its whole shape, for others a text, which stands for any."""
     outline: list[Any] = []
     for leaf in holding.plan.leaves:
         if leaf.kind == "replicated":
