@@ -86,7 +86,7 @@ def hvp(loss: Callable[..., Any], *, accumulate: int = 1) -> Callable[..., tuple
             own, along = trees
             inner = _InnerGradient()
             leaves = tree_map(inner.view_of, unshard(own))
-            # Named are the buffers and the batch, where they were given
+            # `named` has the buffers and the batch, where they were given
             value, aux = check_loss(loss(leaves, *args, **named), rank)
             refuse_reentrant_checkpoints(nodes_behind(value), rank)
             has_aux = aux is not None

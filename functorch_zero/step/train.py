@@ -57,16 +57,16 @@ class TrainProgram:
                 got=f"a {type(value).__name__}",
                 remedy="step.init(params, buffers), with the params of that state",
             )
-        params, buffers, opt_state, finite = value
+        params, buffers, opt_state, nonfinite_state = value
         gradient = value_and_grad(
             self._loss,
             accumulate=self.accumulate,
-            scale=self.policy.scale(finite),
+            scale=self.policy.scale(nonfinite_state),
             nonfinite=_ANSWERS[self.policy.nonfinite],
         )
         (loss, metrics, buffers, *told), grads = gradient(params, buffers=buffers, batch=batch)
         fine = all(told)  # told only where steps are skipped
-        finite = self.policy.next(finite, fine=fine)
+        nonfinite_state = self.policy.next(nonfinite_state, fine=fine)
         seen, sees_updates = Norms(), "update_norm" in self.metrics
         if "grad_norm" in self.metrics:
             seen.take(grads=grads)
@@ -82,8 +82,8 @@ class TrainProgram:
         if {*self.metrics} - {*NORMS}:
             found |= state_metrics(opt_state)
         metrics = merged_metrics({"loss": loss, **metrics}, chosen(self.metrics, found))
-        metrics = merged_metrics(metrics, self.policy.metrics(finite))
-        return TrainValue(params, buffers, opt_state, finite), metrics
+        metrics = merged_metrics(metrics, self.policy.metrics(nonfinite_state))
+        return TrainValue(params, buffers, opt_state, nonfinite_state), metrics
 
     def _loss(self, params: Any, *, buffers: Any, batch: Any = None) -> Any:
         return self.loss_fn(params, buffers, batch)
