@@ -18,7 +18,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.checkpoint.catalogue import read_manifest
 from functorch_zero.checkpoint.manifest import NAME, encode_manifest
 from functorch_zero.checkpoint.places import read_rows
-from functorch_zero.checkpoint.rows import Piece, encode_rows, rows_name
+from functorch_zero.checkpoint.rows import SavedRange, encode_rows, rows_name
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
@@ -127,7 +127,7 @@ def on_ranks(
     return run_ranks(run, ranks)
 
 
-Rows = tuple[list[Piece], list[int]]  # of one rank's file: pieces, and the blocks' checksums
+Rows = tuple[list[SavedRange], list[int]]  # of one rank's file: pieces, and the blocks' checksums
 
 
 def sealed(body: bytes) -> bytes:
@@ -141,12 +141,14 @@ def rows_of(folder: Path) -> list[Rows]:
     found = []
     for number in range(len(manifest.files)):
         file = read_rows(manifest, folder, number)
-        pieces = [Piece(leaf, start, stop - start) for leaf, start, stop, _ in file.table.tolist()]
+        pieces = [
+            SavedRange(leaf, start, stop - start) for leaf, start, stop, _ in file.table.tolist()
+        ]
         found.append((pieces, file.sums.tolist()))
     return found
 
 
-def put_rows(folder: Path, rank: int, pieces: Sequence[Piece], sums: Sequence[int]) -> None:
+def put_rows(folder: Path, rank: int, pieces: Sequence[SavedRange], sums: Sequence[int]) -> None:
     """Give a rank's file other rows, which the manifest knows."""
     manifest = read_manifest(folder.parent, int(folder.name.removeprefix("step-")))
     data = encode_rows(pieces, sums)

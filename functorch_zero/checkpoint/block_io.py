@@ -25,7 +25,7 @@ from .errors import CorruptError
 from .files import created, opened_whole, read_into, write_all, write_file
 from .manifest import MAX_BYTES, File
 from .places import Places, RankFile
-from .rows import Piece, encode_rows, rows_name
+from .rows import SavedRange, encode_rows, rows_name
 from .safetensors_file import Entry, bytes_of, make_header
 from .snapshot import Progress, Snapshot
 
@@ -167,7 +167,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
             write_all(file, block)
             sums.append(CHECKSUMS[CHECKSUM](block))
             size += len(block)
-    pieces = [Piece(run.leaf, run.start, run.numel) for run in runs]
+    pieces = [SavedRange(run.leaf, run.start, run.numel) for run in runs]
     rows = encode_rows(pieces, sums)
     write_file(path.with_name(rows_name(path.name)), rows, MAX_BYTES)
     return File(path.name, size, len(pieces), zlib.crc32(rows))

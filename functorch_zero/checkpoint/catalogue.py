@@ -10,7 +10,7 @@ from .block_io import entry_of, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened_whole, read_file, remove_folder, step_folder
 from .manifest import MAX_BYTES, NAME, Manifest, parse_manifest
-from .places import Place, find_places, read_rows
+from .places import SavedPiece, find_places, read_rows
 from .rows import rows_name, rows_size
 from .safetensors_file import make_header, read_header
 
@@ -156,15 +156,15 @@ def _verify_file(manifest: Manifest, folder: Path, number: int) -> None:
     say."""
     file = read_rows(manifest, folder, number)
     read_through(file)
-    places = [Place(*row) for row in file.table.tolist()]
+    pieces = [SavedPiece(*row) for row in file.table.tolist()]
     # The header is made anew from the rows, and must be the file's to the byte
     tensors = []
-    for place in places:
-        leaf = manifest.leaves[place.leaf]
-        tensors.append(entry_of(leaf.path, leaf.dtype, place.start, place.stop - place.start))
+    for piece in pieces:
+        leaf = manifest.leaves[piece.leaf]
+        tensors.append(entry_of(leaf.path, leaf.dtype, piece.start, piece.stop - piece.start))
     header, offsets = make_header(tensors)
     # Bytes from the beginning of the file, and the end
-    promised = [*(place.offset for place in places), file.size]
+    promised = [*(piece.offset for piece in pieces), file.size]
     if read_header(file.path) != header[8:] or offsets != promised:  # without the header's length
         remedy = "Remedy: load another step (`count=`)"
         raise CorruptError(f"{file.path}: its header and its rows differ. {remedy}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .errors import CorruptError
-from .rows import Piece, encode_rows
+from .rows import SavedRange, encode_rows
 from .safetensors_file import bytes_of
 
 ROWS, WORDS, RUN = 16, 1921, 113
@@ -52,7 +52,7 @@ def upgraded(files: Any, where: str) -> tuple[list[Any], dict[str, bytes]]:
     try:
         for name, size, sums, pieces in files:
             # Offsets follow: all writers have put the pieces in a row
-            made = [Piece(leaf, start, numel) for leaf, start, numel, _ in pieces]
+            made = [SavedRange(leaf, start, numel) for leaf, start, numel, _ in pieces]
             # 8 hexadecimal digits for each block
             crcs = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
             rows[name] = encode_rows(made, crcs)

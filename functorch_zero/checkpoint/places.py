@@ -25,10 +25,10 @@ class RankFile(NamedTuple):
     block: int  # bytes that each checksum covers
     checksum: str  # a key of `CHECKSUMS`
     sums: Tensor  # (number of blocks,) int64
-    table: Tensor  # (n, 4) int64: of each piece the fields of `Place`, in the order they lie in
+    table: Tensor  # (n, 4) int64: each piece as a `SavedPiece`, in the order they lie in
 
 
-class Place(NamedTuple):
+class SavedPiece(NamedTuple):
     """A piece, and where it lies in a file."""
 
     leaf: int  # its number in the manifest
@@ -43,14 +43,14 @@ class Places(NamedTuple):
     manifest: Manifest
     files: Sequence[RankFile]  # of all ranks, with these pieces
 
-    def by_file(self, leaves: Collection[int]) -> Iterator[tuple[RankFile, list[Place]]]:
+    def by_file(self, leaves: Collection[int]) -> Iterator[tuple[RankFile, list[SavedPiece]]]:
         """The pieces of these leaves, file by file."""
         numbers = torch.tensor([*leaves], dtype=torch.int64, device="cpu")
         for file in self.files:
             # Objects of one file at a time: a whole state may have millions of pieces
             rows = file.table[torch.isin(file.table[:, 0], numbers)].tolist()
             if rows:
-                yield file, [Place(*row) for row in rows]
+                yield file, [SavedPiece(*row) for row in rows]
 
 
 def find_places(manifest: Manifest, folder: Path, wanted: Mapping[int, tuple[int, int]]) -> Places:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .safetensors_file import Entry, make_header
 
 
-class Piece(NamedTuple):
+class SavedRange(NamedTuple):
     """Elements of a leaf in a file. A file's pieces lie in a row up to its end, which gives their
     offsets."""
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     numel: int
 
 
-_COLUMNS = len(Piece._fields)
+_COLUMNS = len(SavedRange._fields)
 
 
 def rows_name(file: str) -> str:
@@ -46,7 +46,7 @@ def _header(num_pieces: int, num_blocks: int) -> tuple[bytes, list[int]]:
     return make_header([pieces, Entry("checksums", torch.int64, (num_blocks,))])
 
 
-def encode_rows(pieces: Sequence[Piece], sums: Sequence[int]) -> bytes:
+def encode_rows(pieces: Sequence[SavedRange], sums: Sequence[int]) -> bytes:
     """A rows file's bytes.
 
     Args:

@@ -28,7 +28,7 @@ from functorch_zero.checkpoint.checksums import CHECKSUMS
 from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.checkpoint.manifest import NAME, Manifest, encode_manifest, parse_manifest
 from functorch_zero.checkpoint.places import Places, find_places
-from functorch_zero.checkpoint.rows import Piece, decode_rows
+from functorch_zero.checkpoint.rows import SavedRange, decode_rows
 from functorch_zero.errors import StructureError
 from tests.checkpoints import make_old, make_step, put_rows, rows_of, save_on, sealed
 from tests.tiers import drawn
@@ -175,7 +175,7 @@ def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None
         (step / NAME).write_bytes(sealed(json.dumps(body).encode()))
         try:
             for rank, pieces in enumerate(files):
-                put_rows(step, rank, [Piece(*piece) for piece in pieces], [0])
+                put_rows(step, rank, [SavedRange(*piece) for piece in pieces], [0])
             manifest, _ = chosen(folder, 2)
             places = find_everything(manifest, step)
         except CorruptError:
@@ -279,24 +279,24 @@ def test_what_is_wrong_in_version_1_is_said(old: Path, at: Any, value: Any) -> N
 def changed(rank: int, number: int, **fields: int) -> Callable[[Any], None]:
     """Rows in which a piece has other numbers."""
 
-    def change(files: list[list[Piece]]) -> None:
+    def change(files: list[list[SavedRange]]) -> None:
         files[rank][number] = files[rank][number]._replace(**fields)
 
     return change
 
 
-def of_several(files: list[list[Piece]]) -> int:
+def of_several(files: list[list[SavedRange]]) -> int:
     """The number of the first piece of several elements."""
     return next(i for i, piece in enumerate(files[0]) if piece.numel > 1)
 
 
-def shorter(files: list[list[Piece]]) -> None:
+def shorter(files: list[list[SavedRange]]) -> None:
     """A piece ends before it did."""
     i = of_several(files)
     files[0][i] = files[0][i]._replace(numel=files[0][i].numel - 1)
 
 
-def repeated(files: list[list[Piece]]) -> None:
+def repeated(files: list[list[SavedRange]]) -> None:
     """The last piece is an element of another one."""
     files[1][-1] = files[0][of_several(files)]._replace(numel=1)
 
