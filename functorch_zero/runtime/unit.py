@@ -195,7 +195,7 @@ class PassHooks:
 
     def remember(self, tensor: Tensor) -> Saved:
         """Autograd saves a tensor for backward."""
-        leaf = self.around.place_of(tensor)
+        leaf = self.around.saved_leaf_of(tensor)
         if self.theirs is None:
             return leaf or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
         if leaf is None or self.around.compares(leaf.use):
@@ -630,8 +630,8 @@ class Pass:
         is_param = storage_id(tensor) in self._resident or storage_id(tensor) in self._gathered
         return not is_param and tensor.device == self._device
 
-    def place_of(self, tensor: Tensor) -> SavedLeaf | None:
-        """The place of a tensor in a gathered flat; None: it lies in none."""
+    def saved_leaf_of(self, tensor: Tensor) -> SavedLeaf | None:
+        """Where a tensor lies in a gathered flat; None: it lies in none."""
         if self._keeps or transforms_active():
             return None  # flats stay; a transform's tensors have no storage to go by
         # By storage, so that views of leaves, transposed ones say, are found too
