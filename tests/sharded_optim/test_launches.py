@@ -128,7 +128,7 @@ NUM_LAUNCHES = {
     "clip, adamw": 0,
     "lion": 8,
     "lamb": 25,
-    "lars": 21,
+    "lars": 22,
     "adafactor": 40,
     "adafactor of parts": 104,
     "muon": 36,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, add_scaled, bias_correction, elementwise, is_zero, number
@@ -54,9 +55,11 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
         share = share_of_update(state.count)
         # The trace was zeros, so in the first step it becomes g, as torch begins
         new = elementwise(lambda t, g: add_scaled(t * decay, g, share), state.trace, updates)
-        directions = new
         if nesterov:
             directions = elementwise(lambda g, t: add_scaled(g, t, decay), updates, new)
+        else:
+            # A copy: later links may write over the updates, and the state must not follow
+            directions = tree_map(torch.clone, new)
         return directions, TraceState(state.count + 1, new)
 
     return pointwise(zeros(TraceState), update)
@@ -86,11 +89,13 @@ def ema(decay: Number, debias: bool = True) -> Transform:
     def update(updates: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
         count = state.count + 1
         mean = mean_of(state.ema, updates, decay)
-        directions = mean
         if debias:
             # The state keeps the uncorrected mean, from which the next one is made
             correction = bias_correction(decay, count)
             directions = elementwise(lambda m: m / correction, mean)
+        else:
+            # A copy: later links may write over the updates, and the state must not follow
+            directions = tree_map(torch.clone, mean)
         return directions, EmaState(count, mean)
 
     return pointwise(zeros(EmaState), update)
