@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from ..groups.torch_distributed import num_processes
 from ..runtime.exchange import Exchange
 from ..runtime.unit import Pass
 from ..step.nonfinite import all_finite
-from ..step.rows import leading_sizes
+from ..step.rows import leading_sizes, sizes_by_path
 from ..step.scope import ALL_ROWS, batch_here, scope_here
 from ..step.weights import is_on_device
 
@@ -85,10 +86,29 @@ class BatchOnRanks:
         self._log.append(word)
         return labelled(self.group, f"loss/{label}")
 
-    def received_nonfinite(self) -> bool:
-        """Whether a rank without rows was given numbers that aren't finite: its loss may be NaN by
-        those."""
-        return not all_finite([x for x in self._received if x.is_floating_point()])
+    def check_not_empty(self, values: Mapping[str, Tensor], weight: Tensor | float | None) -> None:
+        """Refuse a value that is the mean of nothing, NaN, and would count as much as the others'.
+
+        Args:
+            values: of the part, 0-d, by name: a loss, or an evaluation's metrics.
+            weight: that came with them; None: every part counts the same.
+        """
+        # A weight of 0 says it already
+        if weight is not None or not self._lacks_rows:
+            return
+        # It may be NaN by other ranks' rows, as it is in one process
+        if not all_finite([x for x in self._received if x.is_floating_point()]):
+            return
+        # An accelerator is waited for only here, where a leaf is empty
+        for name, value in values.items():
+            if bool(value.isnan()):
+                raise StructureError(
+                    f"the batch is empty, and its {name} NaN",
+                    path=next(path for path, size in sizes_by_path(self._part) if size == 0),
+                    rank=self.rank,
+                    remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
+                    "counts for nothing",
+                )
 
     def check_weight(self, weight: Tensor | float | None, *, look: bool) -> None:
         """Raise if this rank's rows are in other ranks' losses, and its own weighs nothing."""

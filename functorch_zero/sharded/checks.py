@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import DonatedError, StructureError
 from ..layout.sharding import Sharding
-from ..step.rows import leading_sizes, opened, opened_by_path, sizes_by_path
+from ..step.rows import opened, opened_by_path
 from .options import Options, StatePlace
 
 
@@ -27,28 +27,6 @@ def check_batch(batch: Any, device: torch.device, rank: int) -> None:
                 rank=rank,
                 remedy="move it with tree_map(lambda x: x.to(device), batch)",
             )
-
-
-def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, rank: int) -> None:
-    """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'.
-
-    Args:
-        batch: this rank's part.
-        loss: 0-d, of this batch.
-        weight: that the loss returned; None: every batch counts the same.
-    """
-    # A weight of 0 says it already
-    if weight is not None:
-        return
-    # An accelerator is waited for only where a leaf is empty
-    if 0 in leading_sizes(batch) and bool(loss.isnan()):
-        raise StructureError(
-            "the batch is empty, and its loss NaN",
-            path=next(path for path, size in sizes_by_path(batch) if size == 0),
-            rank=rank,
-            remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
-            "for nothing",
-        )
 
 
 def check_place(sharding: Sharding | None, options: Options) -> None:

@@ -103,6 +103,7 @@ class ShardedEvalStep:
             untouched.check(others)
             if look:
                 check_weight_value(found.weight, rank)
+            on_ranks.check_not_empty(found.metrics, found.weight)
             on_ranks.check_weight(found.weight, look=look)
             metrics = self._means(found, on_ranks, batch, log, device)
             order.record(run.following.gathered, run.uses)

@@ -11,7 +11,6 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, SingleRank, counted, run_ranks
-from functorch_zero.sharded.checks import check_not_empty
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
 from tests.runtime.test_memory import LiveBytes
@@ -378,9 +377,16 @@ def test_an_empty_batch_without_a_weight_is_refused():
 
 
 def test_the_empty_leaf_of_a_batch_is_named():
-    batch = {"negatives": torch.ones(2), "x": torch.ones(0, 3)}
+    step, params, buffers = make(False, 1)
+    (batch,) = make_batches(4, 1)
+
+    def on_a_rank(group):
+        sharded = fz.shard(step, level=0, group=group)
+        own = tree_map(lambda x: x[:0], batch) if group.rank == 1 else batch
+        sharded(sharded.init(params, buffers), {"negatives": torch.ones(2), **own})
+
     with pytest.raises(StructureError, match=r"batch is empty.*path x, on rank 1"):
-        check_not_empty(batch, torch.tensor(torch.nan), None, 1)
+        run_ranks(on_a_rank, 2)
 
 
 def test_pieces_at_a_level_without_them_are_refused():

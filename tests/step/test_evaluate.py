@@ -95,6 +95,28 @@ def test_ranks_of_the_same_data_count_once() -> None:
     assert run_ranks(run, 4) == [pytest.approx(0.3)] * 4
 
 
+@pytest.mark.parametrize("level", [0, 3])
+def test_the_mean_of_nothing_is_refused(level: int) -> None:
+    """It would make the mean over all ranks NaN, where one process has a number."""
+
+    def found(weighted: bool) -> list[float]:
+        def mean(params: Any, buffers: Any, x: Tensor) -> fz.Aux:
+            scores = fz.unshard(params)["w"] * x
+            weight = len(x) if weighted else None
+            return fz.Aux(metrics={"rows": 1.0, "score": scores.mean()}, weight=weight)
+
+        def run(group: Any) -> float:
+            state = fz.shard(STEP, level=level, group=group).init(PARAMS)
+            sharded = fz.shard(fz.eval_step(mean), level=level, group=group)
+            return float(sharded(state, {0: X, 1: X[:0]}[group.rank])["score"])
+
+        return run_ranks(run, 2)
+
+    with pytest.raises(StructureError, match=r"batch is empty, and its score NaN.*on rank 1"):
+        found(weighted=False)
+    assert found(weighted=True) == [pytest.approx(float((PARAMS["w"].detach() * X).mean()))] * 2
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("returned", "message"),

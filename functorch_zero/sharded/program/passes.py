@@ -27,7 +27,6 @@ from ...tree import PyTree
 from ..average import start_means
 from ..batch_on_ranks import BatchOnRanks
 from ..buffers import ask_changes
-from ..checks import check_not_empty
 from ..grad_mean import LossSeed, in_range, loss_seed_of
 from ..params import make_unit_flats
 from .gradient import GradientRun, LocalGradient
@@ -113,7 +112,7 @@ def _run_pass(
             if run.look:
                 refuse_reentrant_checkpoints(nodes, rank)
                 check_weight_value(outcome.weight, rank)
-            seed, scale = _seed_of(run, outcome, batch, part, mixes=one_pass.mixes)
+            seed, scale = _seed_of(run, outcome, batch, mixes=one_pass.mixes)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
             local = _note_outcome(run, outcome, outcomes, batch, last=last)
@@ -148,13 +147,10 @@ def _run_pass(
     return local
 
 
-def _seed_of(
-    run: GradientRun, outcome: Outcome, batch: BatchOnRanks, part: Any, *, mixes: bool
-) -> LossSeed:
+def _seed_of(run: GradientRun, outcome: Outcome, batch: BatchOnRanks, *, mixes: bool) -> LossSeed:
     """This rank's share of the mean; `mixes`: whether gradients come from other ranks."""
     axes, options = run.options.axes, run.call.options
-    if not batch.received_nonfinite():
-        check_not_empty(part, outcome.loss, outcome.weight, axes.world.rank)
+    batch.check_not_empty({"loss": outcome.loss}, outcome.weight)
     batch.check_weight(outcome.weight, look=run.look)
     size, count = axes.data.size, options.accumulate
     layout = run.joined.layout
