@@ -137,10 +137,14 @@ class PreparedUpdate:
                     same_structure(tree, tree_after, what="the optimizer's next state")
                     leaves = optree.tree_leaves(tree_after)
                     after = before._replace(leaves=leaves, homes=current.state.among(leaves))
-                # Leaves that stay as they are: their flats are those of a state that stays valid
+                # Those that stay as they are belong to a state that stays valid
                 if not donate:
-                    still_valid = set(map(id, before.homes.values()))
-                    homes = {at: x for at, x in after.homes.items() if id(x) not in still_valid}
+                    still_valid = set(map(id, before.leaves))
+                    homes = {
+                        at: home
+                        for at, home in after.homes.items()
+                        if still_valid.isdisjoint(id(after.leaves[n]) for n in at)
+                    }
                     after = after._replace(homes=homes)
                 return updates, ShardedOptState.of_local(after, state.holding.lying(self._brought))
         finally:

@@ -82,6 +82,40 @@ def test_a_first_state_lies_in_flats(level: int) -> None:
         assert len(flats) == 1 and id(None) not in flats
 
 
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("rests", ["w", "b"])
+def test_a_state_that_stays_valid_keeps_leaves_that_the_next_one_has_too(
+    rests: str, level: int
+) -> None:
+    """The first step donates nothing, and hands on the moments of a leaf that rests: the second
+    one, which writes over its state, must copy them."""
+    every_second = optim.maybe_update(optim.adam(0.1), lambda count: count % 2 == 1)
+    optimizer = optim.partition(
+        {"moves": optim.adam(0.1), "rests": every_second},
+        lambda path, leaf: "rests" if path == rests else "moves",
+    )
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(loss)(params, x)
+        return optimizer.apply(grads, state, params, donate=True), {"loss": mean}
+
+    step = fz.program_step(program, init=init_by(optimizer))
+    whole = step.init(FIRST).value
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group, donate=True)
+        first = state = sharded.init(FIRST)
+        for x in BATCHES[:3]:
+            state, _ = sharded(state, part(x, group))
+        # Bitwise: nobody has computed with it
+        kept = optree.tree_leaves(sharded.unshard(first).value)
+        for one, other in zip(kept, optree.tree_leaves(whole), strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(run, 2)
+
+
 def test_a_wrong_number_of_gradients_is_told() -> None:
     step = fz.program_step(simple, init=init, num_gradients=2)
     with pytest.raises(StructureError, match=r"number of gradients.*expected num_gr.*=2, got 1"):
