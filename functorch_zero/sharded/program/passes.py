@@ -208,15 +208,21 @@ def _explaining_lazy_params(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        is_parameter = "Creating a Parameter" in str(error) and "LazyParam" in str(error)
-        if not is_parameter and "TorchScript" not in str(error):
+        if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
+            raise StructureError(
+                "nn.Parameter was given a sharded param in the loss",
+                expected="a whole leaf",
+                got="a LazyParam",
+                rank=rank,
+                remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
+                "comes to the param",
+            ) from error
+        if "TorchScript" not in str(error):
             raise
         raise StructureError(
-            "nn.Parameter, or a scripted or traced function, failed in the loss, which may have "
-            "given it a sharded param",
-            expected="whole tensors",
+            "a scripted or traced function failed in the loss, which may have been given a "
+            "sharded param",
+            expected="whole tensors: TorchScript sees no operator that gathers",
             rank=rank,
-            remedy="give it fz.unshard(param). nn.Parameter makes a leaf of its own, so no "
-            "gradient comes to the param. TorchScript sees no operator that gathers: or don't "
-            "script it",
+            remedy="give it fz.unshard(param), or don't script it",
         ) from error
