@@ -90,7 +90,7 @@ class BatchOnRanks:
         """Refuse a value that is the mean of nothing, NaN, and would count as much as the others'.
 
         Args:
-            values: of the part, 0-d, by name: a loss, or an evaluation's metrics.
+            values: of the part, 0-d, by name: a loss and its metrics, or an evaluation's.
             weight: that came with them; None: every part counts the same.
         """
         # A weight of 0 says it already

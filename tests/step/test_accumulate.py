@@ -376,6 +376,32 @@ def test_an_empty_batch_without_a_weight_is_refused():
         run_ranks(on_a_rank, 2)
 
 
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("program", [False, True])
+def test_a_metric_that_is_the_mean_of_nothing_is_refused(program, level):
+    """It would be NaN on all ranks, where one process has a number, beside a finite loss."""
+
+    def loss_fn(params, batch):
+        w = fz.unshard(params)["w"]
+        return (w * batch).sum(), fz.Aux(metrics={"rows": 1.0, "mean": (w * batch).mean()})
+
+    def descend(params, batch):
+        (_, metrics), grads = fz.value_and_grad(loss_fn)(params, batch)
+        return tree_map(lambda p, g: p - 0.1 * g, params, grads), metrics
+
+    step = fz.train_step(lambda params, _, batch: loss_fn(params, batch), optim.sgd(0.1))
+    if program:
+        step = fz.program_step(descend, init=lambda params: params)
+
+    def on_a_rank(group):
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init({"w": torch.ones(3, requires_grad=True)})
+        sharded(state, torch.ones(4 * (group.rank == 0), 3))
+
+    with pytest.raises(StructureError, match=r"batch is empty, and its mean NaN.*on rank 1"):
+        run_ranks(on_a_rank, 2)
+
+
 def test_the_empty_leaf_of_a_batch_is_named():
     step, params, buffers = make(False, 1)
     (batch,) = make_batches(4, 1)

@@ -150,7 +150,7 @@ def _run_pass(
 def _seed_of(run: GradientRun, outcome: Outcome, batch: BatchOnRanks, *, mixes: bool) -> LossSeed:
     """This rank's share of the mean; `mixes`: whether gradients come from other ranks."""
     axes, options = run.options.axes, run.call.options
-    batch.check_not_empty({"loss": outcome.loss}, outcome.weight)
+    batch.check_not_empty({"loss": outcome.loss, **outcome.metrics}, outcome.weight)
     batch.check_weight(outcome.weight, look=run.look)
     size, count = axes.data.size, options.accumulate
     layout = run.joined.layout
