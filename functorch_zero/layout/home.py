@@ -165,13 +165,3 @@ class HomedLeaves(NamedTuple):
     def tree(self) -> Any:
         """The tree."""
         return self.treedef.unflatten(self.leaves)
-
-
-def shifted(homes: Mapping[Positions, Home], by: int) -> dict[Positions, Home]:
-    """Homes of a tree's leaves as they lie in a tree with so many leaves more before them, or
-    less."""
-    return {
-        tuple(n + by for n in at): home
-        for at, home in homes.items()
-        if min(at, default=0) + by >= 0
-    }

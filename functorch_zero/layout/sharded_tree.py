@@ -720,15 +720,19 @@ def hold(whole: PyTree[Tensor | None], holding: Holding, fill: Fill | None = Non
     return made
 
 
+def own_pieces(flats: Sequence[Tensor], holding: Holding) -> list[Tensor | None]:
+    """Of flats as they are held, this rank's pieces (piece,): views; None where frozen."""
+    layout, piece_number = holding.sharding.layout, holding.sharding.piece_number
+    return [
+        # A view of the held flat, or all of it; see Note [two cuts] in `layout`
+        own_piece(flat, bucket, piece_number) if bucket.trainable else None
+        for flat, bucket in zip(flats, layout.buckets, strict=True)
+    ]
+
+
 def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
     """Of flats as they are held, this rank's pieces of the trained leaves: views; else None."""
-    sharding = holding.sharding
-    pieces = [
-        # A view of the held flat, or all of it; see Note [two cuts] in `layout`
-        own_piece(flat, bucket, sharding.piece_number) if bucket.trainable else None
-        for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
-    ]
-    return ShardedTree.of_flats(pieces, holding.in_pieces)
+    return ShardedTree.of_flats(own_pieces(flats, holding), holding.in_pieces)
 
 
 def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:

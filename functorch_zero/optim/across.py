@@ -34,7 +34,7 @@ LeafOp = Literal["sum", "max", "norm"]  # over all elements of a leaf
 DimOp = Literal["sum", "max"]  # over some dims of a leaf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pointwise:
     """A pointwise author's functions, as `Across.run_pointwise` runs them: on leaves, pieces or
     whole buckets.
@@ -305,9 +305,11 @@ class Across(ABC):
     ) -> tuple[Tree, Any]:
         """Run a pointwise update."""
 
-    def run_fused(self, fused: Fused, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def run_fused(
+        self, fused: Fused, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree | None, Any]:
         """Run a pointwise update's kernel where it can run: it adds the updates to the params, and
-        those that are left to be added are 0."""
+        None are left to be added."""
         # In one process nothing is donated
         return self.run_pointwise(fused.plain, updates, state, params)
 

@@ -92,7 +92,7 @@ class Transform(Named):
     parts: tuple[Transform, ...] = ()
     plain: Pointwise | None = None
     fused: Fused | None = None
-    ending: Callable[..., tuple[Tree, Any]] | None = None
+    ending: Callable[..., tuple[Tree | None, Any]] | None = None
     takes_rows: bool = field(default=False, kw_only=True)
     # Outlines of (params, state) that belong together, of one process; few, often one
     known: list[Any] = field(default_factory=list, init=False, compare=False)
@@ -175,10 +175,10 @@ class Transform(Named):
 
     def update_and_add(
         self, updates: Tree, state: Any, params: Tree, across: Across
-    ) -> tuple[Tree, Any]:
-        """As `update`, of an optimizer's last part: kernels add their updates to the params, where
-        `across` says that these were donated. Returns the updates that are left to be added, 0
-        where a kernel ran, and the next state."""
+    ) -> tuple[Tree | None, Any]:
+        """As `update`, of an optimizer's last part: kernels add their updates to the params.
+        Returns the updates that are left to be added, None where a kernel has added them all, and
+        the next state."""
         # Both take rows
         if self.ending is not None:
             return self.ending(updates, state, params, across)
@@ -549,21 +549,17 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
     def ending(updates: Tree, state: Any, params: Tree, across: Across) -> Any:
         *before, own = state
         updates, states = head.update_fn(updates, tuple(before), params, across)
-        updates, own = last.update_and_add(updates, own, params, across)
-        return updates, (*states, own)
+        left, own = last.update_and_add(updates, own, params, across)
+        return left, (*states, own)
 
     return ending
 
 
-def split_fused(t: Transform) -> tuple[Transform | None, Fused] | None:
-    """A transform as (the links before, its end's kernel), if it ends in one. A chain's state is
-    split at its last link."""
-    if t.fused is not None:
-        return None, t.fused
-    # A kernel adds its updates to the params, so it can only be the end
-    if isinstance(t, Chain) and t.parts and t.parts[-1].fused is not None:
-        return chain(*t.parts[:-1]), t.parts[-1].fused
-    return None
+def last_kernel(t: Transform) -> Fused | None:
+    """The kernel that adds all updates of a transform: its own, or that of a chain's last link."""
+    if t.fused is None and isinstance(t, Chain) and t.parts:
+        return t.parts[-1].fused
+    return t.fused
 
 
 def real_only(transform: Transform) -> Transform:

@@ -31,7 +31,7 @@ from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
 from ..model.wrappers import is_of_first_fsdp, without_wrappers
 from ..optim.apply_updates import check_no_complex_for_real
-from ..optim.base import Needs, Transform, split_fused
+from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims
 from ..optim.claims.operators import OperatorWatch
 from ..optim.naming import NamedFunction, described
@@ -167,7 +167,6 @@ class _Views(NamedTuple):
 
     begins: list[int]  # addresses, which stay the params' own as long as the views
     pieces: dict[str, Tensor | None]  # (n,), those of other params None
-    flats: list[Tensor] | None  # that a kernel writes to; None: not all of the end is one kernel
 
 
 @dataclass
@@ -207,7 +206,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             self.transform = transform(rate)
             if not isinstance(self.transform, Transform):
                 raise _wrong_rate(self.transform, lr)
-        self._split = split_fused(self.transform)
         self._prepare()
         self._is_ready = True
 
@@ -415,17 +413,12 @@ class TorchOptimizer(torch.optim.Optimizer):
             locals_: the params' tensors on this rank.
         """
         across, views = one.across, self._views(one, locals_)
-        if views is not None and views.flats is not None:
-            assert self._split is not None
-            given, own = across.flats(grads), views.pieces
-            flats, trees = views.flats, (grads, own)
-            after = across.fused(*self._split, given, state, flats, trees)
-            return None, after.leaves
         pieces = self._pieces(locals_) if views is None else views.pieces
         # Only to the params themselves, and not to copies, may kernels add their updates
         update = self.transform.update if views is None else self.transform.update_and_add
         updates, tree = update(grads, state.tree, pieces, across)
-        same_structure(pieces, updates, what="the optimizer's updates")
+        if updates is not None:
+            same_structure(pieces, updates, what="the optimizer's updates")
         return updates, state.treedef.flatten_up_to(tree)
 
     def _views(self, one: _Together, locals_: Mapping[str, Tensor]) -> _Views | None:
@@ -434,11 +427,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             return None
         begins = [*map(Tensor.data_ptr, locals_.values())]
         if one.views is None or one.views.begins != begins:
-            pieces, flats = self._pieces(locals_), None
-            if self._split is not None:
-                own = one.across.flats(pieces)
-                flats = own if one.across.fuses(self._split[1], own) else None
-            one.views = _Views(begins, pieces, flats)
+            one.views = _Views(begins, self._pieces(locals_))
         return one.views
 
     def _locals(self, paths: Iterable[str]) -> dict[str, Tensor]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from ..layout.extent import Rows
-from ..layout.flat_buffers import own_piece
 from ..layout.home import Home
 from ..layout.layout import Layout
-from ..layout.sharded_tree import Holding, ShardedTree, pieces_of
-from ..optim.base import Needs, Transform, split_fused
+from ..layout.sharded_tree import Holding, ShardedTree, own_pieces, pieces_of
+from ..optim.base import Needs, Transform, last_kernel
 from ..optim.state_checks import check_opt_state
 from ..profiling import ranged
 from ..sharded_optim.across import Sharded
@@ -58,10 +57,7 @@ class PreparedUpdate:
         like = optree.tree_leaves(self._like_state)
         self._shapes = [like[i].shape for i in self._cut]
         self.optimizer = optimizer
-        # (the parts before it, its fused end), or None: not all of the end is one kernel
-        self._split = split_fused(optimizer)
-        self._is_kernel = self._split is not None and self._split[0] is None
-        self._fuses_on: dict[torch.device, bool] = {}
+        self._kernel = last_kernel(optimizer)  # None: no kernel adds all updates
         # Whether all of it is a pointwise function of dense gradients
         plain = optimizer.plain
         self._is_dense = plain is not None and not plain.keeps_zeros
@@ -102,38 +98,34 @@ class PreparedUpdate:
             may_fuse: whether kernels may run at all.
             donate: what may be written over. Unless it is nothing, the state is used up.
         """
-        if by_kernel:
-            given = optree.tree_leaves(grads.flats())  # (piece,) each
+        own: Any
+        own_homes: Sequence[Home | None] = ()
+        kernel = self.optimizer.fused if by_kernel else None
+        if kernel is not None:
+            # A kernel alone sees no leaves, but flats (piece,)
+            given, own = map(optree.tree_leaves, (grads.flats(), own_pieces(flats, holding)))
         else:
             takes_rows = self._takes_rows_of(grads, may_fuse=may_fuse)
             given = grads.local_rows if takes_rows else grads.local_tree
-        # A kernel alone sees no leaves
-        params = None if by_kernel and self._is_kernel else pieces_of(flats, holding)
-        own_homes = () if params is None else params.known_homes
+            params = pieces_of(flats, holding)
+            own, own_homes = params.local_tree, params.known_homes
         before, current = state.brought_for(self._brought).local, self.across.current
         current.ferry.begin(look=look, over=bool(donate))
         current.begin(grads.known_homes, own_homes, before.homes.values(), donate=donate)
         try:
             with ranged("update"):
                 updates = None
-                if by_kernel:
-                    assert self._split is not None
-                    number = holding.sharding.piece_number
-                    rows = zip(flats, self.layout.buckets, strict=True)
-                    own = [
-                        own_piece(flat, bucket, number) for flat, bucket in rows if bucket.trainable
-                    ]
-                    trees = None if params is None else (grads.local_tree, params.local_tree)
-                    after = self.across.fused(*self._split, given, before, own, trees)
+                if kernel is not None:
+                    after = self.across.on_flats.fused(kernel, given, before, own)
                 else:
-                    assert params is not None
-                    view, tree = params.local_tree, before.tree
-                    # Kernels for some of the leaves write to params
-                    adds = may_fuse and donate is True
+                    tree = before.tree
+                    # Kernels for some of the leaves only where nobody else sees the params
+                    adds = by_kernel or (may_fuse and donate is True)
                     update = self.optimizer.update_and_add if adds else self.optimizer.update_fn
-                    new, tree_after = update(given, tree, view, self.across)
-                    same_structure(view, new, what="the optimizer's updates")
-                    updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
+                    new, tree_after = update(given, tree, own, self.across)
+                    if new is not None:
+                        same_structure(own, new, what="the optimizer's updates")
+                        updates = ShardedTree.of_local(new, grads.holding, self._homes_of(new))
                     same_structure(tree, tree_after, what="the optimizer's next state")
                     leaves = optree.tree_leaves(tree_after)
                     after = before._replace(leaves=leaves, homes=current.state.among(leaves))
@@ -155,7 +147,7 @@ class PreparedUpdate:
         """Whether gradients of tables may be rows; not where all of the optimizer is a kernel or a
         pointwise function, of dense ones, nor where a NaN in one leaf may reach all others by a
         norm."""
-        is_dense = self._is_dense or (may_fuse and self._split is not None)
+        is_dense = self._is_dense or (may_fuse and self._kernel is not None)
         if is_dense or not self.optimizer.takes_rows:
             return False
         if not self._needs_finite:
@@ -169,15 +161,12 @@ class PreparedUpdate:
         own = [[leaves[n] for n in bucket.leaves] for bucket in self.layout.buckets]
         return [*map(self.across.current.updates.home_of, own)]
 
-    def fuses(self, device: torch.device) -> bool:
-        """Whether one kernel adds all updates to params on this device itself."""
-        if self._split is None:
+    def fuses(self, flats: Sequence[Tensor]) -> bool:
+        """Whether one kernel adds all updates to these flats of params itself."""
+        if self._kernel is None:
             return False
-        if device not in self._fuses_on:
-            dtypes = {bucket.dtype for bucket in self.layout.buckets if bucket.trainable}
-            likes = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
-            self._fuses_on[device] = self.across.fuses(self._split[1], likes)
-        return self._fuses_on[device]
+        trained = [bucket.trainable for bucket in self.layout.buckets]
+        return self.across.on_flats.fuses(self._kernel, [*compress(flats, trained)])
 
 
 def _asks_statistics(optimizer: Transform) -> bool:

@@ -18,7 +18,6 @@ from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
 from ..layout.extent import Extent, Rows, elements
-from ..layout.home import HomedLeaves, shifted
 from ..layout.layout import Layout
 from ..optim.across import (
     Across,
@@ -42,7 +41,6 @@ from ..optim.across import (
     widest_dtype,
 )
 from ..optim.arithmetic import on_numbers
-from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, merge, same_structure, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
 from .ferry import Brought, in_turn
@@ -65,6 +63,7 @@ class Sharded(Across):
 
     Attributes:
         current: the update that runs.
+        on_flats: pointwise updates, and kernels.
     """
 
     def __init__(
@@ -85,9 +84,9 @@ class Sharded(Across):
         counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.places]
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
-        self._on_flats = PointwiseOnFlats(layout, mask, group.rank, self.current)
+        self.on_flats = PointwiseOnFlats(layout, mask, group.rank, self.current)
         # Of the leaves that the trees have, in tree order: their numbers in the layout
-        self._numbers = self._on_flats.numbers
+        self._numbers = self.on_flats.numbers
         places = [layout.places[number] for number in self._numbers]
         self._has_tables = any(layout.buckets[b].cut.by_rows for b, _ in places)
         self._exchange = Exchange(layout, self._numbers, group)
@@ -259,7 +258,7 @@ class Sharded(Across):
     ) -> tuple[Tree, Any]:
         if part.keeps_zeros and self._has_tables:
             return self._run_on_rows(part, updates, state, params)
-        return self._on_flats.update(part, self.dense(updates), state, params)
+        return self.on_flats.update(part, self.dense(updates), state, params)
 
     def _run_on_rows(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
@@ -271,53 +270,14 @@ class Sharded(Across):
         values, _ = part.update(tree_map(elements, rows), state, select(params, in_rows))
         rows = tree_map(lambda x, made: x.map(lambda _: made), rows, values)
         rest = tree_map(not_, in_rows)
-        across = self.select(rest)._on_flats
+        across = self.select(rest).on_flats
         made, state = across.update(part, select(updates, rest), state, select(params, rest))
         return merge(made, merge(rows, updates)), state
 
-    def run_fused(self, fused: Fused, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        return self._on_flats.update_fused(fused, self.dense(updates), state, params)
-
-    def flats(self, tree: Tree) -> list[Tensor]:
-        """The flats (piece,) that a tree's leaves lie in, as `fused` takes them."""
-        return self._on_flats.flats(self.dense(tree))
-
-    def fuses(self, kernel: Fused, params: Sequence[Tensor]) -> bool:
-        """Whether a kernel takes these flats (piece,) of params."""
-        return self._on_flats.fuses(kernel, params)
-
-    def fused(
-        self,
-        head: Transform | None,
-        kernel: Fused,
-        updates: list[Tensor],
-        state: HomedLeaves,
-        params: list[Tensor],
-        trees: tuple[Tree, Tree] | None,
-    ) -> HomedLeaves:
-        """The next state of a transform that is a kernel, or a chain that ends in one, as
-        `split_fused` takes it apart. The kernel writes to the params, and over its own state,
-        where the update may.
-
-        Args:
-            kernel: one that `fuses`.
-            updates: the flats (piece,) that the gradients lie in, as `flats` gives them.
-            params: those of the params.
-            trees: gradients and params leaf by leaf; None: for a kernel alone.
-        """
-        if head is None or trees is None:
-            return self._on_flats.fused(kernel, updates, state, params)
-        # A chain's state: one entry per part, the kernel's last
-        *before, _ = state.tree
-        found, states = head.update(trees[0], tuple(before), trees[1], self)
-        same_structure(tuple(before), states, what="the optimizer's next state")
-        own = optree.tree_leaves(states)
-        treedef, leaves, homes = state
-        first, updates = len(own), self.flats(found)
-        last = HomedLeaves(treedef.children()[-1], leaves[first:], shifted(homes, -first))
-        last = self._on_flats.fused(kernel, updates, last, params)
-        homes = self.current.state.among(own) | shifted(last.homes, first)
-        return HomedLeaves(treedef, [*own, *last.leaves], homes)
+    def run_fused(
+        self, fused: Fused, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree | None, Any]:
+        return self.on_flats.update_fused(fused, self.dense(updates), state, params)
 
     # Whole leaves: one all-to-all in, one out
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,7 @@ from .ferry import Brought, Ferry, in_turn
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 T = TypeVar("T")
+_kind = attrgetter("dtype", "device")
 
 # What an update may write over: its updates and its state, neither, or the state alone, in flats
 # that are known; or all leaves of the state, which nobody else has. A kernel adds to the params as
@@ -229,24 +231,19 @@ class PointwiseOnFlats:
 
     def update_fused(
         self, fused: Fused, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[Tree | None, Any]:
         """Run a kernel, if it can take these leaves, else the pointwise update. Returns the updates
         that are left to be added, and the state."""
-        flats = self.flats(params)
+        flats, current = self.flats(params), self._current
         # A kernel that wrote to a copy would leave the params as they are
-        current = self._current
         own = current.params.ids.union(map(id, optree.tree_leaves(params)))
-        may_write = bool(current.donate) and own.issuperset(map(id, flats))
-        if not (may_write and self.fuses(fused, flats)):
+        if not (own.issuperset(map(id, flats)) and self.fuses(fused, flats)):
             return self.update(fused.plain, updates, state, params)
         leaves, treedef = optree.tree_flatten(state)
         before = HomedLeaves(treedef, leaves, current.state.among(leaves))
         after = self.fused(fused, self.flats(updates), before, flats)
         current.state.note(after.homes.values())
-        leaves, treedef = optree.tree_flatten(updates)
-        left = [torch.empty_like(leaf) for leaf in leaves]
-        torch._foreach_zero_(left)
-        return treedef.unflatten(left), after.tree
+        return None, after.tree
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
@@ -257,7 +254,8 @@ class PointwiseOnFlats:
 
     def fuses(self, fused: Fused, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this kernel on these flats."""
-        kinds = {(param.dtype, param.device): param for param in params}
+        # By dtype and device, one of each; with `map`, since `to_torch`'s leaves may be many
+        kinds = dict(zip(map(_kind, params), params, strict=True))
         if not kinds or not all(map(fused.takes, kinds.values())):
             return False
         # The pointwise update tells how its state is cut flat by flat

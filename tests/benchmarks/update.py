@@ -23,7 +23,6 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
-from functorch_zero.layout.home import HomedLeaves
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.testing.slicing import slice_tree
 
@@ -47,21 +46,19 @@ class Own:
         self._across = Sharded(self._layout, SingleRank())
         self._across.current.begin(donate=True)
         self._transform, self._params = transform, slice_tree(params, self._layout, 0)
-        self._state = HomedLeaves.of(transform.init(self._params, self._across))
+        self._state = transform.init(self._params, self._across)
 
     def grads(self, grads: dict[str, Tensor]) -> Any:
         return slice_tree(grads, self._layout, 0)
 
     def step(self, grads: Any) -> None:
-        flats, kernel = self._across.flats(self._params), self._transform.fused
-        if kernel is not None and self._across.fuses(kernel, flats):
-            given, own = self._across.flats(grads), (None, kernel)
-            self._state = self._across.fused(*own, given, self._state, flats, None)
-            return
-        updates, state = self._transform.update(grads, self._state.tree, self._params, self._across)
-        self._state = HomedLeaves.of(state)
-        for p, u in zip(tree_leaves(self._params), tree_leaves(updates), strict=True):
-            p.add_(u)
+        updates, self._state = self._transform.update_and_add(
+            grads, self._state, self._params, self._across
+        )
+        # None where a kernel has added them
+        if updates is not None:
+            for p, u in zip(tree_leaves(self._params), tree_leaves(updates), strict=True):
+                p.add_(u)
 
 
 class Torch:

@@ -225,7 +225,8 @@ def _true(mask: PyTree[Any], params: Tree) -> PyTree[bool]:
     return tree_map(lambda _, chosen: bool(chosen), params, mask)
 
 
-_Update = Callable[..., tuple[Tree, Any]]  # that of a transform, or its `update_and_add`
+# That of a transform, or its `update_and_add`
+_Update = Callable[..., tuple[Tree | None, Any]]
 
 
 # The transform inside sees neither the other leaves nor their extents
@@ -248,6 +249,10 @@ def _run(
     """Its `update` of the chosen leaves, put back among the others."""
     given, beside = select(updates, chosen), select(params, chosen)
     new, state = update(inner, given, state, beside, across.select(chosen))
+    # A kernel has added them; those of other leaves are still to be added
+    if new is None:
+        new = tree_map(torch.empty_like, beside)
+        torch._foreach_zero_(optree.tree_leaves(new))
     return merge(new, updates), state
 
 

@@ -246,8 +246,7 @@ class ShardedEngine:
         if gives_grads:
             grads = grads.handed_on()
         empty, flats = emptied(self.options.places.params, layout), params.flats()
-        # Buckets may lie on several devices, each in its unit's place
-        fuses = may_fuse and all(map(prepared.fuses, {flat.device for flat in flats}))
+        fuses = may_fuse and prepared.fuses(flats)
         uses_up = over and (fuses or is_placed(state) or gives_grads)
         if over and layout.publishes:
             # The old ones go before new ones are made
