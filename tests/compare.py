@@ -12,7 +12,7 @@ from torch import Tensor
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.state import State
+from functorch_zero.step.state import State, TrainValue
 from functorch_zero.step.train import TrainStep
 from functorch_zero.testing.runs import Start, run_in_parts
 from functorch_zero.tree import named_leaves
@@ -43,8 +43,12 @@ def train_by_rank(
 ) -> Run:
     """The oracle on each rank's part by itself, gradients, metrics and buffers averaged."""
     parts = [split(batch, sizes) for batch in batches]
-    run = run_in_parts(step, Start((params, buffers), 0), parts)
-    return Run(run.states, [done.metrics for done in run.steps])
+    run, *_ = run_in_parts(step, Start((params, buffers), 0), parts)
+    states = [step.init(params, buffers)]
+    for done in run.steps:
+        value = TrainValue(done.params, done.others["buffers"], done.others["opt_state"])
+        states.append(State(done.others["counters"][0], value, None))
+    return Run(states, [done.others["metrics"] for done in run.steps])
 
 
 def train_sharded(

@@ -12,7 +12,6 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..tree import paths
 from .causes import Adam, Evidence, why
 from .equality import (
     Equality,
@@ -23,41 +22,48 @@ from .equality import (
     check_moves,
     compare_within,
 )
-from .runs import Run, assert_alike
+from .recording import Recording
+from .runs import assert_alike
 
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
 
+# The kinds of results that ranks must have as the oracle, beside their updates
+OTHERS = ("opt_state", "buffers", "metrics", "counters")
 
 # The oracle's runs that end with step k, of which each has one part alone
-Shares: TypeAlias = Callable[[int], Sequence[Run]]
+Shares: TypeAlias = Callable[[int], Sequence[Recording]]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The oracle's run and each rank's, to be compared step by step."""
 
-    expected: Run
-    got: Sequence[Run]
+    parts: Sequence[Recording]  # the oracle's: one, or where it takes batches in parts, each part's
+    got: Sequence[Recording]  # by rank
     equality: Equality
     unused: tuple[str, ...]
-    parts: list[int]  # each rank's part of the batch
     local: bool  # whether ranks keep buffers of their own
     at: dict[str, Any]  # for errors: level and ranks
     sizes: Mapping[str, int]  # for causes, as all below: numbers that a mistake may multiply by
     decays: tuple[float, float] | None  # Adam's b1 and b2
 
-    def difference(self, jittered: Sequence[Run] = ()) -> AssertionError | None:
+    @property
+    def expected(self) -> Recording:
+        """The oracle's results that all ranks must have."""
+        return self.parts[0]
+
+    def difference(self, jittered: Sequence[Recording] = ()) -> AssertionError | None:
         """The first difference that the grade does not allow, nor round-off as in the `jittered`
         runs."""
         try:
             # Of the oracle's run alone: the other's may be wrong
             self._check_moves()
-            for k, want in enumerate(self.expected.steps):
+            for k in range(len(self.expected.steps)):
                 at = {"step": k, **self.at}
                 # Rank 0 against the oracle; the others against rank 0, to the bit
                 self._compare_updates(k, self.got[0], jittered, at)
-                self._compare_others(k, jittered, at, want.others())
+                self._compare_others(k, jittered, at, OTHERS)
                 for rank in range(1, len(self.got)):
                     self._compare_rank(k, rank, {**at, "rank": rank})
             return None
@@ -82,7 +88,7 @@ class Comparison:
     def _with_cause(self, k: int, error: Unequal, shares: Shares) -> str:
         """An error of step k, with its cause by all that is known."""
         expected, got, kind = self.expected, self.got, error.what
-        if kind not in ("updates", *expected.steps[k].others()):
+        if kind not in ("updates", *OTHERS):
             return error.story
         alike = got[:1] if self.local and kind == "buffers" else got
         ranks = [run.known(k, kind) for run in alike]
@@ -101,7 +107,7 @@ class Comparison:
             sizes=self.sizes,
             ranks=ranks,
             shares=lambda: [run.known(k, kind) for run in shares(k)],
-            share_of=self.parts,
+            share_of=[run.part for run in got],
             adam=Adam(*self.decays, k + 1) if self.decays and kind == "updates" else None,
         )
         return f"{error.story} {why(evidence)}".rstrip()
@@ -109,29 +115,26 @@ class Comparison:
     def _check_moves(self) -> None:
         """Refuse an oracle that would prove nothing. A leaf may rest in some steps, as with Rprop
         and SOAP; one that isn't trained may rest in all."""
-        start, *later = (optree.tree_leaves(state.params) for state in self.expected.states)
-        for path, *values in zip(paths(self.expected.start.params), start, *later, strict=True):
+        for path, values in self.expected.histories():
             if _has_moved(*values):
                 excused = any(fnmatchcase(path, pattern) for pattern in self.unused)
                 check_moves(path, values, self.equality, self.at, excused=excused)
 
     def _compare_updates(
-        self, k: int, run: Run, jittered: Sequence[Run], at: Mapping[str, Any]
+        self, k: int, run: Recording, jittered: Sequence[Recording], at: Mapping[str, Any]
     ) -> None:
         """Step k's updates of the params."""
-        before, after = self.expected.states[k : k + 2]
-        got_before, got_after = run.states[k : k + 2]
+        want = self.expected
         # A tree that is only read, such as an average, has round-off since it has first moved
-        so_far = [state.params for state in self.expected.states[: k + 2]]
-        moves = tree_map(_has_moved, *so_far)
-        runs = (self.expected, *jittered) if jittered else ()  # there is no slack without
+        moves = tree_map(_has_moved, *map(want.params, range(-1, k + 1)))
+        runs = (want, *jittered) if jittered else ()  # there is no slack without
         updates = [[*run.known(k, "updates").values()] for run in runs]
         assert_equal_updates(
-            before.params,
-            after.params,
-            got_after.params,
+            want.params(k - 1),
+            want.params(k),
+            run.params(k),
             grade=self.equality,
-            old_got=got_before.params,
+            old_got=run.params(k - 1),
             trained=moves,
             unused=["*"],  # see _check_moves
             slack=_slack(*updates),
@@ -139,34 +142,33 @@ class Comparison:
         )
 
     def _compare_others(
-        self, k: int, jittered: Sequence[Run], at: Mapping[str, Any], names: Iterable[str]
+        self, k: int, jittered: Sequence[Recording], at: Mapping[str, Any], kinds: Iterable[str]
     ) -> None:
-        """Rank 0's other results of step k than its params, by their names."""
+        """Rank 0's results of step k of some kinds."""
         # Counters and metrics come from computations in these dtypes
-        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
-        want, have, *off = (
-            other.steps[k].others() for other in (self.expected, self.got[0], *jittered)
-        )
-        for name in names:
+        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start)}
+        runs = self.expected, self.got[0], *jittered
+        for kind in kinds:
+            want, have, *off = (run.at(k).others[kind] for run in runs)
             assert_equal_values(
-                want[name],
-                have[name],
+                want,
+                have,
                 grade=self.equality,
-                what=name,
+                what=kind,
                 dtypes=dtypes,
-                slack=_slack(want[name], *(others[name] for others in off)),
+                slack=_slack(want, *off),
                 context=at,
             )
 
     def _compare_rank(self, k: int, rank: int, at: dict[str, Any]) -> None:
         """A rank against rank 0; buffers that are its own against the oracle's."""
-        want, first, other = (run.steps[k] for run in (self.expected, self.got[0], self.got[rank]))
+        run = self.got[rank]
         what = "rank 0's results and this rank's"
-        assert_alike(first, other, what, local=self.local, context=at)
+        assert_alike(self.got[0].at(k), run.at(k), what, local=self.local, context=at)
         # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
         # several ranks may have one part
-        if self.local and len(want.buffers) > self.parts[rank]:
-            expected, got = want.buffers[self.parts[rank]], other.buffers[0]
+        if self.local and run.part < len(self.parts):
+            expected, got = (one.at(k).others["buffers"] for one in (self.parts[run.part], run))
             what = "the rank's own buffers"
             assert_equal_values(expected, got, grade=self.equality, what=what, context=at)
 

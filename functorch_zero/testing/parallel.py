@@ -44,16 +44,8 @@ from .equality import (
     wide,
     wide_values,
 )
-from .recorder import (
-    KINDS,
-    Leaves,
-    Names,
-    RecordedStep,
-    Recorder,
-    Recording,
-    Share,
-    Task,
-)
+from .recorder import KINDS, Names, Recorder, Share, Task
+from .recording import Leaves, RecordedStep, Recording
 
 Loop: TypeAlias = Callable[[Recorder], object]
 
@@ -203,16 +195,14 @@ class _Reference:
         run = self.recording
         if not run.steps:
             raise ProvesNothing("the reference has recorded no step. Remedy: call record.step")
-        for name in run.trained or run.start:
-            every = [run.params(k)[name] for k in range(-1, self.num_steps)]
-            if not self.is_unused(name):
-                check_moves(name, every, Equality("reordered"))
+        for name, values in run.histories():
+            if name in run.trained and not self.is_unused(name):
+                check_moves(name, values, Equality("reordered"))
 
-    def check_repeats(self, k: int, kind: str) -> None:
+    def check_repeats(self) -> None:
         """Refuse a loop that draws other numbers each time: neither round-off nor causes can be
         told then."""
-        first, again = (run.values(k, kind).values() for run in (self.recording, self.run()))
-        if any(apart(x, y) for x, y in zip(first, again, strict=True)):
+        if not self.run().repeats(self.recording):
             raise AssertionError(
                 "The reference gives other numbers when it runs again. Remedy: seed all that it "
                 "draws, and make model and optimizer anew in each call."
@@ -273,7 +263,7 @@ class _Proof:
         _check_names(kind, expected, got)
         wrong = self._wrong(k, kind, expected, got, {})
         if wrong:
-            self.oracle.check_repeats(k, kind)
+            self.oracle.check_repeats()
         if wrong and self.equality is None:
             spread = self.oracle.spread(k, kind)
             beyond = self._wrong(k, kind, expected, got, spread)

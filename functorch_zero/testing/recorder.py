@@ -1,4 +1,4 @@
-"""`Recorder`: a training loop tells it what each step computed. `Recording` is what it keeps.
+"""`Recorder`: a training loop tells it what each step computed, and it keeps a `Recording`.
 
 All values are kept whole, on the CPU, by the names that a plain module gives its params.
 """
@@ -6,9 +6,9 @@ All values are kept whole, on the CPU, by the names that a plain module gives it
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -22,62 +22,14 @@ from ..groups import SingleRank
 from ..groups.protocol import Group
 from ..model.wrappers import without_wrappers
 from ..tree import PyTree, named_leaves
-from .equality import differences, is_rounded, wide, wide_values
+from .equality import is_rounded, wide
+from .recording import Leaves, RecordedStep, Recording
 from .runs import split
 
-Leaves: TypeAlias = dict[str, Tensor]  # by name; whole, on the CPU
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 # In the order in which they are compared; by the first that differs the others are spoilt
 KINDS = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
-
-
-@dataclass
-class RecordedStep:
-    """One step; a kind that wasn't recorded has no leaves."""
-
-    params: Leaves  # after it
-    others: dict[str, Leaves]  # by kind: all but the updates
-    settings: dict[str, dict[str, float]]  # by param, torch's optimizer's: lr, step, ...
-    draws: bool  # whether random numbers were drawn
-
-
-@dataclass
-class Recording:
-    """One run, as one rank recorded it."""
-
-    first: int = 0  # the number of the first step
-    start: Leaves = field(default_factory=dict)  # the params before it
-    trained: set[str] = field(default_factory=set)
-    uses: dict[str, int] = field(default_factory=dict)  # how many names each param has
-    axes: dict[str, int] = field(default_factory=dict)  # of the meshes that DTensors lie on
-    part: int = 0  # of the batches, that this run took
-    parts: int = 0  # of how many; 0: it took none
-    steps: list[RecordedStep] = field(default_factory=list)
-
-    def at(self, k: int) -> RecordedStep:
-        return self.steps[k - self.first]
-
-    def params(self, k: int) -> Leaves:
-        """The params after step k; those of the start before the first one."""
-        return self.start if k < self.first else self.at(k).params
-
-    def values(self, k: int, kind: str, origin: Leaves | None = None) -> Leaves:
-        """The values of a kind in step k. Those of the start are the params themselves, or, where
-        a run is resumed after step k, how far they are from the origin."""
-        if kind == "updates":
-            return differences(self.params(k), self.params(k - 1))
-        if kind == "start":
-            params = self.params(k)
-            return params if k < 0 else differences(params, origin or self.start)
-        return self.at(k).others[kind]
-
-    def known(self, k: int, kind: str) -> Leaves:
-        """The values of a kind in step k, float64 or complex128; of "params" those before it. Empty
-        where there are none."""
-        if kind == "start" or not self.first <= k < self.first + len(self.steps):
-            return {}
-        return wide_values(self.params(k - 1) if kind == "params" else self.values(k, kind))
 
 
 class Share(NamedTuple):
@@ -140,7 +92,7 @@ class Recorder:
         self._task = task = task or Task(is_reference=True)
         self.save_to = task.folder if task.stop is not None else None
         self.load_from = task.folder if task.first else None
-        self.recording = Recording(task.first)
+        self.recording = Recording(first=task.first)
         self._gradients: Leaves = {}  # of the step that isn't recorded yet
         self._random = torch.get_rng_state()  # uint8, of the CPU's generator
 
@@ -159,7 +111,8 @@ class Recorder:
         named = self._named(params)
         recording = self.recording
         recording.start = self._all_whole(named)
-        recording.trained = {name for name, leaf in named.items() if leaf.requires_grad}
+        # All where none says so
+        recording.trained = {name for name, leaf in named.items() if leaf.requires_grad} or {*named}
         recording.uses = _uses(params, named)
         self._random = torch.get_rng_state()
         return params
@@ -273,7 +226,8 @@ class Recorder:
         return dict(zip(plain, named.values(), strict=True))
 
     def _all_whole(self, named: dict[str, Any]) -> Leaves:
-        return {name: self._whole(value) for name, value in named.items()}
+        # In this order among optree's leaves, too
+        return OrderedDict((name, self._whole(value)) for name, value in named.items())
 
     def _whole(self, value: Any) -> Tensor:
         """A copy of a value on the CPU; all of a DTensor, whose ranks must all come here."""

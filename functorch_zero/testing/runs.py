@@ -19,7 +19,8 @@ from ..step.program_step import ProgramStep
 from ..step.rows import num_rows, split_rows
 from ..step.state import State, TrainValue
 from ..tree import PyTree, is_within, named_leaves
-from .equality import apart, assert_equal_values, differences, is_rounded, wide, wide_values
+from .equality import assert_equal_values, is_rounded, wide
+from .recording import RecordedStep, Recording
 
 # Last places of a leaf's largest gradient: about the difference that sums in another order make
 JITTER = 16
@@ -29,54 +30,6 @@ IN_PARTS = (
     "batch. If they don't go on alike, make of the batch only what fz.value_and_grad gives, a loss "
     "and Aux(metrics=...), which are means over the parts; branch and scale by these."
 )
-
-
-class Step(NamedTuple):
-    """The results of one step."""
-
-    state: State  # whole leaves: gathered, where the step is sharded
-    # A rank's run has its own; the oracle's, where it takes a batch in parts, has each part's
-    buffers: list[PyTree[Tensor]]
-    metrics: Metrics
-
-    def others(self) -> dict[str, Any]:
-        """All results but the params, by the names that errors give them."""
-        state = self.state
-        return {
-            "opt_state": state.opt_state,
-            "buffers": self.buffers[0],
-            "metrics": self.metrics,
-            "counters": (state.step, state.seed, state.value.finite),
-        }
-
-
-class Run(NamedTuple):
-    """A run from the first state on."""
-
-    start: State
-    steps: list[Step]
-    weighted: bool = True  # whether the loss says how much a batch counts
-
-    @property
-    def states(self) -> list[State]:
-        """The first state, and the one after each step."""
-        return [self.start, *(step.state for step in self.steps)]
-
-    def repeats(self, other: Run) -> bool:
-        """Whether all results are those of another run, to the bit."""
-        ours, theirs = (optree.tree_leaves(run.steps) for run in (self, other))
-        return all(apart(a, b) == 0 for a, b in zip(ours, theirs, strict=True))
-
-    def known(self, k: int, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind in step k, by path, float64 or complex128; of "params" those before
-        it. Empty where there are none."""
-        if not 0 <= k < len(self.steps):
-            return {}
-        before, after = (named_leaves(state.params) for state in self.states[k : k + 2])
-        if kind == "updates":
-            return differences(after, before)
-        kinds = {"params": before, **self.steps[k].others()}
-        return wide_values(named_leaves(kinds.get(kind)))
 
 
 class Start(NamedTuple):
@@ -98,19 +51,27 @@ class Start(NamedTuple):
         """Those of the step, after the state."""
         return batch if type(batch) is tuple and self.of_trees is not None else (batch,)
 
-    def arranged(self, state: State) -> State:
-        """A whole state as a training step's: the leaves of trees are its params, by path, those of
-        buffers its buffers, and all others its optimizer's state."""
-        if self.of_trees is None:
-            return state
-        params: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        others: dict[str, Any] = {}
-        rows = zip(named_leaves(state.value).items(), self.of_trees, strict=True)
-        for (path, leaf), of_tree in rows:
-            kind = params if of_tree else buffers if is_within(path, self.buffers) else others
-            kind[path] = leaf
-        return state.replace(value=TrainValue(params, buffers, others), trained=None)
+    def told(self, state: State, metrics: Metrics | None = None) -> RecordedStep:
+        """A whole state and a step's metrics, by kind. Of a program the leaves of trees are the
+        params, by path, those of buffers the buffers, and all others the optimizer's state."""
+        value = state.value
+        if self.of_trees is not None:
+            params: dict[str, Tensor] = {}
+            buffers: dict[str, Tensor] = {}
+            others: dict[str, Any] = {}
+            rows = zip(named_leaves(value).items(), self.of_trees, strict=True)
+            for (path, leaf), of_tree in rows:
+                kind = params if of_tree else buffers if is_within(path, self.buffers) else others
+                kind[path] = leaf
+            value = TrainValue(params, buffers, others)
+        by_kind = {
+            "opt_state": value.opt_state,
+            "buffers": value.buffers,
+            "metrics": metrics,
+            "counters": (state.step, state.seed, value.finite),
+            "parts": (state.parts, state.trained),  # compared among ranks alone
+        }
+        return RecordedStep(value.params, by_kind, settings={}, draws=False)
 
 
 def split(batch: Any, num_ranks: int) -> list[Any]:
@@ -124,7 +85,7 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
     return split_rows(batch, num_ranks)
 
 
-def run_whole(step: ProgramStep, start: Start, batches: Sequence[Any]) -> Run:
+def run_whole(step: ProgramStep, start: Start, batches: Sequence[Any]) -> Recording:
     """The unsharded step as it is, on whole batches."""
     weights: list[Any] = []  # of each gradient
 
@@ -133,7 +94,8 @@ def run_whole(step: ProgramStep, start: Start, batches: Sequence[Any]) -> Run:
         return grads, outcome
 
     run = _run(step, start, batches, Part(0, weighed))
-    return run._replace(weighted=all(weight is not None for weight in weights))
+    run.weighted = all(weight is not None for weight in weights)
+    return run
 
 
 def run_in_parts(
@@ -144,10 +106,10 @@ def run_in_parts(
     rule: str = "mean",
     jitter: int | None = None,
     sums: Sequence[bool] = (),
-) -> Run:
+) -> list[Recording]:
     """The unsharded step with each batch in parts: as many copies of it as there are parts run side
     by side, each on its own. In each gradient that they take, all get the means over the parts, and
-    the buffers by `shard`'s rule.
+    the buffers by `shard`'s rule. The copies' runs, alike but for buffers that are each one's own.
 
     Args:
         jitter: seeds changes of the gradients in their last places.
@@ -162,7 +124,7 @@ def run_in_parts(
     # By part: gradients and outcome of the loss that the copies are at
     given: list[Any] = [None] * num_parts
 
-    def run_copy(group: Group) -> Run:
+    def run_copy(group: Group) -> Recording:
         own = group.rank
         # Apart from the global generator, from which the loss may draw; the same in all copies
         generator = None if jitter is None else torch.Generator().manual_seed(jitter)
@@ -184,42 +146,41 @@ def run_in_parts(
 
     try:
         if num_parts == 1:
-            return run_copy(SingleRank())
+            return [run_copy(SingleRank())]
         # Threads, all of which end where one fails
         runs = run_ranks(run_copy, num_parts)
-        what, local, steps = "part 0's results and this part's", rule == "local", []
+        what, local = "part 0's results and this part's", rule == "local"
         for k, copies in enumerate(zip(*(run.steps for run in runs), strict=True)):
             for part, other in enumerate(copies):
                 assert_alike(copies[0], other, what, local=local, context={"step": k, "part": part})
-            # Each rank's buffers, which are its own by the rule "local"
-            steps.append(copies[0]._replace(buffers=[copy.buffers[0] for copy in copies]))
     except Exception as error:
         error.add_note(IN_PARTS.format(num_parts=num_parts))
         raise
-    return runs[0]._replace(steps=steps)
+    return runs
 
 
-def _run(step: ProgramStep, start: Start, batches: Sequence[Any], part: Part) -> Run:
+def _run(step: ProgramStep, start: Start, batches: Sequence[Any], part: Part) -> Recording:
     """A run of the step in this thread, whose gradients go through the part's mean."""
     token = PART.set(part)
     try:
         state = step.init(*start.args, seed=start.seed)
-        first, steps = start.arranged(state), []
+        run = Recording(start.told(state).params)
         for batch in batches:
             state, metrics = step(state, *start.arguments(batch))
-            whole = start.arranged(state)
-            steps.append(Step(whole, [whole.buffers], metrics))
-        return Run(first, steps)
+            run.steps.append(start.told(state, metrics))
+        return run
     finally:
         PART.reset(token)
 
 
-def assert_alike(first: Step, other: Step, what: str, *, local: bool, context: Any) -> None:
+def assert_alike(
+    first: RecordedStep, other: RecordedStep, what: str, *, local: bool, context: Any
+) -> None:
     """Raise unless two ranks, or copies of a program, have the same results, to the bit: same data,
     same arithmetic. `local`: but for buffers, which are each one's own."""
-    steps = [step._replace(buffers=[]) for step in (first, other)]
+    steps = [first, other]
     if local:
-        steps = [step._replace(state=step.state.replace(buffers=None)) for step in steps]
+        steps = [step._replace(others=step.others | {"buffers": None}) for step in steps]
     assert_equal_values(*steps, grade="bitwise", what=what, context=context)
 
 

@@ -30,14 +30,8 @@ from ..tree import named_leaves, same_structure
 from .causes import sizes_of
 from .comparison import Comparison
 from .equality import Equality, Grade, ProvesNothing, Unequal, as_equality
-from .runs import (
-    Run,
-    Start,
-    Step,
-    run_in_parts,
-    run_whole,
-    split,
-)
+from .recording import Recording
+from .runs import Start, run_in_parts, run_whole, split
 
 JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 
@@ -191,7 +185,6 @@ def assert_sharded_equals_unsharded(
                     got,
                     equality,
                     tuple(unused),
-                    mesh.parts_by_rank,
                     local=sync_buffers == "local",
                     at={"level": level, "ranks": num_ranks},
                     sizes=mesh.sizes | {"micro-batches": getattr(step, "accumulate", 1)},
@@ -249,11 +242,12 @@ def _check(
     if isinstance(error, ProvesNothing):
         raise error  # the oracle's update is at fault, and round-off explains nothing
     # Costly, and so only after a difference. Other random numbers would pass for round-off.
-    if not oracle.run(oracle.given).repeats(comparison.expected):
+    again = oracle.run(oracle.given)
+    if not all(map(Recording.repeats, again, oracle.expected)):
         error.add_note(NOT_REPEATED)
         raise error
     if comparison.equality.grade != "bitwise":
-        jittered = [oracle.run(oracle.given, jitter=seed) for seed in range(JITTERED_RUNS)]
+        jittered = [oracle.run(oracle.given, jitter=seed)[0] for seed in range(JITTERED_RUNS)]
         if comparison.difference(jittered) is None:
             if allow_round_off:
                 return
@@ -277,27 +271,27 @@ class _Oracle:
     sums: tuple[bool, ...] = ()  # as `summed_whole` gives it
 
     @cached_property
-    def expected(self) -> Run:
-        """The run that ranks are compared with."""
-        run = self.run(self.given)
-        if not any(leaf.requires_grad for leaf in optree.tree_leaves(run.start.params)):
+    def expected(self) -> list[Recording]:
+        """The run that ranks are compared with, by part where it takes batches in parts."""
+        runs = self.run(self.given)
+        if not any(leaf.requires_grad for leaf in optree.tree_leaves(runs[0].start)):
             raise ProvesNothing(
                 "no tree of the program's value has a trained leaf, whose update could be "
                 "compared. Remedy: return the trees that init is given as they are"
             )
-        return run
+        return runs
 
-    def run(self, given: list[list[Any]], jitter: int | None = None) -> Run:
+    def run(self, given: list[list[Any]], jitter: int | None = None) -> list[Recording]:
         """A run from the same start; with `jitter` gradients are off in their last places."""
         step, start = self.step, self.start
         if self.in_parts or jitter is not None:  # gradients are jittered in parts alone
             return run_in_parts(step, start, given, rule=self.rule, jitter=jitter, sums=self.sums)
-        return run_whole(step, start, [batch for (batch,) in given])
+        return [run_whole(step, start, [batch for (batch,) in given])]
 
-    def shares(self, parts: list[list[Any]], k: int) -> list[Run]:
+    def shares(self, parts: list[list[Any]], k: int) -> list[Recording]:
         """Runs that end with step k, each with one part of its batch in place of all."""
         before, num = self.given[:k], len(self.given[k])
-        return [self.run([*before, [part] * num]) for part in parts[k]]
+        return [self.run([*before, [part] * num])[0] for part in parts[k]]
 
     def check_fair(self, parts: list[list[Any]]) -> None:
         """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
@@ -305,7 +299,7 @@ class _Oracle:
         for (batch,), its_parts in zip(self.given, parts, strict=True):
             rows, num_parts = num_rows(batch) or 0, len(its_parts)
             # Rows that don't divide: parts would be of unequal size
-            if rows % num_parts and not self.expected.weighted:
+            if rows % num_parts and not self.expected[0].weighted:
                 raise ValueError(
                     f"a batch of {rows} does not divide over {num_parts} ranks, and the loss "
                     "returns no weight, so each rank's mean would count the same. Remedy: return "
@@ -387,23 +381,21 @@ def _run_sharded(
     batches: Sequence[list[Any]],
     mesh: Mesh,
     settings: Mapping[str, Any],
-) -> list[Run]:
+) -> list[Recording]:
     """Each rank's run, with the whole states gathered. `batches`: by step, each one's parts."""
 
-    def run(group: Group) -> Run:
+    def run(group: Group) -> Recording:
         sharded = shard(step, group=mesh.of(group), **settings)
         # With layouts that cut small leaves, too
         sharded = type(sharded)(sharded.unsharded, replace(sharded.options, aligned=False))
         state = sharded.init(*start.args, seed=start.seed)
-        first = start.arranged(sharded.unshard(state))
-        steps = []
+        part = mesh.parts_by_rank[group.rank]
+        run = Recording(start.told(sharded.unshard(state)).params, part=part)
         for parts in batches:
-            own = parts[mesh.parts_by_rank[group.rank]]
-            state, metrics = sharded(state, *start.arguments(own))
+            state, metrics = sharded(state, *start.arguments(parts[part]))
             # Gathered after every step, as the next one may use its storage up
-            whole = start.arranged(sharded.unshard(state))
-            steps.append(Step(whole, [whole.buffers], metrics))
-        return Run(first, steps)
+            run.steps.append(start.told(sharded.unshard(state), metrics))
+        return run
 
     try:
         # Threads: no port, and a failure comes with its rank's note

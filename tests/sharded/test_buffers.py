@@ -429,6 +429,6 @@ def test_the_oracles_own_rule() -> None:
     params = {"w": torch.ones((), dtype=torch.float64, requires_grad=True)}
     buffers = {"sum": torch.zeros((), dtype=torch.complex128), "count": torch.tensor(0)}
     parts = [torch.tensor([7.0]), torch.tensor([1.0, 2.0]), torch.tensor([4.0])]
-    (only,) = run_in_parts(step, Start((params, buffers), 0), [parts]).steps
-    for held in only.buffers:
+    for run in run_in_parts(step, Start((params, buffers), 0), [parts]):
+        held = run.at(0).others["buffers"]
         assert held["sum"] == 3.5 - 3.5j and held["count"] == 2

@@ -146,7 +146,7 @@ def test_a_proof_tells_rounded_sums_from_sums_of_rounded() -> None:
     step = fz.train_step(loss_fn, optim.sgd(0.5), accumulate=2)
     start, parts = Start((params, {}), 0), [[batches[0]]]
     by_use, at_once, some = (
-        run_in_parts(step, start, parts, sums=sums).known(0, "updates")
+        run_in_parts(step, start, parts, sums=sums)[0].known(0, "updates")
         for sums in ([], [True] * 6, [True, True, False, False, True, True])
     )
     for path, update in by_use.items():

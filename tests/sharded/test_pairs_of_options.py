@@ -14,7 +14,7 @@ import itertools
 import random
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import util
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ from functorch_zero.groups import (
 )
 from functorch_zero.testing import Equality, assert_equal_values
 from functorch_zero.testing.comparison import Comparison
-from functorch_zero.testing.runs import Run, Start, Step, run_in_parts, run_whole
+from functorch_zero.testing.recording import RecordedStep, Recording
+from functorch_zero.testing.runs import Start, run_in_parts, run_whole
 from functorch_zero.testing.step import summed_whole
 from tests.models import split
 from tests.places import played_host
@@ -430,47 +431,47 @@ def spoiled(rows: int) -> Any:
     return {"x": x, "y": torch.zeros(rows, 2, dtype=F64)}
 
 
-def unsharded(case: Case) -> Run:
-    """The oracle, on whole batches where that is the same."""
+def unsharded(case: Case) -> list[Recording]:
+    """The oracle, on whole batches where that is the same; else by part."""
     step, evaluate, start, values = build(case)
     o, parts = case.option, batches(case)
     if values is not None:
         start = start._replace(args=tuple(map(values.fill, start.args)))
     if o.by_rank:
         rule, sums = o.shard.get("sync_buffers", "mean"), summed_whole(start, placed(case))
-        run = run_in_parts(step, start, parts, rule=rule, sums=sums)
+        runs = run_in_parts(step, start, parts, rule=rule, sums=sums)
     else:
-        run = run_whole(
-            step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]
-        )
+        whole = [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]
+        runs = [run_whole(step, start, whole)]
+    first = step.init(*start.args, seed=start.seed)
     if step.policy.nonfinite == "raise":
         with pytest.raises(NonFiniteError):
-            step(run.states[-1], spoiled(4))
-    return (
-        run
-        if evaluate is None
-        else run._replace(
-            steps=[
-                with_evaluation(evaluate, done, some)
-                for done, some in zip(run.steps, parts, strict=True)
-            ]
-        )
+            step(as_state(first, runs[0].steps[-1]), spoiled(4))
+    if evaluate is not None:
+        for some, *copies in zip(parts, *(run.steps for run in runs), strict=True):
+            mean = evaluated_by(evaluate, [as_state(first, done) for done in copies], some)
+            for done in copies:
+                done.others["metrics"] |= {"evaluated": mean}
+    return runs
+
+
+def as_state(first: Any, done: RecordedStep) -> Any:
+    """The whole state after a step."""
+    others = done.others
+    return first.replace(
+        params=done.params, buffers=others["buffers"], opt_state=others["opt_state"]
     )
 
 
-def with_evaluation(evaluate: Any, done: Step, parts: list[Any]) -> Step:
+def evaluated_by(evaluate: Any, states: list[Any], parts: list[Any]) -> Any:
     """What all ranks' parts give by the oracle, averaged."""
-    held = done.buffers * (len(parts) if len(done.buffers) == 1 else 1)
-    found = [
-        evaluate(done.state.replace(buffers=own), part)["evaluated"]
-        for own, part in zip(held, parts, strict=True)
-    ]
+    held = states * (len(parts) if len(states) == 1 else 1)
+    found = [evaluate(state, part)["evaluated"] for state, part in zip(held, parts, strict=True)]
     weights = [len(part["x"]) for part in parts]
-    mean = sum(x * w for x, w in zip(found, weights, strict=True)) / sum(weights)
-    return done._replace(metrics={**done.metrics, "evaluated": mean})
+    return sum(x * w for x, w in zip(found, weights, strict=True)) / sum(weights)
 
 
-def sharded(case: Case, group: Any) -> Run:
+def sharded(case: Case, group: Any) -> Recording:
     """One rank's run, the states gathered after each step."""
     step, evaluate, start, values = build(case)
     o = case.option
@@ -479,14 +480,14 @@ def sharded(case: Case, group: Any) -> Run:
     nonfinite = step.policy.nonfinite
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(*start.args, seed=start.seed, values=values)
-    first, steps = step.unshard(state), []
+    run = Recording(start.told(step.unshard(state)).params, part=group.rank)
     assert "first" in str(fz.describe(step, state))
     for parts in batches(case):
         state, metrics = step(state, parts[group.rank])
         if evaluate is not None:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
         whole = step.unshard(state)
-        steps.append(Step(whole, [whole.buffers], metrics))
+        run.steps.append(start.told(whole, metrics))
     if nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             own = parts[group.rank]
@@ -494,10 +495,10 @@ def sharded(case: Case, group: Any) -> Run:
             last = group.rank == group.size - 1
             step(state, spoiled(len(own["x"]) or 4) if last else own)
         assert_equal_values(whole.params, step.unshard(state).params, grade="bitwise")
-    return Run(first, steps)
+    return run
 
 
-def compare(case: Case, expected: Run, runs: list[Run]) -> None:
+def compare(case: Case, expected: list[Recording], runs: list[Recording]) -> None:
     """All ranks alike, and as the oracle; options that change no number change none."""
     o = case.option
     at = {
@@ -506,16 +507,13 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
         "ranks": case.ranks,
         "axis": case.shard_size,
     }
-    assert_equal_values(
-        expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
-    )
-    expected, *runs = compared_steps(o, [expected, *runs])
+    assert_equal_values(expected[0].start, runs[0].start, grade="bitwise", what="first params")
+    some = compared_steps(o, [*expected, *runs])
     comparison = Comparison(
-        expected,
-        runs,
+        some[: len(expected)],
+        some[len(expected) :],
         o.grade,
         unused=(),
-        parts=[*range(case.ranks)],
         local=o.shard.get("sync_buffers") == "local",
         at=at,
         sizes={},
@@ -526,7 +524,7 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
         raise difference
 
 
-def compared_steps(o: Option, runs: list[Run]) -> list[Run]:
+def compared_steps(o: Option, runs: list[Recording]) -> list[Recording]:
     """The runs as far as they are compared: to the first step that moves params, where these lie in
     bfloat16 and gradients travel in fp8.
 
@@ -537,9 +535,10 @@ def compared_steps(o: Option, runs: list[Run]) -> list[Run]:
     policy = {name: dtype for (rule, name), dtype in o.precision.items() if not rule}
     if policy.get("storage") != BF16 or policy.get("reduce") != FP8_GRADS:
         return runs
-    first, *states = [fz.named_leaves(state.params) for state in runs[0].states]
-    moves = [any(not torch.equal(x, first[path]) for path, x in now.items()) for now in states]
-    return [run._replace(steps=run.steps[: moves.index(True) + 1]) for run in runs]
+    first = fz.named_leaves(runs[0].start)
+    after = [fz.named_leaves(done.params) for done in runs[0].steps]
+    moves = [any(not torch.equal(x, first[path]) for path, x in now.items()) for now in after]
+    return [replace(run, steps=run.steps[: moves.index(True) + 1]) for run in runs]
 
 
 def check(case: Case) -> None:
@@ -566,11 +565,14 @@ def check(case: Case) -> None:
     compare(case, expected, run_ranks(lambda group: sharded(case, group), case.ranks))
     plain = tuple(name for name in case.names if not OPTIONS[name].neutral)
     if plain != case.names:
-        runs = compared_steps(case.option, [unsharded(case._replace(names=plain)), expected])
-        for want, have in zip(*(run.states for run in runs), strict=True):
-            grade = case.option.grade
+        runs = compared_steps(case.option, [unsharded(case._replace(names=plain))[0], expected[0]])
+        for k in range(-1, len(runs[0].steps)):
+            want, have = (run.params(k) for run in runs)
             assert_equal_values(
-                want.params, have.params, grade=grade, what="params without what changes no number"
+                want,
+                have,
+                grade=case.option.grade,
+                what="params without what changes no number",
             )
 
 

@@ -203,7 +203,7 @@ def test_the_oracle_by_hand(weights: list[float | None], accumulate: int, rule: 
     )
     params = {"w": torch.ones(4, dtype=F64, requires_grad=True)}
     buffers = {"seen": torch.ones((), dtype=F64)}
-    run = run_in_parts(step, Start((params, buffers), 5), parts, rule=rule)
+    runs = run_in_parts(step, Start((params, buffers), 5), parts, rule=rule)
 
     known = [0.0 if weight == 0 else weight or 1.0 for weight in weights]
     gradient = fz.value_and_grad(loss, accumulate=accumulate)
@@ -212,7 +212,7 @@ def test_the_oracle_by_hand(weights: list[float | None], accumulate: int, rule: 
     def mean(values: Any) -> Any:
         return sum(x * w for x, w in zip(values, known, strict=True)) / sum(known)
 
-    for of_batch, done in zip(parts, run.steps, strict=True):
+    for of_batch, *copies in zip(parts, *(run.steps for run in runs), strict=True):
         pairs = zip(held, of_batch, strict=True)
         found, grads = zip(*(gradient(params, buffers=b, batch=x) for b, x in pairs), strict=True)
         losses, metrics, after = zip(*found, strict=True)
@@ -220,10 +220,10 @@ def test_the_oracle_by_hand(weights: list[float | None], accumulate: int, rule: 
         counted = [b["seen"] for b, w in zip(after, known, strict=True) if w]
         by_rule = {"mean": sum(counted) / len(counted), "rank0": after[0]["seen"]}
         held = [*after] if rule == "local" else [{"seen": by_rule[rule]}] * 3
-        assert_equal_values(params, done.state.params)
-        assert_equal_values(held, done.buffers)
+        assert_equal_values(params, copies[0].params)
+        assert_equal_values(held, [done.others["buffers"] for done in copies])
         expected = {"loss": mean(losses), "twice": mean([m["twice"] for m in metrics])}
-        assert_equal_values(expected, done.metrics)
+        assert_equal_values(expected, copies[0].others["metrics"])
 
 
 # Mistakes of the sharded step
@@ -313,7 +313,7 @@ def test_a_step_by_its_own_part_is_told() -> None:
     prove(walking(lambda params, grads, found, x: moved(params, grads, found)))
     with pytest.raises(AssertionError, match="part 0's results and this part's differ") as caught:
         prove(walking(lambda params, grads, found, x: moved(params, grads, x.mean())), ranks=[3])
-    assert "at step 0, part 1: leaf state.params.w[0, 0]" in str(caught.value)
+    assert "at step 0, part 1: leaf params.w[0, 0]" in str(caught.value)
     (note,) = caught.value.__notes__
     assert "3 copies of the unsharded program" in note and "only what fz.value_and_grad" in note
 
