@@ -212,14 +212,10 @@ def as_equality(grade: Grade | Equality) -> Equality:
 def apart(a: Any, b: Any) -> float:
     """How far two leaves are apart at most; infinite where they can't be compared, or where one is
     NaN."""
-    # Not tensors: equal or infinitely apart
-    if not isinstance(a, Tensor):
-        return 0.0 if not isinstance(b, Tensor) and a == b else math.inf
-    if not isinstance(b, Tensor) or a.shape != b.shape:
+    if _kind(a) != _kind(b):
         return math.inf
-    if not a.numel():
+    if not isinstance(a, Tensor) or not a.numel():
         return 0.0
-    a, b = a.detach(), b.detach()
     both_nan = a.isnan() & b.isnan()  # counts as equal: both runs computed it
     error = _distances(a, b).masked_fill(both_nan, 0.0)
     return float(error.nan_to_num(nan=math.inf).max())  # NaN on one side only
@@ -287,7 +283,6 @@ def check_moves(
 def is_visible(old: Tensor, new: Tensor) -> bool:
     """Whether an update is well above the error that the params' last places may make. `old` has
     at least one element."""
-    old, new = old.detach(), new.detach()
     size = largest(wide(new) - wide(old))
     # The most that two roundings may hide, of the element with the largest last place
     hidden = float(last_places(old, new).max())
