@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .recording import Recording
 
 # By leaf, float64 or complex128; what isn't known is left out
 Values = Mapping[str, Tensor]
@@ -73,13 +76,6 @@ class Adam(NamedTuple):
     step: float  # the number of this one, from 1
 
 
-class History(Protocol):
-    """A run's values."""
-
-    def known(self, k: int, kind: str) -> Values:
-        """Those of a kind in step k; of "params" those before it. Empty where it has none."""
-
-
 @dataclass(frozen=True)
 class Evidence:
     """All that is known of a difference. What is None, or empty, isn't known."""
@@ -100,12 +96,16 @@ class Evidence:
     adam: Adam | None = None
 
     @classmethod
-    def of_step(cls, k: int, expected: History, got: History, kind: str, **more: Any) -> Evidence:
-        """A difference in step k, with what the reference and rank 0 have around it."""
+    def of_step(
+        cls, k: int, kind: str, expected: Recording, got: Sequence[Recording], **more: Any
+    ) -> Evidence:
+        """A difference in step k, with what the reference and the ranks have recorded around it."""
         return cls(
             kind,
+            uses=expected.uses,
             earlier=expected.known(k - 1, kind),
-            later=got.known(k + 1, kind),
+            later=got[0].known(k + 1, kind),
+            share_of=[run.part for run in got],
             gradients=expected.known(k, "gradients"),
             params=expected.known(k, "params"),
             **more,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -28,8 +28,8 @@ from .runs import assert_alike
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
 
-# The kinds of results that ranks must have as the oracle, beside their updates
-OTHERS = ("opt_state", "buffers", "metrics", "counters")
+# The results that ranks must have as the oracle, in the order in which they are compared
+KINDS = ("updates", "opt_state", "buffers", "metrics", "counters")
 
 # The oracle's runs that end with step k, of which each has one part alone
 Shares: TypeAlias = Callable[[int], Sequence[Recording]]
@@ -62,8 +62,8 @@ class Comparison:
             for k in range(len(self.expected.steps)):
                 at = {"step": k, **self.at}
                 # Rank 0 against the oracle; the others against rank 0, to the bit
-                self._compare_updates(k, self.got[0], jittered, at)
-                self._compare_others(k, jittered, at, OTHERS)
+                for kind in KINDS:
+                    self._compare(k, kind, self.got[0], jittered, at)
                 for rank in range(1, len(self.got)):
                     self._compare_rank(k, rank, {**at, "rank": rank})
             return None
@@ -76,10 +76,8 @@ class Comparison:
         k, rank = error.context["step"], error.context.get("rank", 0)
         found = AssertionError(self._with_cause(k, error, shares))
         try:
-            if rank:
-                self._compare_updates(k, self.got[rank], (), error.context)
-            else:
-                self._compare_others(k, (), error.context, ["metrics"])
+            kind = "updates" if rank else "metrics"
+            self._compare(k, kind, self.got[rank], (), error.context)
         except Unequal as other:
             if other.story != error.story:
                 found.add_note(f"Besides, {self._with_cause(k, other, shares)}")
@@ -87,10 +85,10 @@ class Comparison:
 
     def _with_cause(self, k: int, error: Unequal, shares: Shares) -> str:
         """An error of step k, with its cause by all that is known."""
-        expected, got, kind = self.expected, self.got, error.what
-        if kind not in ("updates", *OTHERS):
+        kind = error.what
+        if kind not in KINDS:
             return error.story
-        alike = got[:1] if self.local and kind == "buffers" else got
+        alike = self.got[:1] if self.local and kind == "buffers" else self.got
         ranks = [run.known(k, kind) for run in alike]
         # Leaves that differ on some rank, as they are on each one
         wrong = [
@@ -100,14 +98,13 @@ class Comparison:
         ]
         evidence = Evidence.of_step(
             k,
-            expected,
-            got[0],
             kind,
+            self.expected,
+            self.got,
             wrong=[row for row in wrong if row is not None],
             sizes=self.sizes,
             ranks=ranks,
             shares=lambda: [run.known(k, kind) for run in shares(k)],
-            share_of=[run.part for run in got],
             adam=Adam(*self.decays, k + 1) if self.decays and kind == "updates" else None,
         )
         return f"{error.story} {why(evidence)}".rstrip()
@@ -120,43 +117,41 @@ class Comparison:
                 excused = any(fnmatchcase(path, pattern) for pattern in self.unused)
                 check_moves(path, values, self.equality, self.at, excused=excused)
 
-    def _compare_updates(
-        self, k: int, run: Recording, jittered: Sequence[Recording], at: Mapping[str, Any]
+    def _compare(
+        self,
+        k: int,
+        kind: str,
+        run: Recording,
+        jittered: Sequence[Recording],
+        at: Mapping[str, Any],
     ) -> None:
-        """Step k's updates of the params."""
+        """A rank's results of a kind in step k against the oracle's."""
         want = self.expected
-        # A tree that is only read, such as an average, has round-off since it has first moved
-        moves = tree_map(_has_moved, *map(want.params, range(-1, k + 1)))
-        runs = (want, *jittered) if jittered else ()  # there is no slack without
-        updates = [[*run.known(k, "updates").values()] for run in runs]
-        assert_equal_updates(
-            want.params(k - 1),
-            want.params(k),
-            run.params(k),
-            grade=self.equality,
-            old_got=run.params(k - 1),
-            trained=moves,
-            unused=["*"],  # see _check_moves
-            slack=_slack(*updates),
-            context=at,
-        )
-
-    def _compare_others(
-        self, k: int, jittered: Sequence[Recording], at: Mapping[str, Any], kinds: Iterable[str]
-    ) -> None:
-        """Rank 0's results of step k of some kinds."""
-        # Counters and metrics come from computations in these dtypes
-        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start)}
-        runs = self.expected, self.got[0], *jittered
-        for kind in kinds:
-            want, have, *off = (run.at(k).others[kind] for run in runs)
+        measured = (want, *jittered) if jittered else ()  # there is no slack without
+        slack = _slack(*([*other.values(k, kind).values()] for other in measured))
+        if kind == "updates":
+            # A tree that is only read, such as an average, has round-off since it has first moved
+            moves = tree_map(_has_moved, *map(want.params, range(-1, k + 1)))
+            assert_equal_updates(
+                want.params(k - 1),
+                want.params(k),
+                run.params(k),
+                grade=self.equality,
+                old_got=run.params(k - 1),
+                trained=moves,
+                unused=["*"],  # see _check_moves
+                slack=slack,
+                context=at,
+            )
+        else:
             assert_equal_values(
-                want,
-                have,
+                want.at(k).others[kind],
+                run.at(k).others[kind],
                 grade=self.equality,
                 what=kind,
-                dtypes=dtypes,
-                slack=_slack(want, *off),
+                # Counters and metrics come from computations in these dtypes
+                dtypes={leaf.dtype for leaf in optree.tree_leaves(want.start)},
+                slack=slack,
                 context=at,
             )
 
@@ -178,10 +173,10 @@ def _has_moved(first: Tensor, *later: Tensor) -> bool:
     return first.requires_grad or any(not torch.equal(first, value) for value in later)
 
 
-def _slack(*trees: Any) -> list[float]:
-    """For each leaf, the difference that round-off may make: the trees are the oracle's, and then
+def _slack(*runs: list[Any]) -> list[float]:
+    """For each leaf, the difference that round-off may make: the leaves are the oracle's, and then
     those of jittered runs."""
     return [
-        ROUND_OFF * max((apart(leaf, other) for other in others), default=0.0)
-        for leaf, *others in zip(*map(optree.tree_leaves, trees), strict=True)
+        ROUND_OFF * max(apart(leaf, other) for other in others)
+        for leaf, *others in zip(*runs, strict=True)
     ]

@@ -374,19 +374,16 @@ class _Proof:
         return "\n".join([*lines, cause or "No mistake that is known here explains it."])
 
     def _evidence(self, k: int, kind: str, wrong: list[Wrong], got: list[Leaves]) -> Evidence:
-        reference = self.oracle.recording
         return Evidence.of_step(
             k,
-            reference,
-            self.got[0],
             kind,
+            self.oracle.recording,
+            self.got,
             wrong=wrong,
             sizes=self._sizes,
             num_leaves=len({name for values in got for name in values}),
             ranks=[wide_values(values) for values in got],
-            uses=reference.uses,
             shares=partial(self._of_shares, k, kind),
-            share_of=[run.part for run in self.got],
             adam=self._adam(k, wrong[0].leaf) if kind == "updates" else None,
         )
 
