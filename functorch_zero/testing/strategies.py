@@ -81,8 +81,11 @@ def shapes(max_dims: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes of 0 to `max_dims` dims: 0-d, of one element, of none, of fewer elements than ranks,
     and larger ones."""
     hostile = [shape for shape in HOSTILE_SHAPES if len(shape) <= max_dims]
-    usual = st.lists(_DIM, min_size=1, max_size=max_dims).map(tuple)
-    return st.one_of(st.sampled_from(hostile), usual)
+    return st.one_of(st.sampled_from(hostile), _dims(1, max_dims))
+
+
+def _dims(fewest: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(_DIM, min_size=fewest, max_size=most).map(tuple)
 
 
 @st.composite
@@ -151,11 +154,9 @@ def _gpt(head_width: int, heads: int, **others: Any) -> Case:
 
 
 _STRATEGY_OF_KIND: dict[str, st.SearchStrategy[Case]] = {
-    "mlp": st.builds(models.mlp, st.lists(_DIM, min_size=2, max_size=4).map(tuple), _SEED),
+    "mlp": st.builds(models.mlp, _dims(2, 4), _SEED),
     # The model has at least three layers
-    "frozen_mlp": st.builds(
-        models.frozen_mlp, st.lists(_DIM, min_size=4, max_size=5).map(tuple), _SEED
-    ),
+    "frozen_mlp": st.builds(models.frozen_mlp, _dims(4, 5), _SEED),
     "gpt": st.builds(
         _gpt,
         # Odd, so that heads don't fall on the borders of pieces

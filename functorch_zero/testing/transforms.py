@@ -110,32 +110,29 @@ def hostile_params(*, large: bool = True) -> Any:
     Among them are leaves of equal shape, of one element and of none. If `large`, one is longer than
     4096 elements with both dims over 128, since optimizers change their ways there.
     """
+    # A child of the root is a unit, and so has a bucket of its own
+    units: dict[str, dict[str, tuple[int, ...]]] = {
+        "kernel": {"weight": (4, 3, 2, 2)},
+        "stack": {"weight": (2, 3, 4)},
+        "wide": {"weight": (3, 11)},  # 33 elements: no even number of ranks divides it
+        "large": {"weight": (257, 129)},
+        # These share a bucket
+        "block": {
+            "empty": (0, 3),
+            "matrix": (7, 5),
+            "one": (1,),
+            "scalar": (),
+            "twin": (7, 5),
+            "vector": (6,),
+        },
+    }
+    if not large:
+        del units["large"]
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    # A child with a leaf of its own is a unit, and so has a bucket of its own
-    alone = {
-        "kernel": (4, 3, 2, 2),
-        "stack": (2, 3, 4),
-        "wide": (3, 11),  # 33 elements: no even number of ranks divides it
-    }
-    if large:
-        alone["large"] = (257, 129)
-    # One unit: these share a bucket
-    together = {
-        "empty": (0, 3),
-        "matrix": (7, 5),
-        "one": (1,),
-        "scalar": (),
-        "twin": (7, 5),
-        "vector": (6,),
-    }
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
     tree: dict[str, Any] = {}
-    for name, shape in alone.items():
-        tree[name] = {"weight": draw(*shape)}
-    tree["block"] = {name: draw(*shape) for name, shape in together.items()}
+    for unit, shapes in units.items():
+        tree[unit] = {name: draw(shape) for name, shape in shapes.items()}
     tree["nothing"] = None  # masks leave None, and transforms must pass it on
     return tree
 
@@ -170,7 +167,7 @@ def _check_links(
 
     def difference_of(expected: Tensor, got: Tensor) -> str | None:
         try:
-            assert_equal_values(_tree(expected), _tree(got), grade=equality, what="updates")
+            assert_equal_values(expected, got, grade=equality, what="updates")
             return None
         except AssertionError as error:
             return str(error)
@@ -326,26 +323,15 @@ def _check_fused(
     if not fused.takes(flat):
         return
     story = f"the fused kernel of {name_of(transform)} does something else than its plain update"
-    joined = _tree(flat)
-    expected, got = flat.clone(), flat.clone()  # params; the kernel writes to the second
-    state, fused_state = plain.init(joined), plain.init(joined)  # one state each
-    for k, drawn in enumerate(_draw(joined, seed, steps)):
-        old, old_got = expected.clone(), got.clone()
-        made, state = plain.update(drawn, state, _tree(expected))
-        (update,) = optree.tree_leaves(made)
-        expected = expected + update
-        fused_state = fused.update([got], [drawn[""].clone()], fused_state)  # in place
+    # Params; the kernel writes to the second
+    expected, got = {"": flat}, {"": flat.clone()}
+    state, fused_state = plain.init(expected), plain.init(expected)  # one state each
+    for k, drawn in enumerate(_draw(expected, seed, steps)):
+        old, old_got = expected, tree_map(torch.clone, got)
+        updates, state = plain.update(drawn, state, expected)
+        expected = tree_map(torch.add, expected, updates)
+        fused_state = fused.update([got[""]], [drawn[""].clone()], fused_state)  # in place
         with _as_transform_error(story):
             assert_equal_updates(
-                _tree(old),
-                _tree(expected),
-                _tree(got),
-                old_got=_tree(old_got),
-                grade=equality,
-                context={"step": k},
+                old, expected, got, old_got=old_got, grade=equality, context={"step": k}
             )
-
-
-def _tree(leaf: Tensor) -> Any:
-    """A tree of this one leaf, whose path is empty."""
-    return {"": leaf}
