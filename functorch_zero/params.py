@@ -108,7 +108,8 @@ class OnEngine:
             words that are the same on all ranks; "" where nobody has named it. It is named before
             somebody reads the leaves, which are in its words. See Note [words] in `layout.piece`.
         place: its path in the value that a program was given; None: it isn't of that.
-        num_uses: how often it was read so far, or given to a function of the library.
+        num_uses: how often it was read so far, given to a function of the library, or returned by
+            a program.
     """
 
     without_engine: ClassVar[str]  # the error of one that was pickled

@@ -58,31 +58,22 @@ class Donation:
     ):
         self._nodes, self.num_taken = nodes, 0
         self._earlier, self._agree = earlier, agree
-        # By id, the nodes that an update has left as they were, with the number of their uses then
-        self._updated: dict[int, tuple[Any, int]] = {}
+        # The nodes that an update has left as they were, with the number of their uses then
+        self._updated: list[tuple[Any, int]] = []
         self._agreed = False
 
-    def findings(self, made: Sequence[Any]) -> EarlierCalls:
+    @property
+    def findings(self) -> EarlierCalls:
         """The findings of all calls, this one among them, which has failed on no rank: the nodes
-        that the program has used after their update, or returns, are needed by the next step.
-
-        Args:
-            made: the nodes of the next value.
-        """
+        that the program has used after their update, or returned, are needed by the next step."""
         num_gradients, needed = self._earlier
-        returned = set(map(id, made))
-        for node, num_uses in self._updated.values():
-            if node.num_uses > num_uses or id(node) in returned:
-                needed = needed.union(self._places_of(node))
-        return EarlierCalls(max(self.num_taken, num_gradients or 0), needed)
+        used = {id(node) for node, num_uses in self._updated if node.num_uses > num_uses}
+        places = {n for n, node in enumerate(self._nodes) if id(node) in used}
+        return EarlierCalls(max(self.num_taken, num_gradients or 0), needed | places)
 
     def note_update(self, params: ShardedTree, state: ShardedOptState) -> None:
         """Note that an update of both has ended, which has not written over them."""
-        for node in (params, state):
-            self._updated.setdefault(id(node), (node, node.num_uses))
-
-    def _places_of(self, node: Any) -> list[int]:
-        return [n for n, given in enumerate(self._nodes) if given is node]
+        self._updated += [(node, node.num_uses) for node in (params, state)]
 
     def takes(self, params: ShardedTree, state: ShardedOptState, *, by_any: bool) -> bool:
         """Whether both may be written over. Every rank asks at the same places: the first answer
@@ -98,18 +89,21 @@ class Donation:
                 function()
             self._agreed = True
         for node in (params, state):
-            places = self._places_of(node)
+            places = [n for n, given in enumerate(self._nodes) if given is node]
             # Leaves that the program has read are its own
-            if len(places) != 1 or node.are_leaves_shown or not needed.isdisjoint(places):
+            if len(places) != 1 or node.are_leaves_shown or places[0] in needed:
                 return False
-        of_others = set[int]()
+        others = []
         for node in self._nodes:
             # One that an update has used up before has no storage any more
             is_used_up = is_on_engine(node) and node.is_used_up
             if node is not params and node is not state and not is_used_up:
-                of_others |= _storages_of(node)
+                others.append(node.tensors if is_on_engine(node) else node)
+        # Trees share frozen flats, which no update writes to
+        rows = zip(params.flats(), params.sharding.layout.buckets, strict=True)
+        of_params = storages([flat for flat, bucket in rows if bucket.trainable])
+        of_others, of_state = storages(others), storages(state.tensors)
         # An average that began as a copy of the tree, say, or an older state
-        of_params, of_state = _storages_of(params), _storages_of(state)
         written = of_state if by_any else _written_of(state)
         return of_params.isdisjoint(of_others | of_state) and written.isdisjoint(of_others)
 
@@ -120,12 +114,3 @@ def _written_of(state: ShardedOptState) -> set[int]:
     _, leaves, homes = state.local
     written = leaves if is_placed(state) else [home.flat for home in homes.values()]
     return storages([*filter(is_moved, written)])
-
-
-def _storages_of(node: Any) -> set[int]:
-    """The storages of a node, or of a leaf."""
-    if not isinstance(node, ShardedTree):
-        return storages(node.tensors if is_on_engine(node) else node)
-    # Trees share frozen flats, which no update writes to
-    rows = zip(node.flats(), node.sharding.layout.buckets, strict=True)
-    return storages([flat for flat, bucket in rows if bucket.trainable])

@@ -397,7 +397,7 @@ class ShardedStep:
             if not ledger.is_by_gradients:
                 ledger.settle_at_end(args, made.by_path, metrics, streams.num_draws)
             if donation is not None:
-                self._earlier = donation.findings(made.nodes)
+                self._earlier = donation.findings
 
             # It is handed on: to compare it may have cut leaves, which are made anew
             placed = self._placed(made) if self.options.places.given else made

@@ -202,6 +202,8 @@ class Nodes:
         own = [x if is_on_engine(x) else _plain(x) for x in nodes]
         before, after = [*self.nodes], [*own]
         for n, (one, two) in enumerate(zip(self.nodes, nodes, strict=True)):
+            if is_on_engine(two):
+                two.num_uses += 1
             if not is_on_engine(one) or type(one) is not type(two):
                 continue
             if _fits(one, two):
