@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
@@ -173,7 +174,13 @@ class ProgramStep:
             check_trained(self.trainable.get(self.nameless), params)
 
     def run(
-        self, value: Any, args: tuple[Any, ...], scope: StepScope, device: torch.device
+        self,
+        value: Any,
+        args: tuple[Any, ...],
+        scope: StepScope,
+        device: torch.device,
+        *,
+        look: bool,
     ) -> tuple[Any, Metrics]:
         """The program's next value, and its metrics as 0-d tensors.
 
@@ -181,8 +188,14 @@ class ProgramStep:
             value, args: that it is given.
             scope: of this call.
             device: beside the CPU, where it draws numbers.
+            look: whether writes to the value are looked for by its values.
         """
-        with running(scope, device), torch.no_grad(), noting_missing_graphs():
+        with (
+            unwritten(value, scope.rank, look=look),
+            running(scope, device),
+            torch.no_grad(),
+            noting_missing_graphs(),
+        ):
             result = self.program(value, *args)
         taken = scope.streams.num_gradients
         if self.num_gradients not in (None, taken):
@@ -259,12 +272,10 @@ class ProgramStep:
         look = is_looked_at(int(state.step))
         if look:
             self._check_rule(value)
-        unwritten = Unwritten([state.value], look=look)
         scope = StepScope(
             streams=Streams(state.seed, state.step), calls=self.calls, rank=rank_of_step()
         )
-        new, metrics = self.run(value, args, scope, device_of(value))
-        unwritten.check(lambda _, leaf: paths(state.value)[leaf])
+        new, metrics = self.run(value, args, scope, device_of(value), look=look)
         check_next_value(state.value, new, free=self.free)
         next_value = _next_value(state.value, value, new)
         return state.replace(step=state.step + 1, value=next_value), metrics
@@ -464,55 +475,54 @@ def check_value(value: Any, rank: int | None = None) -> None:
         )
 
 
-class Unwritten:
-    """The tensors of a value from before a call of its program, which may write to none of them:
-    the state that was given would change. See `Untouched`.
+@contextmanager
+def unwritten(value: Any, rank: int | None, *, look: bool) -> Iterator[None]:
+    """Around a program that is given this value. Raise, naming the path, if it has written to a
+    tensor of it: the state that was given would change. See `Untouched`. A step that donates may
+    use up nodes.
 
     Args:
-        nodes: of the value; one of whole leaves is one node.
         look: whether values are compared.
     """
-
-    def __init__(self, nodes: Sequence[Any], *, look: bool):
-        # Each node with the numbers of its tensors, and these
-        self._nodes: list[tuple[Any, list[int], Untouched]] = []
-        # Under a transform of torch.func tensors stand for others
-        for node in () if transforms_active() else nodes:
-            leaves = node.tensors if is_on_engine(node) else optree.tree_leaves(node)
-            counted = _counted(leaves)
-            untouched = Untouched([*counted.values()], look=look)
-            self._nodes.append((node, [*counted], untouched))
-
-    def check(self, path_of: Callable[[int, int], str], rank: int | None = None) -> None:
-        """Raise, naming the path, if the program has written to a tensor. A step that donates may
-        have used up nodes.
-
-        Args:
-            path_of: the path of a node's leaf, by the numbers of both. Asked for an error alone,
-                since paths of all leaves take longer than their check.
-            rank: for errors.
-        """
-        for n, (node, numbers, untouched) in enumerate(self._nodes):
-            if is_on_engine(node):
-                if node.is_used_up:
-                    continue
-                if node.are_leaves_shown:
-                    node.story  # noqa: B018  counts writes to leaves by plain views
-            leaf = untouched.first_changed()
-            if leaf is None:
-                continue
-            raise StructureError(
-                "a program has written to its value in place, and the state that it was given "
-                "has changed with it",
-                path=path_of(n, numbers[leaf]),
-                expected="new tensors: a step is a pure function",
-                got="a write to the value's own",
-                rank=rank,
-                remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
-                "tree_map(torch.clone, tree) first for a copy to write to; BatchNorm's buffers "
-                "as value_and_grad(loss)(tree, buffers=buffers). The state is as the program "
-                "has left it: make it anew, or load it",
-            )
+    # Under a transform of torch.func tensors stand for others
+    if transforms_active():
+        yield
+        return
+    nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+    # From before, by their numbers: leaves all at once, of which whole values have many; and trees
+    leaves = _counted(nodes)
+    own = Untouched([*leaves.values()], look=look)
+    trees = {
+        n: Untouched([*_counted(node.tensors).values()], look=look)
+        for n, node in enumerate(nodes)
+        if is_on_engine(node)
+    }
+    yield
+    changed = own.first_changed()
+    written = [] if changed is None else [[*leaves][changed]]
+    for n, untouched in trees.items():
+        node = nodes[n]
+        if node.is_used_up:
+            continue
+        if node.are_leaves_shown:
+            node.story  # noqa: B018  counts writes to leaves by plain views
+        if untouched.first_changed() is not None:
+            written.append(n)
+    if written:
+        # Not earlier: paths of all leaves take longer than their check
+        given = treedef.unflatten(nodes)
+        raise StructureError(
+            "a program has written to its value in place, and the state that it was given "
+            "has changed with it",
+            path=paths(given, is_on_engine)[min(written)],
+            expected="new tensors: a step is a pure function",
+            got="a write to the value's own",
+            rank=rank,
+            remedy="`p * 0.5` instead of `p.mul_(0.5)`, also in tree_map; "
+            "tree_map(torch.clone, tree) first for a copy to write to; BatchNorm's buffers "
+            "as value_and_grad(loss)(tree, buffers=buffers). The state is as the program "
+            "has left it: make it anew, or load it",
+        )
 
 
 def _counted(leaves: Sequence[Any]) -> dict[int, Tensor]:

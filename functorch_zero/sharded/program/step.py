@@ -37,7 +37,6 @@ from ...step.loss import Metrics, check_records
 from ...step.loss_calls import LossCalls
 from ...step.program_step import (
     ProgramStep,
-    Unwritten,
     args_of_refit,
     carried_tree,
     check_value,
@@ -372,9 +371,6 @@ class ShardedStep:
                 # A file may still be made of the state
                 agree = [ledger.settle, state.sharding.take_storage]
                 donation = Donation(given.nodes, self._earlier, agree)
-            # A training step's program is the library's own, which writes to none of them
-            compares = look and not self.unsharded.is_training_step
-            unwritten = Unwritten(given.nodes, look=compares)
 
             # The program runs
             streams = Streams(state.seed, state.step)
@@ -386,11 +382,13 @@ class ShardedStep:
                 donation=donation,
                 kept=kept,
             )
-            value, metrics = self.unsharded.run(given.value, args, scope, given.device)
+            # A training step's program is the library's own, which writes to none of its value
+            compares = look and not self.unsharded.is_training_step
+            run = self.unsharded.run
+            value, metrics = run(given.value, args, scope, given.device, look=compares)
 
             # Its results are compared: with the state, and with those of other ranks
             made = given.next(value, rank, free=self.unsharded.free)
-            unwritten.check(lambda node, leaf: given.structure.paths[node], rank)
             if donation is not None:
                 # A metric may be a leaf of the next value, which the next step writes over
                 metrics = {name: metric.clone() for name, metric in metrics.items()}
