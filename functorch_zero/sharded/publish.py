@@ -18,9 +18,9 @@ from ..layout.flat_buffers import (
     own_piece,
 )
 from ..layout.home import Home
-from ..layout.layout import Bucket, Layout
+from ..layout.layout import Bucket
 from ..layout.levels import level_of
-from ..layout.sharded_tree import Holding, ShardedTree
+from ..layout.sharded_tree import ShardedTree
 from ..optim.apply_updates import check_no_complex_for_real
 from ..places import ByUnit
 from ..runtime.prefetch import PrefetchOrder
@@ -30,21 +30,20 @@ from .placed import emptied
 
 
 def publish(
-    params: ShardedTree,
+    after: ShardedTree,
     flats: Sequence[Tensor],
     updates: ShardedTree | None,
-    holding: Holding,
     axes: Axes,
     *,
-    donate: bool,
     empty: Sequence[Callable[[Tensor], Tensor]],
-) -> ShardedTree:
-    """params + updates, as held between steps; with updates None the flats hold the sums already.
+) -> None:
+    """Write params + updates to the flats of the next params, and send these to the ranks that hold
+    them between steps; with updates None they hold the sums already.
 
     Args:
-        flats: of the params, one per bucket.
+        after: the next params.
+        flats: of the params, one per bucket; they may be the same.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
-        holding: of the result.
         empty: per bucket, makes a flat like another one, where params lie between steps.
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
@@ -54,7 +53,7 @@ def publish(
     Raises:
         StructureError: an update is complex, and its leaf is real. Nothing has been written then.
     """
-    piece_number, layout = axes.piece_number, params.sharding.layout
+    piece_number, layout = axes.piece_number, after.sharding.layout
     # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates.local_rows)
     added = [] if updates is None else updates.known_homes
@@ -63,14 +62,9 @@ def publish(
         check_no_complex_for_real(
             given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
         )
-    made, started = [], {}
-    published = params.published()
-    for b, (bucket, flat) in enumerate(zip(layout.buckets, flats, strict=True)):
-        # A frozen flat stays the same one; without donation the given params stay valid
-        new = flat
-        if bucket.trainable and not donate:
-            new = empty[b](flat)
-        made.append(new)
+    started, published = {}, after.published()
+    rows = zip(layout.buckets, flats, after.flats(), strict=True)
+    for b, (bucket, flat, new) in enumerate(rows):
         if not bucket.trainable:
             continue
         if given is not None:
@@ -80,15 +74,13 @@ def publish(
         over = _published_along(bucket, axes)
         # The all-gather runs while the next bucket is added
         if over or bucket.is_published:
-            name = f"{params.holding.name}.{bucket.name}".lstrip(".")
+            name = f"{after.holding.name}.{bucket.name}".lstrip(".")
             started[b] = _Publishing(new, bucket, name, over, axes.shard.group, empty[b])
     _finish([*started.values()])
     for b, publishing in started.items():
         published[b] = publishing.published
-    after = params.with_flats(made, holding)
     if layout.publishes:
         after.note_published(published)
-    return after
 
 
 def _add(
@@ -122,21 +114,28 @@ def _add(
         torch._foreach_add_(targets, added)
 
 
-def copies_to_update(
+def beside(
+    params: ShardedTree, flats: Sequence[Tensor], empty: Sequence[Callable[[Tensor], Tensor]]
+) -> ShardedTree:
+    """A tree for the next params, beside these, which stay as they are: in new flats, but for
+    frozen ones. `flats`, `empty`: as in `publish`."""
+    rows = zip(params.sharding.layout.buckets, flats, empty, strict=True)
+    made = [make(flat) if bucket.trainable else flat for bucket, flat, make in rows]
+    return params.with_flats(made, params.holding_as_shown)
+
+
+def copied_beside(
+    params: ShardedTree,
     flats: Sequence[Tensor],
-    layout: Layout,
     piece_number: int,
     empty: Sequence[Callable[[Tensor], Tensor]],
-) -> list[Tensor]:
-    """Flats of which this rank's pieces are copies, to be updated in place and published; of
-    frozen buckets the flats themselves. `empty`: as in `publish`."""
-    made = []
-    for bucket, flat, make in zip(layout.buckets, flats, empty, strict=True):
+) -> ShardedTree:
+    """Such a tree, of which this rank's pieces are copies, to be updated in place."""
+    made = beside(params, flats, empty)
+    for bucket, *both in zip(params.sharding.layout.buckets, flats, made.flats(), strict=True):
         if bucket.trainable:
-            new = make(flat)
-            own_piece(new, bucket, piece_number).copy_(own_piece(flat, bucket, piece_number))
-            flat = new
-        made.append(flat)
+            old, new = (own_piece(flat, bucket, piece_number) for flat in both)
+            new.copy_(old)
     return made
 
 
@@ -235,15 +234,16 @@ def chosen_params(params: ShardedTree, chosen: ShardedTree, axes: Axes) -> Shard
     """
     layout, number = params.sharding.layout, axes.piece_number
     leaves = layout.treedef.flatten_up_to(chosen.local_tree)
-    beside = [torch.empty_like] * len(layout.buckets)
+    empty = [torch.empty_like] * len(layout.buckets)
     # Never in place: the state's own params stay as they are
-    flats = copies_to_update(params.flats(), layout, number, beside)
-    for flat, bucket in zip(flats, layout.buckets, strict=True):
+    made = copied_beside(params, params.flats(), number, empty)
+    for flat, bucket in zip(made.flats(), layout.buckets, strict=True):
         if bucket.trainable:
             # Leaf by leaf: a flat of them would be one more copy
             own = cut(own_piece(flat, bucket, number), bucket, number)
             torch._foreach_copy_(own, [leaves[n] for n in bucket.leaves])
-    return publish(params, flats, None, params.holding, axes, donate=True, empty=beside)
+    publish(made, made.flats(), None, axes, empty=empty)
+    return made
 
 
 class SamePublished(SameUses):

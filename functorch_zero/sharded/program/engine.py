@@ -50,7 +50,7 @@ from ..failures import sharing_failures
 from ..options import Options, check_reduction
 from ..params import all_gather_tree, make_reduction
 from ..placed import StatePlaces, brought, emptied, placed
-from ..publish import copies_to_update, flats_of_pass, publish
+from ..publish import beside, copied_beside, flats_of_pass, publish
 from ..refit import without_values
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
@@ -257,8 +257,9 @@ class ShardedEngine:
                 ]
             )
         if fuses and not over:
-            # The kernel writes to these
-            flats = copies_to_update(flats, layout, axes.piece_number, empty)
+            # The kernel writes to its flats
+            new = copied_beside(params, flats, axes.piece_number, empty)
+            flats = new.flats()
         look = is_looked_at(next(self._runs))
         gives: Donate = gives_grads or ("state" if uses_up else False)
         try:
@@ -281,10 +282,12 @@ class ShardedEngine:
                 state.use_up()
             raise
         if over:
-            params = params.handed_on()
+            new = params.handed_on()
+        elif not fuses:
+            new = beside(params, flats, empty)
         self.announce("publish")
         with ranged("publish"):
-            new = publish(params, flats, updates, holding, axes, donate=over or fuses, empty=empty)
+            publish(new, flats, updates, axes, empty=empty)
         # Last: an update may lie in the old state, which is written over
         if self._brought is not None:
             made = self.placed(made, state if uses_up else None, by=prepared)
@@ -303,14 +306,14 @@ class ShardedEngine:
     @compared("apply_updates")
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
-        axes = self.options.axes
         self._check_held(params)
-        holding, flats = params.holding_as_shown, params.flats()
         self._check_pieces(updates, params, some=True)
-        empty = emptied(self.options.places.params, params.sharding.layout)
+        empty, flats = emptied(self.options.places.params, params.sharding.layout), params.flats()
+        after = beside(params, flats, empty)
         self.announce("publish")
         with ranged("publish"):
-            return publish(params, flats, updates, holding, axes, donate=False, empty=empty)
+            publish(after, flats, updates, self.options.axes, empty=empty)
+        return after
 
     @compared("dot")
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
