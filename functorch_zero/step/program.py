@@ -47,6 +47,8 @@ from .scope import gradient_in_words, next_streams, scope_here
 from .state import State, Trained, check_not_on_meta
 from .trainable import check_alike
 
+_ANSWERS = get_args(NonFiniteGradient)
+
 # Of each loss, outside of steps: whichever `value_and_grad(loss)` is called
 _CALLS = PerLoss(LossCalls)
 
@@ -172,10 +174,8 @@ class GradientOptions:
         # "not (...)" also refuses NaN, which fails every comparison
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a positive number or None, got {self.scale}")
-        if self.nonfinite not in get_args(NonFiniteGradient):
-            raise ValueError(
-                f"nonfinite must be one of {get_args(NonFiniteGradient)}, got {self.nonfinite!r}"
-            )
+        if self.nonfinite not in _ANSWERS:
+            raise ValueError(f"nonfinite must be one of {_ANSWERS}, got {self.nonfinite!r}")
 
     @property
     def looks(self) -> bool:

@@ -9,7 +9,7 @@ values, and looks on between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
@@ -127,8 +127,7 @@ class LossTrees(TreesAmong):
         return self._treedef_of_asked.unflatten(grads)
 
 
-@dataclass(frozen=True)
-class GradientRun:
+class GradientRun(NamedTuple):
     """One gradient on one rank: a loss, its trees, and the parts that follow from them."""
 
     call: LossCall  # the user's loss, and this rank's arguments of it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import optree
@@ -108,12 +108,15 @@ class Nodes:
 
     Attributes:
         structure, nodes: as given.
-        value: the whole of them.
     """
 
     def __init__(self, structure: ValueStructure, nodes: Sequence[Any]):
         self.structure, self.nodes = structure, nodes
-        self.value = structure.treedef.unflatten(nodes)
+
+    @cached_property
+    def value(self) -> Any:
+        """The whole of them."""
+        return self.structure.treedef.unflatten(self.nodes)
 
     @classmethod
     def of(cls, value: Any, known: ValueStructure | None = None) -> Nodes:
