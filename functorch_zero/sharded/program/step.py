@@ -362,7 +362,8 @@ class ShardedStep:
             # don't send
             look = self._agreement.looks_at(self._calls.next())
             ledger = Ledger(number, self._agreement, look=look, era=era_of(self.group))
-            given, kept, donation = self._checked(state, ledger), None, None
+            structure = self._noted(state.sharding) or self._note_other(state)
+            given, kept, donation = Nodes.of_state(state, structure, ledger), None, None
             # Parts that it doesn't keep are refused
             if self.options.reduction.keeps or state.parts is not None:
                 kept = KeptTensors(self._trees_of(given), state.parts)
@@ -533,26 +534,31 @@ class ShardedStep:
         check_is_state(state)
         self._checked(state)
 
-    def _checked(self, state: State, ledger: Ledger | None = None) -> Nodes:
-        """The nodes of a state that is one of this step's, on this rank. `ledger`: of the call that
-        is given it; None: it is for no program."""
-        structure = self._noted(state.sharding)
+    def _checked(self, state: State) -> Nodes:
+        """The nodes of a state that is one of this step's, on this rank, for no program."""
+        return Nodes.of_state(state, self._noted(state.sharding) or self._note_other(state))
+
+    def _note_other(self, state: State) -> ValueStructure:
+        """Note how the value of a state from elsewhere is cut, and return it.
+
+        Raises:
+            StructureError: it isn't one of this step's, or trains other leaves.
+        """
+        check_place(state.sharding, self.options)
+        structure = self._found_in(state)
         if structure is None:
-            check_place(state.sharding, self.options)
-            structure = self._found_in(state)
-            if structure is None:
-                known, _ = self._structures[-1]
-                raise StructureError(
-                    "the state was sharded by another step",
-                    expected=known and known.in_words,
-                    got=state.sharding and state.sharding.in_words,
-                    rank=self.group.rank,
-                    remedy="unshard it with the step that made it, then shard it with this one",
-                )
-            self._check_trained(structure)
-            # The last one stays that of a first state
-            self._structures.insert(0, (state.sharding, structure))
-        return Nodes.of_state(state, structure, ledger)
+            known, _ = self._structures[-1]
+            raise StructureError(
+                "the state was sharded by another step",
+                expected=known and known.in_words,
+                got=state.sharding and state.sharding.in_words,
+                rank=self.group.rank,
+                remedy="unshard it with the step that made it, then shard it with this one",
+            )
+        self._check_trained(structure)
+        # The last one stays that of a first state
+        self._structures.insert(0, (state.sharding, structure))
+        return structure
 
     def _check_trained(self, structure: ValueStructure) -> None:
         """Raise if this step's `trainable` chooses other leaves than a state from elsewhere
