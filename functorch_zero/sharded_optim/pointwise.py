@@ -16,7 +16,7 @@ overwritten:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .._torch_private import storage_id
 from ..layout.flat_buffers import cut, pack_pieces
-from ..layout.home import Home, HomedLeaves, Homes
+from ..layout.home import Home, HomedLeaves, Homes, Positions
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import Across, Fused, Pointwise, Tree
@@ -108,8 +108,8 @@ class CurrentUpdate:
 class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
-    A state has two structures: `full`, leaf by leaf as `init` makes it, and `one`, that of a single
-    flat. A `_Place` says for a leaf of `one`, and a group, where it lies in the full state.
+    A state has two structures: `full`, leaf by leaf as `init` makes it, and that of a `_Batch` of
+    flats. A `_Place` says for a leaf of a batch's state where it lies in the full state.
 
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
@@ -152,7 +152,7 @@ class PointwiseOnFlats:
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
         current, device = self._current, param_leaves[0].device
         ferry, old_state = current.ferry, optree.tree_leaves(state)
-        new_state, may_write_updates = list(old_state), self._may_write(new_updates)
+        after, may_write_updates = _NextState([*old_state], {}), self._may_write(new_updates)
         # The ids of flats, and of their leaves, that the state alone has
         own_state = current.state.ids if current.donate else set()
         if current.donate == "leaves":
@@ -162,7 +162,7 @@ class PointwiseOnFlats:
         tensors = self._tensors_of(regrouping, before, device)
 
         def begin(batch: _Batch) -> list[Brought]:
-            return [ferry.bring(tensors[i], device) for i in batch.state]
+            return [ferry.bring(x, device) for x in batch.of(tensors)]
 
         def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
             # The updates of each group, then the leaves of their state; only params are just read
@@ -171,8 +171,7 @@ class PointwiseOnFlats:
                 given = self._flat_of(group, new_updates)
                 operands.append(_Operand(given, is_flat=True, donated=may_write_updates))
                 params_here.append(self._flat_of(group, param_leaves))
-            for i, here in zip(batch.state, arrived, strict=True):
-                place = regrouping.places[i]
+            for place, here in zip(batch.places, arrived, strict=True):
                 # A count is never written over: each batch reads the same old one
                 is_own = id(here.stored) in own_state
                 may_write = is_own if here.place is None else ferry.writes_to(here)
@@ -187,26 +186,23 @@ class PointwiseOnFlats:
                     made = group.cut(new_flat)
                     current.updates.replace(_at(group.positions, new_updates), new_flat, made)
                     _put(made, group.positions, new_updates)
-            for i, here, new in zip(batch.state, arrived, results, strict=True):
-                place = regrouping.places[i]
+            for place, here, new in zip(batch.places, arrived, results, strict=True):
                 # All batches make the same of a count, so any one's is the answer
-                if not place.follows:
-                    new_state[place.positions[0]] = new
-                    continue
-                flat = ferry.take_back(here, new)
-                if flat is not tensors[i]:
-                    self._put_state(flat, place, new_state)
+                new = ferry.take_back(here, new) if place.follows else new
+                if new is not here.stored:
+                    after.put(new, place)
 
         # One group at a time, where its state has a place
         room = 0 if ferry.places else _room(device)
         in_turn(self._batches(part, regrouping, room), begin, run, ferry.ahead)
-        return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
+        current.state.note(after.homes.values())
+        return treedef.unflatten(new_updates), regrouping.full.unflatten(after.leaves)
 
     def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
         """Whether the leaves that are to lie in one flat have one dtype, flat by flat."""
         update_leaves, state_leaves = optree.tree_leaves(updates), optree.tree_leaves(state)
         flats = [_at(group.positions, update_leaves) for group in self._groups]
-        flats += [_at(place.positions, state_leaves) for place in regrouping.following]
+        flats += [_at(place.positions, state_leaves) for place in regrouping.flats]
         return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
     def _may_write(self, updates: Sequence[Tensor]) -> bool:
@@ -223,11 +219,6 @@ class PointwiseOnFlats:
         own = _at(group.positions, leaves)
         home = self._current.updates.home_of(own) or self._current.params.home_of(own)
         return group.pack(own) if home is None else home.flat
-
-    def _put_state(self, flat: Tensor, place: _Place, leaves: list[Tensor]) -> None:
-        made = place.group.cut(flat)
-        self._current.state.replace(_at(place.positions, leaves), flat, made)
-        _put(made, place.positions, leaves)
 
     def update_fused(
         self, fused: Fused, updates: Tree, state: Any, params: Tree
@@ -280,32 +271,26 @@ class PointwiseOnFlats:
         plain, device = fused.plain, params[0].device
         regrouping = self._regrouping(plain)
         assert regrouping is not None
-        places, ferry, donate = regrouping.places, self._current.ferry, self._current.donate
+        ferry, donate = self._current.ferry, self._current.donate
         tensors = self._tensors_of(regrouping, state, device)
-        leaves, homes = [*state.leaves], {**state.homes}
-
-        def put(flat: Tensor, place: _Place) -> None:
-            made = place.group.cut(flat)
-            _put(made, place.positions, leaves)
-            homes[place.positions] = Home(flat, leaves=made)
-
+        after = _NextState([*state.leaves], {**state.homes})
         # Where a state has a place, the ferry makes the copies
-        for i, place in enumerate(places) if donate or not ferry.places else ():
-            is_known, flat = place.positions in homes, tensors[i]
-            is_stored = is_known or flat is leaves[place.positions[0]]
+        for place in regrouping.flats if donate or not ferry.places else ():
+            at = place.positions
+            is_known, flat = at in state.homes, tensors[at]
+            is_stored = is_known or flat is state.leaves[at[0]]
             # A leaf from elsewhere may share elements with another one
-            is_own = donate and is_stored and (is_known or donate == "leaves")
-            if place.follows and not is_own:
-                tensors[i] = flat.clone() if is_stored else flat
-                put(tensors[i], place)
+            if not (donate and is_stored and (is_known or donate == "leaves")):
+                tensors[at] = flat.clone() if is_stored else flat
+                after.put(tensors[at], place)
 
         def begin(batch: _Batch) -> list[Brought]:
-            return [ferry.bring(tensors[i], device) for i in batch.state if ferry.places]
+            return [ferry.bring(x, device) for x in batch.of(tensors) if ferry.places]
 
         def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
-            own, given = _at(batch.state, places), _at(batch.state, tensors)
+            given = batch.of(tensors)
             if not donate:
-                rows = zip(arrived, own, strict=False)  # none, where nothing travels
+                rows = zip(arrived, batch.places, strict=False)  # none, where nothing travels
                 arrived = [here.to_write() if place.follows else here for here, place in rows]
             if ferry.places:
                 given = [here.tensor for here in arrived]
@@ -315,43 +300,40 @@ class PointwiseOnFlats:
                 new = fused.update(params[group], updates[group], batch.treedef.unflatten(given))
                 made = batch.treedef.flatten_up_to(new)
                 # Leaves that follow no param are the same for all groups, which read the old
-                for k, position in batch.shared.items():
-                    leaves[position] = made[k]
-                    homes.pop((position,), None)
-            for here, place in zip(arrived, own, strict=False):
+                for k in batch.shared:
+                    after.put(made[k], batch.places[k])
+            for here, place in zip(arrived, batch.places, strict=False):
                 # The kernel has written to the tensor itself
                 if place.follows:
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
-                        put(flat, place)
+                        after.put(flat, place)
 
         # One call for all groups, where a kernel may launch once for many tensors
         room = -1 if ferry.places or fused.one_by_one else math.inf
         in_turn(self._batches(plain, regrouping, room), begin, run, ferry.ahead)
-        return state._replace(leaves=leaves, homes=homes)
+        return state._replace(leaves=after.leaves, homes=after.homes)
 
     def _tensors_of(
         self, regrouping: _Regrouping, state: HomedLeaves, device: torch.device
-    ) -> list[Tensor]:
-        """The tensor at each of `places`: the flat (piece,) that leaves are cut from, or a new one
-        that they are copied to; or the leaf that follows no param."""
+    ) -> dict[Positions, Tensor]:
+        """The tensor at each place: the flat (piece,) that leaves are cut from, or a new one that
+        they are copied to; or the leaf that follows no param."""
         _, leaves, homes = state
+        found: dict[Positions, Tensor] = {(n,): leaves[n] for n in regrouping.shared}
         # Leaves that nobody else has, of all params: without a call for each, at every step
         if self._current.donate == "leaves" and self._are_leaves:
-            own = [leaves[place.positions[0]] for place in regrouping.places]
-            if _lie_plainly(own):
-                return own
-        found = []
-        for place in regrouping.places:
+            own = {place.positions: leaves[place.positions[0]] for place in regrouping.flats}
+            if _lie_plainly([*own.values()]):
+                return found | own
+        for place in regrouping.flats:
             home = homes.get(place.positions)
-            if not place.follows:
-                found.append(leaves[place.positions[0]])
-            elif home is not None:
-                found.append(home.flat)
+            if home is not None:
+                found[place.positions] = home.flat
             else:
                 # A copy must be of what is brought, and stays beside the params
                 pieces = self._current.ferry.beside(_at(place.positions, leaves), device)
-                found.append(place.group.pack(pieces))
+                found[place.positions] = place.group.pack(pieces)
         return found
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: float) -> list[_Batch]:
@@ -361,10 +343,10 @@ class PointwiseOnFlats:
             for n, group in enumerate(self._groups):
                 size = group.numel(self._layout)
                 if n > first and numel + size > room:
-                    batches.append(regrouping.batch(part, self._groups, range(first, n)))
+                    batches.append(regrouping.batch(part, self._groups[first:n], first))
                     first, numel = n, 0
                 numel += size
-            batches.append(regrouping.batch(part, self._groups, range(first, len(self._groups))))
+            batches.append(regrouping.batch(part, self._groups[first:], first))
             regrouping.batches[room] = batches
         return regrouping.batches[room]
 
@@ -389,7 +371,7 @@ class PointwiseOnFlats:
         one = plan_of(of_one)
         if not _treats_leaves_alike(full, one, len(self.numbers)):
             return None
-        return _Regrouping(full, one, self._groups)
+        return _Regrouping(full, len(one.slots), self._groups)
 
 
 def device_of(params: Tree) -> torch.device | None:
@@ -428,35 +410,28 @@ def _treats_leaves_alike(full: StatePlan, one: StatePlan, num_params: int) -> bo
 
 
 class _Place(NamedTuple):
-    """Where one leaf of a group's state lies among the leaves of the full state."""
+    """Where one leaf of a batch's state lies among the leaves of the full state."""
 
-    group: FlatGroup
+    group: FlatGroup  # of a flat
     follows: bool  # whether it follows a param, and so is a flat
-    positions: tuple[int, ...]  # of a flat, one per leaf of the group; else one
+    positions: Positions  # of a flat, one per leaf of the group; else one
 
 
-def _places_of(group: FlatGroup, full: StatePlan, one: StatePlan) -> list[_Place]:
-    """Per leaf of the state of one flat, where a group's lies in the full state."""
-    slots, shared = full.slots, iter(full.shared)  # those of `one` have the same order
-    places = []
-    for leaf in one.leaves:
-        if leaf.kind == "follows":
-            # One slot of a bucket's leaves is one flat
-            positions = tuple(slots[leaf.slot, number] for number in group.leaves)
-            places.append(_Place(group, True, positions))
-        else:
-            places.append(_Place(group, False, (next(shared),)))
-    return places
+_positions = attrgetter("positions")
 
 
 class _Batch(NamedTuple):
     """Groups that an update sees at once, as the tree {0: flat, 1: flat, ...}."""
 
-    groups: list[FlatGroup]
+    groups: Sequence[FlatGroup]
     first: int  # the number of the first group
     treedef: optree.PyTreeSpec  # of the state that `init` makes of that tree
-    state: list[int]  # per leaf of it, the number of its place
-    shared: dict[int, int]  # of those that follow no param: which leaf is which of the full state
+    places: list[_Place]  # per leaf of it
+    shared: list[int]  # the numbers of those that follow no param
+
+    def of(self, tensors: Mapping[Positions, T]) -> list[T]:
+        """Its own, of the tensors at all places."""
+        return [*map(tensors.__getitem__, map(_positions, self.places))]
 
 
 class _Regrouping:
@@ -464,35 +439,52 @@ class _Regrouping:
 
     Attributes:
         full: structure of the full state.
-        places: group by group, and leaf by leaf of `one`, where it lies in the full state.
-        following: of all places, those of flats, in order.
+        flats: group by group, and slot by slot, where a flat lies in the full state.
+        shared: the positions of all other leaves there.
         batches: see `PointwiseOnFlats._batches`.
     """
 
-    def __init__(self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup]):
-        self.full = full.treedef
-        self._slots = [i for i, leaf in enumerate(one.leaves) if leaf.kind == "follows"]
-        self._shared = [i for i, leaf in enumerate(one.leaves) if leaf.kind != "follows"]
-        self._num_places = len(one.leaves)  # of each group
+    def __init__(self, full: StatePlan, num_slots: int, groups: Sequence[FlatGroup]):
+        self.full, self.shared, self._num_slots = full.treedef, full.shared, num_slots
         self.batches: dict[float, list[_Batch]] = {}  # by the elements that one has room for
-        self.places = [place for group in groups for place in _places_of(group, full, one)]
-        self.following = [place for place in self.places if place.follows]
+        # One slot of a bucket's leaves is one flat
+        self.flats = [
+            _Place(group, True, tuple(full.slots[slot, number] for number in group.leaves))
+            for group in groups
+            for slot in range(num_slots)
+        ]
 
-    def batch(self, part: Pointwise, groups: Sequence[FlatGroup], numbers: range) -> _Batch:
-        """The groups with these numbers, as one batch."""
-        params = {k: placeholder(k, torch.float32) for k in range(len(numbers))}
+    def batch(self, part: Pointwise, groups: Sequence[FlatGroup], first: int) -> _Batch:
+        """Some groups, of which this is the number of the first, as one batch."""
+        params = {k: placeholder(k, torch.float32) for k in range(len(groups))}
         plan = plan_of(part.init(params))
-        shared = iter(self._shared)  # they have the same order in every state
-        state, of_full = [], {}
-        for k, leaf in enumerate(plan.leaves):
-            follows = leaf.kind == "follows"
-            group = numbers[leaf.leaf if follows else 0]
-            in_group = self._slots[leaf.slot] if follows else next(shared)
-            state.append(group * self._num_places + in_group)
-            if not follows:
-                of_full[k] = self.places[state[-1]].positions[0]
-        chosen = [groups[n] for n in numbers]
-        return _Batch(chosen, numbers.start, plan.treedef, state, of_full)
+        # They have the same order in every state
+        shared = iter(self.shared)
+        places = [
+            self.flats[(first + leaf.leaf) * self._num_slots + leaf.slot]
+            if leaf.kind == "follows"
+            else _Place(groups[0], False, (next(shared),))
+            for leaf in plan.leaves
+        ]
+        return _Batch(groups, first, plan.treedef, places, plan.shared)
+
+
+@dataclass
+class _NextState:
+    """The leaves of a state, which are replaced flat by flat, and the homes of those made here."""
+
+    leaves: list[Any]
+    homes: dict[Positions, Home]
+
+    def put(self, new: Tensor, place: _Place) -> None:
+        """Put a flat, or a leaf that follows no param, in its place."""
+        if place.follows:
+            made = place.group.cut(new)
+            self.homes[place.positions] = Home(new, leaves=made)
+            _put(made, place.positions, self.leaves)
+        else:
+            self.homes.pop(place.positions, None)
+            _put([new], place.positions, self.leaves)
 
 
 def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
