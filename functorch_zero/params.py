@@ -101,6 +101,7 @@ class OnEngine:
 
     Args:
         holding: how it is cut, and its engine.
+        shown: the tree as users see it; None: it is made when somebody first reads it.
 
     Attributes:
         holding: as given.
@@ -110,13 +111,16 @@ class OnEngine:
         place: its path in the value that a program was given; None: it isn't of that.
         num_uses: how often it was read so far, given to a function of the library, or returned by
             a program.
+        leases: its own, and those of the leaves that `tree_map` has put here; see
+            `layout.home.Lease`.
     """
 
     without_engine: ClassVar[str]  # the error of one that was pickled
 
-    def __init__(self, holding: Any):
-        self.holding = holding
-        self._shown: Any = None  # the tree as users see it, once somebody has read it
+    def __init__(self, holding: Any, shown: Any = None):
+        self.holding, self._shown = holding, shown
+        self._made: Any = None  # the shown leaves, where the library has made them
+        self.leases: Sequence[Any] = ()
         self.origin, self.num_uses = "", 0
         self.place: str | None = None
 

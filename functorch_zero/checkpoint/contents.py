@@ -20,6 +20,7 @@ from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
 from ..layout.extent import Extent
+from ..layout.node import LeafPart
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import Names, Params, as_local, is_on_engine
@@ -244,20 +245,22 @@ def _spots(step: Step, state: State) -> list[_Spot]:
 def _node_spots(node: Any, axes: Axes) -> list[_Spot]:
     """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
     in_pieces = True  # else as params are held between steps
-    placed: Sequence[tuple[Any, ...] | None]  # (extent, whether every rank has all of it, ...)
+    parts: Sequence[LeafPart | None]  # None: every rank has the same
     if isinstance(node, ShardedOptState):
-        placed = node.holding.places()
+        parts = node.holding.parts
     elif isinstance(node, ShardedTree):
         holding, in_pieces = node.holding, node.holding.form == "pieces"
         leaves = node.sharding.layout.treedef.flatten_up_to(node.local_tree)
-        rows = zip(leaves, holding.places(), strict=True)
+        rows = zip(leaves, holding.parts, strict=True)
         # Frozen leaves have neither gradients nor updates, and a tree that is read only has none
-        placed = [place for leaf, place in rows if leaf is not None]
+        parts = [part for leaf, part in rows if leaf is not None]
     else:
         return [_EVERYWHERE]
     # One of the copies along the replicate axis. Pieces that are cut over both axes have none.
     saved = axes.replicate.rank == 0 or (axes.both and in_pieces)
-    return [_EVERYWHERE if place is None else _Spot(place[0], place[1], saved) for place in placed]
+    return [
+        _EVERYWHERE if part is None else _Spot(part.extent, part.is_whole, saved) for part in parts
+    ]
 
 
 def _parts_spots(step: ShardedStep, state: State) -> list[_Spot]:

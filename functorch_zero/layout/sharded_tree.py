@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import is_
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 
 from .._torch_private import transforms_active
-from ..errors import DonatedError, StructureError, first_few
-from ..in_a_loss import OF_THIS_RANK, are_trees_hidden
-from ..introspection import name_in_callers
-from ..params import Engine, OnEngine, Story, register_node
-from ..tree import PyTree, own_copy, requiring_grad
-from .extent import Extent, Rows
+from ..errors import StructureError, first_few
+from ..in_a_loss import OF_THIS_RANK
+from ..params import Engine
+from ..tree import PyTree, requiring_grad
+from .extent import Rows
 from .flat_buffers import (
     Fill,
     cut,
@@ -31,10 +30,11 @@ from .flat_buffers import (
     to_tree,
     unpack,
 )
-from .home import Home, Lease, Published, has_ended
+from .home import Home, Published, has_ended
 from .layout import Bucket, Layout
 from .levels import level_of
-from .piece import AsMade, History, Piece, home_of, leases_of, story_from, story_of, text_from
+from .node import Fault, LeafPart, ShardedNode, register_sharded
+from .piece import home_of, leases_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
@@ -142,13 +142,21 @@ class Holding:
             return not level_of(bucket).cuts_state
         return not bucket.cut.holds_pieces
 
-    def places(self) -> list[tuple[Extent, bool]]:
-        """Per leaf in tree order, the part of it that is here, and whether every rank holds all of
-        it, by its cut."""
+    @property
+    def paths(self) -> Sequence[str]:
+        """Of the leaves, in tree order."""
+        return self.sharding.layout.paths
+
+    @cached_property
+    def parts(self) -> Sequence[LeafPart]:
+        """Per leaf in tree order, the part of it that is here."""
         layout, found = self.sharding.layout, []
         for b, k in layout.places:
             bucket, number = self.cut_of(layout.buckets[b])
-            found.append((bucket.extent(k, number), self.is_whole(layout.buckets[b])))
+            extent, is_whole = bucket.extent(k, number), self.is_whole(layout.buckets[b])
+            is_shaped = is_whole and self.form == "held"
+            shape = extent.shape if is_shaped else (extent.num_here,)
+            found.append(LeafPart(extent, is_whole, shape))
         return found
 
     def pack(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -158,7 +166,7 @@ class Holding:
         return pack_pieces(leaves, *self.cut_of(bucket))
 
 
-class ShardedTree(OnEngine):
+class ShardedTree(ShardedNode):
     """This rank's part of a tree, and how the tree is cut: a pytree node around the part.
 
     `tree_map` goes into it and gives a ShardedTree again. A leaf is reached as in the tree itself,
@@ -173,26 +181,27 @@ class ShardedTree(OnEngine):
         holding: how it is cut.
 
     Attributes:
-        leases: those of the leaves that somebody has read, or that `tree_map` has put here.
-        holding, origin, place, num_uses: as of all nodes.
+        holding, leases, origin, place, num_uses: as of all nodes.
     """
 
     holding: Holding
+    _what, _name = "a sharded tree", "params"
+    _remedy_in_a_loss = (
+        "pass it to the loss, value_and_grad(loss)(params, {0}); for a training step, with the "
+        "batch as fz.unshard({0})"
+    )
     without_engine = (
         "a sharded tree that was pickled has no group of ranks. Remedy: use the step that made its "
         "state, or shard the whole tree again with fz.shard_tree"
     )
 
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
-        super().__init__(holding)
-        # Pieces. None: they are made of the local tensors when somebody asks for them
-        self._shown = tree
+        super().__init__(holding, tree)
         self._local: Any = None  # the local tensors, once they are cut
         # By bucket, where nobody has read the leaves; None: they are None, or lie anywhere
         self._homes: list[Home | None] = []
         self._is_packed = False  # whether no leaf lies anywhere
-        self.leases: Sequence[Lease] = () if tree is None else leases_of(optree.tree_leaves(tree))
-        self._made: AsMade | None = None  # its leaves, once somebody has read them
+        self.leases = () if tree is None else leases_of(optree.tree_leaves(tree))
 
     @classmethod
     def of_local(
@@ -229,27 +238,8 @@ class ShardedTree(OnEngine):
         """How the tree is cut."""
         return self.holding.sharding
 
-    @property
-    def tree(self) -> PyTree[Tensor]:
-        """This rank's part: a tree of the original structure.
-
-        Raises:
-            StructureError: it is read inside of a loss that it was not given to, or inside of a
-                transform of torch.func.
-            DonatedError: a step has taken its storage.
-        """
-        # Inside of a loss leaves would be pieces, and the loss silently another one
-        if are_trees_hidden():
-            name = name_in_callers(self)
-            raise StructureError(
-                f"{name or 'a sharded tree'} was read inside of a loss that it is no argument "
-                "of, which is refused at every level, since at level 3 its leaves are pieces",
-                expected="a tree that the loss is given",
-                got=self,
-                rank=self.of_rank,
-                remedy=f"pass it to the loss, value_and_grad(loss)(params, {name or 'tree'}); "
-                f"for a training step, with the batch as fz.unshard({name or 'tree'})",
-            )
+    def _check_readable(self) -> None:
+        super()._check_readable()
         # Its gradient by the leaves would be that of this rank's batch
         if transforms_active():
             raise StructureError(
@@ -261,40 +251,17 @@ class ShardedTree(OnEngine):
                 "put the transform inside of its loss, by whole = fz.unshard(params). "
                 f"{OF_THIS_RANK}",
             )
-        self.num_uses += 1
-        self._check_not_used_up()
-        # The pieces are made when somebody first reads them
-        if self._shown is None:
-            self._shown = self._as_pieces(self.local_tree)
-            self.leases = [*self.leases, *filter(None, self._homes)]
-        return self._shown
 
-    def _as_pieces(self, local: PyTree[Tensor | None]) -> PyTree[Piece | None]:
-        """Of local tensors the pieces, which require grad where leaves are trained."""
+    def _pieces(self) -> tuple[Any, list[Any]]:
         layout, holding = self.sharding.layout, self.holding
         # Gradients and updates have none themselves
         trained = holding.trained if holding.form == "held" else [False] * len(layout.leaves)
-        leaves = layout.treedef.flatten_up_to(local)
-        columns = leaves, trained, layout.paths, holding.places(), layout.places
-        made: list[Piece | None] = []
-        for leaf, on, path, (extent, is_whole), (b, k) in zip(*columns, strict=True):
-            if leaf is None:
-                made.append(None)
-                continue
-            local = leaf.view(extent.shape) if is_whole else leaf
-            text = text_from(self.origin, path)
-            place = None if self.place is None else text_from(self.place, path)
-            history = History(text, path=place, lease=self._homes[b], number=k)
-            piece = Piece(
-                local,
-                extent,
-                is_whole=is_whole,
-                history=history,
-                requires_grad=on,
-            )
-            made.append(piece)
-        self._made = AsMade.of(self.origin, [*made])
-        return layout.treedef.unflatten(made)
+        columns = self._leaves(), holding.parts, layout.paths, trained, layout.places
+        made = [
+            self._piece(leaf, part, path, trained=on, lease=self._homes[b], number=k)
+            for leaf, part, path, on, (b, k) in zip(*columns, strict=True)
+        ]
+        return layout.treedef, made
 
     @property
     def local_tree(self) -> PyTree[Tensor | None]:
@@ -424,27 +391,18 @@ class ShardedTree(OnEngine):
         leaves = (
             self._shown_leaves() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
         )
-        rows = zip(leaves, layout.places, holding.trained, holding.places(), strict=True)
-        for n, (leaf, (b, _), is_trained, (extent, is_whole)) in enumerate(rows):
+        rows = zip(leaves, layout.places, holding.trained, holding.parts, strict=True)
+        for n, (leaf, (b, _), is_trained, part) in enumerate(rows):
             # Rows are made by the library alone
             if (some and leaf is None) or isinstance(leaf, Rows):
                 continue
             fault = _fault_of(leaf, layout.buckets[b], holding.form, is_trained=is_trained)
             if fault is None and leaf is not None:
-                # This library's own are 1-D in the form of pieces
-                is_shaped = is_whole and (are_shown or holding.form == "held")
-                shape = extent.shape if is_shaped else (extent.num_here,)
-                may_be_plain = is_whole or not are_shown
-                fault = _misfit(leaf, extent, is_whole, shape if may_be_plain else None)
+                shape = part.shape_in_piece if are_shown else part.shape
+                fault = part.fault_of(leaf, shape if part.is_whole or not are_shown else None)
             if fault:
-                raise StructureError(
-                    f"a leaf of a sharded tree, {holding.form}, {fault.what}",
-                    path=layout.leaves[n].path,
-                    expected=fault.expected,
-                    got=fault.got,
-                    rank=self.sharding.rank,
-                    remedy=fault.remedy,
-                )
+                kind = f"a leaf of a sharded tree, {holding.form},"
+                raise fault.error(kind, layout.leaves[n].path, self.sharding.rank)
 
     @property
     def trained(self) -> Sequence[bool]:
@@ -488,18 +446,15 @@ class ShardedTree(OnEngine):
         """Whether all leaves are cut from flats of its own, and nobody has read them."""
         return self._is_packed and self._shown is None
 
-    def held_as(self, holding: Holding) -> ShardedTree:
-        """A tree of these leaves under a holding of the same cut, which nobody has read. Leaves of
-        params that somebody has are cut anew, without the gradients that theirs may have by now."""
-        if not self.are_leaves_shown and self.origin and holding is self.holding:
-            return self
+    def _unread(self, holding: Holding) -> ShardedTree:
+        # Leaves of params that somebody has are cut anew, without the gradients that theirs may
+        # have by now
         if self.are_leaves_shown and holding.form == "held":
-            made = ShardedTree.of_homes(self.homes(), holding)
-        else:
-            local = self.local_tree if self.are_leaves_shown else self._local
-            made = ShardedTree.of_local(local, holding, self.known_homes)
-            made._is_packed, made.leases = self.is_uncut, self.leases
-        made.origin = self.story.origin
+            return ShardedTree.of_homes(self.homes(), holding)
+        local = self.local_tree if self.are_leaves_shown else self._local
+        made = ShardedTree.of_local(local, holding, self.known_homes)
+        made._is_packed = self.is_uncut
+        made.leases = [*self.leases, *filter(None, self._homes)]
         return made
 
     @property
@@ -557,46 +512,28 @@ class ShardedTree(OnEngine):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether a step has taken its storage."""
+        """Also by the flats of leaves that nobody has read."""
         return any(map(has_ended, (*self.leases, *filter(None, self._homes))))
-
-    def _check_not_used_up(self) -> None:
-        if self.is_used_up:
-            raise _donated()
 
     def pieces(self) -> ShardedTree:
         """The trained leaves in the form of pieces, as views; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
 
-    @property
-    def story(self) -> Story:
-        """How the leaves were made: see Note [words] in `piece`."""
-        names = self.sharding.layout.paths
-        if self._shown is None:
-            return story_from(self.origin, names)
-        return story_of(self._shown_leaves(), names, self._made)
-
     def _shown_leaves(self) -> list[Any]:
-        """The leaves that users see, in tree order; None where masked."""
         leaves: list[Any] = self.sharding.layout.treedef.flatten_up_to(self._shown)
         return leaves
 
     def _leaves(self) -> list[Any]:
         """The local tensors, in tree order; None where masked."""
-        treedef = self.sharding.layout.treedef
         if self._shown is None:
-            leaves: list[Any] = treedef.flatten_up_to(self.local_tree)
+            leaves: list[Any] = self.sharding.layout.treedef.flatten_up_to(self.local_tree)
             return leaves
-        return [_local_of(leaf, self.holding.form) for leaf in self._shown_leaves()]
+        rows = zip(self._shown_leaves(), self.holding.parts, strict=True)
+        return [part.local_of(leaf) for leaf, part in rows]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Engine and memory of flats stay behind; see `Holding.__reduce__`
         return ShardedTree.of_local, (self.local_tree, self.holding)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTree:
-        """A tree of its own on the same ranks, trained where this one is."""
-        made: ShardedTree = optree.tree_map(own_copy, self)
-        return made
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
@@ -624,71 +561,22 @@ def shapes_of(layout: Layout, most: int = 4) -> str:
     return first_few(found, most)
 
 
-def _donated() -> DonatedError:
-    return DonatedError(
-        "a sharded tree was donated to a step, as the params of its state, and its storage holds "
-        "the next params now. Remedy: use the params of the state that the step returned, keep a "
-        "copy with tree_map(torch.clone, params), or shard with donate=False"
-    )
-
-
-class _Fault(NamedTuple):
-    """The fault of a leaf, in the words of an error."""
-
-    what: str
-    expected: Any
-    got: Any
-    remedy: str
-
-
-def _local_of(leaf: Any, form: Form) -> Any:
-    """A leaf that users see as this rank holds it; what isn't one stays as it is."""
-    is_piece = isinstance(leaf, Piece)
-    local = leaf.as_cut if is_piece else leaf
-    if not isinstance(local, Tensor):
-        return local
-    # Plain tensors are whole leaves; in the form of pieces these are 1-D, too
-    is_whole = leaf.is_whole if is_piece else True
-    if is_whole and form == "pieces" and local.dim() != 1:
-        return local.detach().reshape(-1)
-    return local if is_piece else local.detach()
-
-
-def _fault_of(leaf: Any, bucket: Bucket, form: Form, *, is_trained: bool) -> _Fault | None:
+def _fault_of(leaf: Any, bucket: Bucket, form: Form, *, is_trained: bool) -> Fault | None:
     """The fault of a leaf that lies in this bucket; None: it has none."""
     # In pieces, frozen leaves have neither gradients nor updates
     if form == "pieces" and not is_trained:
         if leaf is None:
             return None
-        return _Fault("is given for a frozen leaf", None, type(leaf).__name__, "leave it None")
+        return Fault("is given for a frozen leaf", None, type(leaf).__name__, "leave it None")
     if not isinstance(leaf, Tensor):
         remedy = "give each leaf a tensor; zeros, where an update is to change nothing"
-        return _Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
+        return Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
     if leaf.layout != torch.strided:
-        return _Fault("is sparse", torch.strided, leaf.layout, "pass leaf.to_dense()")
+        return Fault("is sparse", torch.strided, leaf.layout, "pass leaf.to_dense()")
     # Gradients and updates may be of another dtype than params: only held leaves are compared
     if form == "held" and leaf.dtype != bucket.dtype:
         remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
-        return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
-    return None
-
-
-def _misfit(
-    leaf: Tensor, extent: Extent, is_whole: bool, shape: tuple[int, ...] | None
-) -> _Fault | None:
-    """The fault of a leaf in a place of this extent; `shape`: of a plain tensor there, if it may be
-    one."""
-    if isinstance(leaf, Piece):
-        if (leaf.extent, leaf.is_whole) == (extent, is_whole):
-            return None
-        remedy = "combine leaves of trees that are cut alike, by tree_map"
-        return _Fault("is a part of another one", extent, leaf.extent, remedy)
-    if shape is None:
-        remedy = "make it by tree_map of a tree that is cut alike, torch.zeros_like say"
-        return _Fault("is a plain tensor", "a piece", f"shape {(*leaf.shape,)}", remedy)
-    if leaf.shape != shape:
-        remedy = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
-        return _Fault("has another shape", shape, (*leaf.shape,), remedy)
+        return Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
     return None
 
 
@@ -735,14 +623,4 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
     return ShardedTree.of_flats(own_pieces(flats, holding), holding.in_pieces)
 
 
-def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:
-    # One child: optree goes into the user's own tree
-    return [node.tree], node.holding, ("",)
-
-
-def _unflatten(holding: Holding, children: Any) -> ShardedTree:
-    (tree,) = children
-    return ShardedTree(tree, holding)
-
-
-register_node(ShardedTree, _flatten, _unflatten)
+register_sharded(ShardedTree, ShardedTree)

@@ -97,8 +97,8 @@ def agree_on_refit(state: State, options: Options) -> None:
 def first_parts(params: PyTree[Tensor], holding: Holding) -> ShardedTree:
     """This rank's part of whole leaves, of which some may be on the meta device: copies."""
     made = []
-    for leaf, (extent, is_whole) in zip(optree.tree_leaves(params), holding.places(), strict=True):
-        own = leaf if is_whole else extent.part_of(leaf).reshape(-1)
+    for leaf, part in zip(optree.tree_leaves(params), holding.parts, strict=True):
+        own = leaf if part.is_whole else part.extent.part_of(leaf).reshape(-1)
         made.append(own.detach().clone())
     return ShardedTree.of_local(holding.sharding.layout.treedef.unflatten(made), holding)
 
@@ -199,18 +199,18 @@ def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
 def _parts_of_tree(node: ShardedTree, num_ranks: int) -> Iterator[Part]:
     sharding, form = node.sharding, node.holding.form
     leaves = sharding.layout.treedef.flatten_up_to(node.local_tree)
-    by_rank = [Holding(own, form).places() for own in _on_ranks(sharding, num_ranks)]
-    for leaf, *places in zip(leaves, *by_rank, strict=True):
+    by_rank = [Holding(own, form).parts for own in _on_ranks(sharding, num_ranks)]
+    for leaf, *parts in zip(leaves, *by_rank, strict=True):
         if leaf is not None:  # in pieces, of a frozen leaf
-            yield _part(leaf, leaf.dtype, [extent for extent, _ in places])
+            yield _part(leaf, leaf.dtype, [part.extent for part in parts])
 
 
 def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
     leaves, plan = optree.tree_leaves(node.as_it_lies), node.holding.plan
     on_ranks = _on_ranks(node.holding.sharding, num_ranks)
-    by_rank = [StateHolding(own, plan).places() for own in on_ranks]
-    for leaf, planned, *places in zip(leaves, plan.leaves, *by_rank, strict=True):
-        if extents := [place.extent for place in places if place is not None]:
+    by_rank = [StateHolding(own, plan).parts for own in on_ranks]
+    for leaf, planned, *parts in zip(leaves, plan.leaves, *by_rank, strict=True):
+        if extents := [part.extent for part in parts if part is not None]:
             # Its owner alone has an owned leaf
             yield _part(leaf, planned.dtype or leaf.dtype, extents)
         else:

@@ -135,7 +135,7 @@ def part_of_state(opt_state: Any, holding: StateHolding) -> ShardedOptState:
     """This rank's part of a whole optimizer's state, in tensors of its own."""
     leaves, treedef = optree.tree_flatten(opt_state)
     own = []  # views: `lay_out_state` copies them
-    for x, place in zip(leaves, holding.places(), strict=True):
-        own.append(x if place is None else place.extent.part_of(x).reshape(place.shape))
+    for x, part in zip(leaves, holding.parts, strict=True):
+        own.append(x if part is None else part.extent.part_of(x).reshape(part.shape))
     # Laid out as `init` does it, so that updates find flats without a copy
     return lay_out_state(treedef.unflatten(own), holding)

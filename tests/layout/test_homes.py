@@ -135,3 +135,25 @@ def test_a_load_uses_up_leaves_of_frozen_flats(level: int, tmp_path: Path) -> No
     checkpoint.load(tmp_path, step, like=state)
     with pytest.raises(DonatedError, match="was read that was donated"):
         torch.neg(frozen)
+
+
+@pytest.mark.parametrize("at", [(0, None), (3, None), (3, Away())], ids=["0", "3", "3 in a place"])
+def test_a_leaf_that_is_assigned_to_a_state_counts(at: Any) -> None:
+    """The dicts that users see of a state are theirs: what they put there is what a step takes."""
+    level, place = at
+    train = fz.train_step(loss_of, optim.adamw(0.1))
+    group = fz.groups.SingleRank()
+    step = fz.shard(train, level=level, group=group, place={"state": place} if place else None)
+    found = []
+    for own in (train, step):
+        state = own.init(PARAMS)
+        for i in range(3):
+            if i:
+                mu = state.opt_state[0].mu
+                mu[NAMES[0]] = mu[NAMES[0]] * 2 + 1
+            old = state if own is train else step.unshard(state)
+            state, _ = own(state, torch.full((4, 8), 0.1 * (i + 1), dtype=torch.float64))
+        whole = state if own is train else step.unshard(state)
+        found.append((dict(old.params), dict(whole.params)))
+    (old, expected), (old_got, got) = found
+    assert_equal_updates(old, expected, got, old_got=old_got)

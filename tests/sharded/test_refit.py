@@ -272,9 +272,9 @@ def test_only_elements_whose_rank_changes_are_sent() -> None:
 
 
 def kept_extents(tree: Any) -> dict[str, Any]:
-    rows = zip(tree.sharding.layout.leaves, tree.holding.places(), strict=True)
+    rows = zip(tree.sharding.layout.leaves, tree.holding.parts, strict=True)
     is_held = tree.holding.form == "held"
-    return {leaf.path: extent for leaf, (extent, _) in rows if is_held or leaf.trainable}
+    return {leaf.path: part.extent for leaf, part in rows if is_held or leaf.trainable}
 
 
 def test_checkpoints_across_the_change(tmp_path: Any) -> None:

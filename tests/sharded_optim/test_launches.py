@@ -21,7 +21,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero._torch_private import QuickDispatchMode
 from functorch_zero.groups import CountingGroup, SingleRank
-from functorch_zero.layout import sharded_tree
+from functorch_zero.layout import node
 from functorch_zero.optim.across import norms_of, reduce_leaf
 from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
 from functorch_zero.runtime import unshard
@@ -298,7 +298,7 @@ def test_a_step_makes_no_leaves_that_nobody_reads(
     made: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
-        original = getattr(sharded_tree if name == "Piece" else unshard, name)
+        original = getattr(node if name == "Piece" else unshard, name)
 
         def run(*args: Any, **named: Any) -> Any:
             made.append(name)
@@ -306,7 +306,7 @@ def test_a_step_makes_no_leaves_that_nobody_reads(
 
         return run
 
-    monkeypatch.setattr(sharded_tree, "Piece", noted("Piece"))
+    monkeypatch.setattr(node, "Piece", noted("Piece"))
     if level == 0:
         monkeypatch.setattr(unshard, "_views", noted("_views"))
     state, _ = step(state, batch)

@@ -120,7 +120,7 @@ def test_what_is_refused() -> None:
         state = sgd.init(params)
         other = fz.shard_tree(tree(), level=3, group=fz.groups.SingleRank())
         for message, call in {
-            r"inside of a loss that it is no argument of": lambda: fz.value_and_grad(
+            r"tree was read inside of a sharded loss": lambda: fz.value_and_grad(
                 lambda p: square(p) + params["w"].sum()
             )(params),
             r"expected a sharded tree, held as params are, got .* in pieces": lambda: grad(grads),
