@@ -436,7 +436,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _pieces(self, locals_: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Pieces (n,) of tensors on this rank; None of other params."""
-        return {p: locals_[p].reshape(-1) if p in locals_ else None for p in self._params}
+        return {p: locals_[p].detach().reshape(-1) if p in locals_ else None for p in self._params}
 
     def _together_of(self, paths: Sequence[str]) -> _Together:
         key = (*paths,)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from functorch_zero import optim
 from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.groups import launch
 from tests.sharded.test_to_torch import (
     HALF,
     STEPS,
@@ -340,6 +341,21 @@ def test_a_compiled_step() -> None:
             loss_of(model, batch).backward()
             step()
     assert all(map(torch.equal, leaves_of(models[0]), leaves_of(models[1])))
+
+
+def train_by_a_kernel() -> None:
+    models = build(), build()
+    lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-3))
+    for model, end in zip(models, (lion, optim.compiled(lion)), strict=True):
+        chain = optim.chain(optim.clip_by_global_norm(1.0), end)
+        train(model, optim.to_torch(chain, model), 0, 1, range(3))
+    torch.testing.assert_close(leaves_of(models[0]), leaves_of(models[1]))
+
+
+def test_a_compiled_transform() -> None:
+    """torch.compile refused views of params that require gradients. In a process of its own, with
+    which inductor's helpers end."""
+    launch(train_by_a_kernel, 1, start_method="fork", timeout=100)
 
 
 def test_what_nothing_reads_is_refused() -> None:
