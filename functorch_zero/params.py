@@ -135,11 +135,6 @@ class OnEngine:
         return self._shown is not None
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether a step has taken its storage, or that of leaves which `tree_map` has put here."""
-        raise NotImplementedError
-
-    @property
     def engine(self) -> Engine:
         """The engine of the ranks that hold it."""
         engine: Engine | None = self.holding.engine
@@ -170,16 +165,6 @@ class OnEngine:
         if name.startswith("_") or name in ("holding", "tree"):
             raise AttributeError(name)
         return getattr(self.tree, name)
-
-    @property
-    def in_words(self) -> str:
-        """How it is cut, in words for errors."""
-        raise NotImplementedError
-
-    @property
-    def story(self) -> Story:
-        """How its leaves were made."""
-        raise NotImplementedError
 
     @property
     def as_it_lies(self) -> Any:
