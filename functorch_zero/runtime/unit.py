@@ -12,9 +12,10 @@ it orders ready nodes by creation, newest first.
 Note [order of reductions]: ranks must start the same collectives in the same order, even when one
 rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
 For a use that backward has passed by, a rank sends zeros, and gathers what its backward would have
-gathered. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they
-start in the reverse of the layout's order. Each unit then comes once. Elsewhere ranks make sure
-that their losses use the same units: see Note [same uses] in `same_uses.py`.
+gathered, in that order: a unit around others, with a leaf that is used after them, comes before
+them. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they start
+in the reverse of the layout's order. Each unit then comes once. Elsewhere ranks make sure that
+their losses use the same units: see Note [same uses] in `same_uses.py`.
 A loss may start exchanges of its own, see `exchange.py`. They have their places among the uses. In
 the layout's order, where uses may differ by rank, reductions wait until backward has come to all
 exchanges.
@@ -420,6 +421,9 @@ class Pass:
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
+        # Those that it has yet to ask for leaves, the first to ask last: each has the number after
+        # that of the newest node that saved some
+        self._to_ask: dict[Use, Number] = {}
         # Units whose whole gradients are still to be reduced, in the layout's order
         self._waiting = [unit for unit in self._units if not unit.content.is_table]
         if not last or reduction is None:
@@ -643,6 +647,9 @@ class Pass:
         unit, k = owner
         assert unit.use is not None
         unit.use.saved += tensor.numel()  # elements; of an expanded view more than lie there
+        if unit.use.number:
+            self._to_ask.pop(unit.use, None)
+            self._to_ask[unit.use] = (next_node_number(),)
         offset: Any = tensor.storage_offset()
         lazy = tensor.is_conj(), tensor.is_neg()
         return SavedLeaf(unit.use, k, tensor.dtype, offset, tensor.size(), tensor.stride(), *lazy)
@@ -681,9 +688,11 @@ class Pass:
         if use is not self._in_use:
             self._in_use, self._asks, self._to_come = use, 0, use.saved
             # A recomputation has no place of its own; nor has a backward inside of the loss
-            # Only where others began after it, as few do, is there somebody to pass by
-            if use.number is not None and self._loss_returned and self._open[-1:] != [use]:
-                self._pass_by_until_running_node()
+            if use.number is not None and self._loss_returned:
+                # Only where others began or ask after it, as few do, is there somebody to pass by
+                if self._open[-1:] != [use] or next(reversed(self._to_ask), use) is not use:
+                    self._pass_by_until_running_node()
+                self._to_ask.pop(use, None)
             self._say(f"{self._units[use.unit].name}, in a backward of the loss's own")
 
         # Gathered by this ask, by one before, or on its way since an earlier unit
@@ -781,6 +790,16 @@ class Pass:
         while self._open and self._open[-1].number > number:
             unit = self._close_last()
             self._reduce(unit, None)
+        self._pass_by_asks(number)
+
+    def _pass_by_asks(self, number: Number) -> None:
+        """Backward is at that use: other ranks have gathered what newer nodes have saved, of uses
+        around it, too."""
+        while self._to_ask and next(reversed(self._to_ask.values())) > number:
+            use, _ = self._to_ask.popitem()
+            unit = self._units[use.unit]
+            if unit.flats.here is None:
+                self._unshard(unit)
 
     def pass_by_newer(self) -> None:
         """The loss, if its backward runs, calls a unit again: newer uses get no gradients."""
@@ -805,6 +824,7 @@ class Pass:
     def _close_last(self) -> UnitInPass:
         """Backward has come to the end of the last open use, or passed it by. Returns its unit."""
         use = self._open.pop()
+        self._pass_by_asks(use.number)
         unit = self._units[use.unit]
         unit.num_open -= 1
         # A use that saved nothing is not gathered in backward, on any rank

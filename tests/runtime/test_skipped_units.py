@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import run_ranks
@@ -151,6 +152,75 @@ def test_a_unit_around_others_is_used_before_and_after_them(level: int) -> None:
     check(around, around_net, rows(7, 3), level, 2)
     check(around, around_net, half_chosen, level, 2)  # one rank's backward passes them by
     check(around, around_net, half_chosen, level, 3, sizes=uneven(12, 3))
+
+
+class Scaled(nn.Module):
+    """A unit around another, with a leaf that is used after it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(7, 7), nn.Parameter(torch.empty(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.tanh(self.inner(x))
+
+
+NESTED = (nn.Linear, Scaled)
+
+
+def scaled_net(forward: Any) -> Net:
+    blocks = nn.ModuleList(Scaled() for _ in range(2))
+    return Net(forward, first=nn.Linear(7, 7), blocks=blocks, head=nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("level", tiers([3], [2], [0, 1]))
+def test_a_unit_is_passed_by_whose_leaf_is_used_after_one_within(level: int) -> None:
+    """Other ranks gather it before the one within, and reduce it after that."""
+
+    def forward(net: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        x = net.first(x)
+        y = net.head(in_turn(net.blocks, x))
+        # All ranks use the units, and the backward of some doesn't come to them
+        return torch.where(chosen[:, None], y, x[:, :3]) if chosen.any() else x[:, :3]
+
+    check(around, lambda: scaled_net(forward), half_chosen, level, 2, units=NESTED)
+    check(
+        around,
+        lambda: scaled_net(forward),
+        half_chosen,
+        level,
+        3,
+        sizes=uneven(12, 3),
+        units=NESTED,
+    )
+
+
+@pytest.mark.parametrize(("sizes", "level"), crossed([[0, 12], [12, 0]], (3, 2), n=2))
+def test_a_part_of_no_weight_whose_backward_comes_to_exchanges_alone(
+    sizes: list[int], level: int
+) -> None:
+    """The other ranks' backward comes to a leaf that is used after a unit within its own."""
+
+    def forward(net: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.head(in_turn(net.blocks, x + fz.batch.mean(x)))
+
+    def weighted(apply: Any) -> Loss:
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
+            output, size = apply(params, buffers, batch["x"], None)[0], len(batch["x"])
+            return (output - batch["y"]).square().sum() / max(1, size), Aux(weight=size)
+
+        return loss_fn
+
+    check(
+        weighted,
+        lambda: scaled_net(forward),
+        rows(7, 3),
+        level,
+        2,
+        sizes=sizes,
+        units=NESTED,
+    )
 
 
 def test_a_unit_around_others_costs_the_others_nothing() -> None:
