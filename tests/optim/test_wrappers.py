@@ -359,6 +359,9 @@ def test_hyperparameters_are_read_and_changed() -> None:
         updates["a"], torch.full((3,), -0.25 * 2.1, dtype=torch.float64), rtol=1e-15
     )
     assert optim.hyperparams(state)["weight_decay"] == 0.1
+    # Written to on one rank, the state's own would silently be another one there
+    optim.hyperparams(state)["learning_rate"].fill_(9.0)
+    assert optim.hyperparams(state)["learning_rate"] == 0.25
     with pytest.raises(ValueError, match="'lr'"):
         optim.with_hyperparams(state, lr=0.1)
     with pytest.raises(ValueError, match="got 0"):

@@ -145,7 +145,8 @@ def _injected(
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:
-    """The hyperparameters that `inject_hyperparams` keeps in an optimizer's state, by name.
+    """The hyperparameters that `inject_hyperparams` keeps in an optimizer's state, by name: copies,
+    so that `with_hyperparams` alone changes them, and no step writes over those that a log keeps.
 
     Raises:
         ValueError: the state holds no inject_hyperparams, or several.
@@ -155,7 +156,7 @@ def hyperparams(state: Any) -> dict[str, Tensor]:
     found = only_state(
         as_local(state), InjectHyperparamsState, made_by="inject_hyperparams", remedy=remedy
     )
-    return dict(found.hyperparams)
+    return {name: value.clone() for name, value in found.hyperparams.items()}
 
 
 def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
