@@ -282,7 +282,7 @@ STEPS = {
     "state: whole, of the optimizer": Stepping(
         of(optim.adamw(0.1)),
         StructureError,
-        r"path 0.mu.0.weight, expected a piece, got shape \(2, 3\), on rank \d. Remedy",
+        r"path 0.mu.0.weight, expected a piece, Extent\(.*, got shape \(2, 3\), on rank \d. Remedy",
         levels=(3,),
     ),
     "state: of a program": Stepping(
@@ -306,7 +306,7 @@ STEPS = {
     "state: whole leaves": Stepping(
         whole_leaves,
         StructureError,
-        r"path 0.weight, expected a piece, got shape \(2, 3\), on rank \d. Remedy",
+        r"path 0.weight, expected a piece, Extent\(.*, got shape \(2, 3\), on rank \d. Remedy",
         levels=(3,),
     ),
     "loss: apply without buffers": Stepping(

@@ -27,10 +27,10 @@ class Fault(NamedTuple):
     got: Any
     remedy: str
 
-    def error(self, leaf: str, path: str, rank: int) -> StructureError:
-        """The error for a leaf of this kind."""
+    def error(self, kind: str, path: str, rank: int) -> StructureError:
+        """The error for the leaf at this path, of this kind in words."""
         return StructureError(
-            f"{leaf} {self.what}",
+            f"{kind} {self.what}",
             path=path,
             expected=self.expected,
             got=self.got,
@@ -60,8 +60,8 @@ class LeafPart(NamedTuple):
         return own if own.shape == self.shape or not fits else own.reshape(self.shape)
 
     def fault_of(self, leaf: Tensor, shape: Sequence[int] | None) -> Fault | None:
-        """The fault of a leaf in this place; None: it has none. `shape`: of a plain tensor, if it
-        may be one."""
+        """The fault of a leaf that is given for this part; None: it has none. `shape`: of a plain
+        tensor, if it may be one."""
         if isinstance(leaf, Piece):
             if (leaf.extent, leaf.is_whole) == (self.extent, self.is_whole):
                 return None
@@ -69,7 +69,8 @@ class LeafPart(NamedTuple):
             return Fault("is a part of another one", self.extent, leaf.extent, remedy)
         if shape is None:
             remedy = "make it by tree_map of a tree that is cut alike, torch.zeros_like say"
-            return Fault("is a plain tensor", "a piece", f"shape {(*leaf.shape,)}", remedy)
+            expected = f"a piece, {self.extent}"
+            return Fault("is a plain tensor", expected, f"shape {(*leaf.shape,)}", remedy)
         if leaf.shape != shape:
             remedy = "combine leaves elementwise; a piece is 1-D here, and a part of its leaf"
             return Fault("has another shape", shape, (*leaf.shape,), remedy)
@@ -93,7 +94,8 @@ class ShardedNode(OnEngine):
         structure.
 
         Raises:
-            StructureError: it is read inside of a sharded loss or evaluation.
+            StructureError: it is read inside of a sharded loss or evaluation; a sharded tree, also
+                inside of a transform of torch.func.
             DonatedError: a step has taken its storage.
         """
         self._check_readable()

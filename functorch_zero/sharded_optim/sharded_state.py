@@ -145,6 +145,7 @@ class ShardedOptState(ShardedNode):
         for leaf, part, path in self.holding.rows_of(leaves):
             own = known.get(id(leaf), leaf)
             if isinstance(leaf, Tensor) and part is not None:
+                # Of a whole leaf any shape: another one is refused where the state is used
                 fault = part.fault_of(leaf, leaf.shape if part.is_whole else None)
                 if fault is not None:
                     raise fault.error("a leaf of an optimizer's state", path, self.of_rank)
