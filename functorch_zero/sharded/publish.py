@@ -38,11 +38,11 @@ def publish(
     empty: Sequence[Callable[[Tensor], Tensor]],
 ) -> None:
     """Write params + updates to the flats of the next params, and send these to the ranks that hold
-    them between steps; with updates None they hold the sums already.
+    them between steps; with updates None the sums are there already.
 
     Args:
         after: the next params.
-        flats: of the params, one per bucket; they may be the same.
+        flats: of the params, one per bucket; they may be those of the next.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
         empty: per bucket, makes a flat like another one, where params lie between steps.
 
@@ -114,24 +114,24 @@ def _add(
         torch._foreach_add_(targets, added)
 
 
-def beside(
+def in_new_flats(
     params: ShardedTree, flats: Sequence[Tensor], empty: Sequence[Callable[[Tensor], Tensor]]
 ) -> ShardedTree:
-    """A tree for the next params, beside these, which stay as they are: in new flats, but for
-    frozen ones. `flats`, `empty`: as in `publish`."""
+    """A tree for the next params in new flats, without values yet, but for frozen ones; these
+    params stay as they are. `flats`, `empty`: as in `publish`."""
     rows = zip(params.sharding.layout.buckets, flats, empty, strict=True)
     made = [make(flat) if bucket.trainable else flat for bucket, flat, make in rows]
     return params.with_flats(made, params.holding_as_shown)
 
 
-def copied_beside(
+def in_copied_flats(
     params: ShardedTree,
     flats: Sequence[Tensor],
     piece_number: int,
     empty: Sequence[Callable[[Tensor], Tensor]],
 ) -> ShardedTree:
     """Such a tree, of which this rank's pieces are copies, to be updated in place."""
-    made = beside(params, flats, empty)
+    made = in_new_flats(params, flats, empty)
     for bucket, *both in zip(params.sharding.layout.buckets, flats, made.flats(), strict=True):
         if bucket.trainable:
             old, new = (own_piece(flat, bucket, piece_number) for flat in both)
@@ -236,7 +236,7 @@ def chosen_params(params: ShardedTree, chosen: ShardedTree, axes: Axes) -> Shard
     leaves = layout.treedef.flatten_up_to(chosen.local_tree)
     empty = [torch.empty_like] * len(layout.buckets)
     # Never in place: the state's own params stay as they are
-    made = copied_beside(params, params.flats(), number, empty)
+    made = in_copied_flats(params, params.flats(), number, empty)
     for flat, bucket in zip(made.flats(), layout.buckets, strict=True):
         if bucket.trainable:
             # Leaf by leaf: a flat of them would be one more copy

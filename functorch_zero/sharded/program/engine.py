@@ -50,7 +50,7 @@ from ..failures import sharing_failures
 from ..options import Options, check_reduction
 from ..params import all_gather_tree, make_reduction
 from ..placed import StatePlaces, brought, emptied, placed
-from ..publish import beside, copied_beside, flats_of_pass, publish
+from ..publish import flats_of_pass, in_copied_flats, in_new_flats, publish
 from ..refit import without_values
 from ..state import all_gather_state, lay_out_state
 from ..update import PreparedUpdate
@@ -258,7 +258,7 @@ class ShardedEngine:
             )
         if fuses and not over:
             # The kernel writes to its flats
-            new = copied_beside(params, flats, axes.piece_number, empty)
+            new = in_copied_flats(params, flats, axes.piece_number, empty)
             flats = new.flats()
         look = is_looked_at(next(self._runs))
         gives: Donate = gives_grads or ("state" if uses_up else False)
@@ -284,7 +284,7 @@ class ShardedEngine:
         if over:
             new = params.handed_on()
         elif not fuses:
-            new = beside(params, flats, empty)
+            new = in_new_flats(params, flats, empty)
         self.announce("publish")
         with ranged("publish"):
             publish(new, flats, updates, axes, empty=empty)
@@ -309,11 +309,11 @@ class ShardedEngine:
         self._check_held(params)
         self._check_pieces(updates, params, some=True)
         empty, flats = emptied(self.options.places.params, params.sharding.layout), params.flats()
-        after = beside(params, flats, empty)
+        new = in_new_flats(params, flats, empty)
         self.announce("publish")
         with ranged("publish"):
-            publish(after, flats, updates, self.options.axes, empty=empty)
-        return after
+            publish(new, flats, updates, self.options.axes, empty=empty)
+        return new
 
     @compared("dot")
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
