@@ -109,7 +109,7 @@ class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
     A state has two structures: `full`, leaf by leaf as `init` makes it, and that of a `_Batch` of
-    flats. A `_Place` says for a leaf of a batch's state where it lies in the full state.
+    flats. A `_StateLeaf` is a leaf of a batch's, and knows which leaves of the full state it is.
 
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
@@ -171,12 +171,12 @@ class PointwiseOnFlats:
                 given = self._flat_of(group, new_updates)
                 operands.append(_Operand(given, is_flat=True, donated=may_write_updates))
                 params_here.append(self._flat_of(group, param_leaves))
-            for place, here in zip(batch.places, arrived, strict=True):
+            for leaf, here in zip(batch.leaves, arrived, strict=True):
                 # A count is never written over: each batch reads the same old one
                 is_own = id(here.stored) in own_state
                 may_write = is_own if here.place is None else ferry.writes_to(here)
-                donated = place.follows and may_write
-                operands.append(_Operand(here.tensor, place.follows, donated))
+                donated = leaf.follows and may_write
+                operands.append(_Operand(here.tensor, leaf.follows, donated))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
             for group, operand in zip(batch.groups, operands, strict=False):
@@ -186,11 +186,11 @@ class PointwiseOnFlats:
                     made = group.cut(new_flat)
                     current.updates.replace(_at(group.positions, new_updates), new_flat, made)
                     _put(made, group.positions, new_updates)
-            for place, here, new in zip(batch.places, arrived, results, strict=True):
+            for leaf, here, new in zip(batch.leaves, arrived, results, strict=True):
                 # All batches make the same of a count, so any one's is the answer
-                new = ferry.take_back(here, new) if place.follows else new
+                new = ferry.take_back(here, new) if leaf.follows else new
                 if new is not here.stored:
-                    after.put(new, place)
+                    after.put(new, leaf)
 
         # One group at a time, where its state has a place
         room = 0 if ferry.places else _room(device)
@@ -202,7 +202,7 @@ class PointwiseOnFlats:
         """Whether the leaves that are to lie in one flat have one dtype, flat by flat."""
         update_leaves, state_leaves = optree.tree_leaves(updates), optree.tree_leaves(state)
         flats = [_at(group.positions, update_leaves) for group in self._groups]
-        flats += [_at(place.positions, state_leaves) for place in regrouping.flats]
+        flats += [_at(leaf.positions, state_leaves) for leaf in regrouping.flats]
         return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
     def _may_write(self, updates: Sequence[Tensor]) -> bool:
@@ -275,14 +275,14 @@ class PointwiseOnFlats:
         tensors = self._tensors_of(regrouping, state, device)
         after = _NextState([*state.leaves], {**state.homes})
         # Where a state has a place, the ferry makes the copies
-        for place in regrouping.flats if donate or not ferry.places else ():
-            at = place.positions
+        for leaf in regrouping.flats if donate or not ferry.places else ():
+            at = leaf.positions
             is_known, flat = at in state.homes, tensors[at]
             is_stored = is_known or flat is state.leaves[at[0]]
             # A leaf from elsewhere may share elements with another one
             if not (donate and is_stored and (is_known or donate == "leaves")):
                 tensors[at] = flat.clone() if is_stored else flat
-                after.put(tensors[at], place)
+                after.put(tensors[at], leaf)
 
         def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(x, device) for x in batch.of(tensors) if ferry.places]
@@ -290,8 +290,8 @@ class PointwiseOnFlats:
         def run(batch: _Batch, arrived: Sequence[Brought]) -> None:
             given = batch.of(tensors)
             if not donate:
-                rows = zip(arrived, batch.places, strict=False)  # none, where nothing travels
-                arrived = [here.to_write() if place.follows else here for here, place in rows]
+                rows = zip(arrived, batch.leaves, strict=False)  # none, where nothing travels
+                arrived = [here.to_write() if leaf.follows else here for here, leaf in rows]
             if ferry.places:
                 given = [here.tensor for here in arrived]
             # A plan's have none: a kernel works in place and takes no room
@@ -301,13 +301,13 @@ class PointwiseOnFlats:
                 made = batch.treedef.flatten_up_to(new)
                 # Leaves that follow no param are the same for all groups, which read the old
                 for k in batch.shared:
-                    after.put(made[k], batch.places[k])
-            for here, place in zip(arrived, batch.places, strict=False):
+                    after.put(made[k], batch.leaves[k])
+            for here, leaf in zip(arrived, batch.leaves, strict=False):
                 # The kernel has written to the tensor itself
-                if place.follows:
+                if leaf.follows:
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
-                        after.put(flat, place)
+                        after.put(flat, leaf)
 
         # One call for all groups, where a kernel may launch once for many tensors
         room = -1 if ferry.places or fused.one_by_one else math.inf
@@ -317,23 +317,23 @@ class PointwiseOnFlats:
     def _tensors_of(
         self, regrouping: _Regrouping, state: HomedLeaves, device: torch.device
     ) -> dict[Positions, Tensor]:
-        """The tensor at each place: the flat (piece,) that leaves are cut from, or a new one that
-        they are copied to; or the leaf that follows no param."""
+        """By positions, the flat (piece,) that leaves are cut from, or a new one that they are
+        copied to; or the leaf that follows no param."""
         _, leaves, homes = state
         found: dict[Positions, Tensor] = {(n,): leaves[n] for n in regrouping.shared}
         # Leaves that nobody else has, of all params: without a call for each, at every step
         if self._current.donate == "leaves" and self._are_leaves:
-            own = {place.positions: leaves[place.positions[0]] for place in regrouping.flats}
+            own = {leaf.positions: leaves[leaf.positions[0]] for leaf in regrouping.flats}
             if _lie_plainly([*own.values()]):
                 return found | own
-        for place in regrouping.flats:
-            home = homes.get(place.positions)
+        for leaf in regrouping.flats:
+            home = homes.get(leaf.positions)
             if home is not None:
-                found[place.positions] = home.flat
+                found[leaf.positions] = home.flat
             else:
                 # A copy must be of what is brought, and stays beside the params
-                pieces = self._current.ferry.beside(_at(place.positions, leaves), device)
-                found[place.positions] = place.group.pack(pieces)
+                pieces = self._current.ferry.beside(_at(leaf.positions, leaves), device)
+                found[leaf.positions] = leaf.group.pack(pieces)
         return found
 
     def _batches(self, part: Pointwise, regrouping: _Regrouping, room: float) -> list[_Batch]:
@@ -409,12 +409,12 @@ def _treats_leaves_alike(full: StatePlan, one: StatePlan, num_params: int) -> bo
     return follow_alike and len(full.shared) == len(one.shared)
 
 
-class _Place(NamedTuple):
-    """Where one leaf of a batch's state lies among the leaves of the full state."""
+class _StateLeaf(NamedTuple):
+    """A leaf of a batch's state: a flat of leaves of the full state, or one of these itself."""
 
     group: FlatGroup  # of a flat
     follows: bool  # whether it follows a param, and so is a flat
-    positions: Positions  # of a flat, one per leaf of the group; else one
+    positions: Positions  # in the full state; of a flat, one per leaf of the group; else one
 
 
 _positions = attrgetter("positions")
@@ -426,12 +426,12 @@ class _Batch(NamedTuple):
     groups: Sequence[FlatGroup]
     first: int  # the number of the first group
     treedef: optree.PyTreeSpec  # of the state that `init` makes of that tree
-    places: list[_Place]  # per leaf of it
+    leaves: list[_StateLeaf]  # of it
     shared: list[int]  # the numbers of those that follow no param
 
     def of(self, tensors: Mapping[Positions, T]) -> list[T]:
-        """Its own, of the tensors at all places."""
-        return [*map(tensors.__getitem__, map(_positions, self.places))]
+        """Its own, of all tensors by positions."""
+        return [*map(tensors.__getitem__, map(_positions, self.leaves))]
 
 
 class _Regrouping:
@@ -439,8 +439,8 @@ class _Regrouping:
 
     Attributes:
         full: structure of the full state.
-        flats: group by group, and slot by slot, where a flat lies in the full state.
-        shared: the positions of all other leaves there.
+        flats: group by group, and slot by slot.
+        shared: the positions of all other leaves in the full state.
         batches: see `PointwiseOnFlats._batches`.
     """
 
@@ -449,7 +449,7 @@ class _Regrouping:
         self.batches: dict[float, list[_Batch]] = {}  # by the elements that one has room for
         # One slot of a bucket's leaves is one flat
         self.flats = [
-            _Place(group, True, tuple(full.slots[slot, number] for number in group.leaves))
+            _StateLeaf(group, True, tuple(full.slots[slot, number] for number in group.leaves))
             for group in groups
             for slot in range(num_slots)
         ]
@@ -460,13 +460,13 @@ class _Regrouping:
         plan = plan_of(part.init(params))
         # They have the same order in every state
         shared = iter(self.shared)
-        places = [
+        leaves = [
             self.flats[(first + leaf.leaf) * self._num_slots + leaf.slot]
             if leaf.kind == "follows"
-            else _Place(groups[0], False, (next(shared),))
+            else _StateLeaf(groups[0], False, (next(shared),))
             for leaf in plan.leaves
         ]
-        return _Batch(groups, first, plan.treedef, places, plan.shared)
+        return _Batch(groups, first, plan.treedef, leaves, plan.shared)
 
 
 @dataclass
@@ -476,15 +476,15 @@ class _NextState:
     leaves: list[Any]
     homes: dict[Positions, Home]
 
-    def put(self, new: Tensor, place: _Place) -> None:
-        """Put a flat, or a leaf that follows no param, in its place."""
-        if place.follows:
-            made = place.group.cut(new)
-            self.homes[place.positions] = Home(new, leaves=made)
-            _put(made, place.positions, self.leaves)
+    def put(self, new: Tensor, leaf: _StateLeaf) -> None:
+        """Put a flat, or a leaf that follows no param, where the old one is."""
+        if leaf.follows:
+            made = leaf.group.cut(new)
+            self.homes[leaf.positions] = Home(new, leaves=made)
+            _put(made, leaf.positions, self.leaves)
         else:
-            self.homes.pop(place.positions, None)
-            _put([new], place.positions, self.leaves)
+            self.homes.pop(leaf.positions, None)
+            _put([new], leaf.positions, self.leaves)
 
 
 def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
