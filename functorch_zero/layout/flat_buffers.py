@@ -155,7 +155,7 @@ def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
 
 def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
     """The tree of leaves given bucket by bucket."""
-    return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
+    return layout.treedef.unflatten([parts[b][k] for b, k in layout.in_buckets])
 
 
 def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:

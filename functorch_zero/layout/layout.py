@@ -277,14 +277,14 @@ class Layout:
         return tuple(leaf.path for leaf in self.leaves)
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """For each leaf in tree order: (number of its bucket, its position there)."""
-        # (-1, -1): not placed yet; `make_layout` has seen that each leaf is
-        places: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
+    def in_buckets(self) -> tuple[tuple[int, int], ...]:
+        """For each leaf in tree order: (number of its bucket, its number there)."""
+        # (-1, -1): not found yet; `make_layout` has seen that each leaf is in one
+        found: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
         for b, bucket in enumerate(self.buckets):
             for k, leaf in enumerate(bucket.leaves):
-                places[leaf] = (b, k)
-        return tuple(places)
+                found[leaf] = (b, k)
+        return tuple(found)
 
     @cached_property
     def contents(self) -> tuple[UnitContent, ...]:
@@ -356,7 +356,7 @@ class Layout:
         """Per leaf, all that its pieces follow from. Equal for trees whose pieces are those of the
         same elements, whichever leaves are trained."""
         cuts = []
-        for leaf, (b, k) in zip(self.leaves, self.places, strict=True):
+        for leaf, (b, k) in zip(self.leaves, self.in_buckets, strict=True):
             bucket = self.buckets[b]
             alike = replace(leaf, trainable=False)
             cuts.append((alike, bucket.offsets[k], bucket.piece))
@@ -382,7 +382,7 @@ class Layout:
 
     def extents(self, piece_number: int) -> PyTree[Extent]:
         """The tree of the parts of leaves in the `piece_number`-th pieces of their buckets."""
-        extents = [self.buckets[b].extent(k, piece_number) for b, k in self.places]
+        extents = [self.buckets[b].extent(k, piece_number) for b, k in self.in_buckets]
         return self.treedef.unflatten(extents)
 
     @cached_property

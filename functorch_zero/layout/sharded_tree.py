@@ -151,7 +151,7 @@ class Holding:
     def parts(self) -> Sequence[LeafPart]:
         """Per leaf in tree order, the part of it that is here."""
         layout, found = self.sharding.layout, []
-        for b, k in layout.places:
+        for b, k in layout.in_buckets:
             bucket, number = self.cut_of(layout.buckets[b])
             extent, is_whole = bucket.extent(k, number), self.is_whole(layout.buckets[b])
             is_shaped = is_whole and self.form == "held"
@@ -256,7 +256,7 @@ class ShardedTree(ShardedNode):
         layout, holding = self.sharding.layout, self.holding
         # Gradients and updates have none themselves
         trained = holding.trained if holding.form == "held" else [False] * len(layout.leaves)
-        columns = self._leaves(), holding.parts, layout.paths, trained, layout.places
+        columns = self._leaves(), holding.parts, layout.paths, trained, layout.in_buckets
         made = [
             self._piece(leaf, part, path, trained=on, lease=self._homes[b], number=k)
             for leaf, part, path, on, (b, k) in zip(*columns, strict=True)
@@ -391,7 +391,7 @@ class ShardedTree(ShardedNode):
         leaves = (
             self._shown_leaves() if are_shown else layout.treedef.flatten_up_to(self.local_rows)
         )
-        rows = zip(leaves, layout.places, holding.trained, holding.parts, strict=True)
+        rows = zip(leaves, layout.in_buckets, holding.trained, holding.parts, strict=True)
         for n, (leaf, (b, _), is_trained, part) in enumerate(rows):
             # Rows are made by the library alone
             if (some and leaf is None) or isinstance(leaf, Rows):

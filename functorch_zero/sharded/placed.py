@@ -43,7 +43,7 @@ class StatePlaces:
         for leaf in plan.leaves:
             # What follows no param belongs to no unit
             is_shared = leaf.kind == "replicated"
-            b = None if is_shared else layout.places[leaf.leaf][0]
+            b = None if is_shared else layout.in_buckets[leaf.leaf][0]
             self._of_leaves.append(places.of("") if b is None else of_buckets[b])
 
     def homes(self, leaves: Sequence[Any]) -> dict[int, Placed]:

@@ -81,14 +81,14 @@ class Sharded(Across):
         # Per leaf, whether its pieces lie on several ranks; not so at level 0, or on one rank
         self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
         # Per leaf, whether this rank's elements count in sums: no rank before it holds them, too
-        counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.places]
+        counts = [layout.buckets[b].counts(group.rank) for b, _ in layout.in_buckets]
         self._counts = select(layout.treedef.unflatten(counts), mask)
         self._all_count = all(counts)
         self.on_flats = PointwiseOnFlats(layout, mask, group.rank, self.current)
         # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self.on_flats.numbers
-        places = [layout.places[number] for number in self._numbers]
-        self._has_tables = any(layout.buckets[b].cut.by_rows for b, _ in places)
+        own = [layout.in_buckets[number] for number in self._numbers]
+        self._has_tables = any(layout.buckets[b].cut.by_rows for b, _ in own)
         self._exchange = Exchange(layout, self._numbers, group)
         # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
         self._narrowed: dict[tuple[int, ...], Sharded] = {}

@@ -59,7 +59,7 @@ class StateHolding:
         found: list[LeafPart | None] = []
         for leaf in self.plan.leaves:
             if leaf.is_cut:
-                b, _ = layout.places[leaf.leaf]
+                b, _ = layout.in_buckets[leaf.leaf]
                 is_whole = not level_of(layout.buckets[b]).cuts_state
                 shape = leaf.shape_here(layout, piece_number)
                 found.append(LeafPart(leaf.extent(layout, piece_number), is_whole, shape))

@@ -81,7 +81,7 @@ class StateLeaf:
         return extent.start // row, extent.stop // row
 
     def _extent_of_param(self, layout: Layout, piece_number: int) -> Extent:
-        b, k = layout.places[self.leaf]
+        b, k = layout.in_buckets[self.leaf]
         return layout.buckets[b].extent(k, piece_number)
 
 
@@ -278,7 +278,7 @@ def owners_of(part: WholeLeaf, layout: Layout, numbers: Sequence[int], num_ranks
     so that all ranks, and a plan, find the same owners without a word."""
     owners, to_assign = [EVERYONE] * len(numbers), []
     for i, number in enumerate(numbers):
-        b, k = layout.places[number]
+        b, k = layout.in_buckets[number]
         if part.by_rows and layout.buckets[b].has_whole_rows(k):
             owners[i] = HOLDERS
         elif layout.leaves[number].cut.num_pieces > 1:

@@ -85,7 +85,7 @@ class Exchange:
         self._group = group
         self._leaves: list[_Leaf] = []
         for number in numbers:
-            b, index = layout.places[number]
+            b, index = layout.in_buckets[number]
             self._leaves.append(_Leaf(layout.buckets[b], index, layout.leaves[number].shape))
 
     def to_owners(

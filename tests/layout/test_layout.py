@@ -147,7 +147,7 @@ def test_the_same_on_every_rank(tree: Any, num_ranks: int) -> None:
     first, _ = layout_of(tree, num_ranks)
     second, _ = layout_of(tree, num_ranks)
     assert first == second and first.describe() == second.describe()
-    assert first.places == second.places
+    assert first.in_buckets == second.in_buckets
 
 
 @drawn(trees, worlds)
