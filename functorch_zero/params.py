@@ -105,10 +105,11 @@ class OnEngine:
 
     Attributes:
         holding: as given.
-        origin: the call of the library that has made it, or the place in a program's value, in
+        origin: the call of the library that has made it, or the path in a program's value, in
             words that are the same on all ranks; "" where nobody has named it. It is named before
             somebody reads the leaves, which are in its words. See Note [words] in `layout.piece`.
-        place: its path in the value that a program was given; None: it isn't of that.
+        path_in_value: its path in the value that a program was given; None: it isn't of that. A
+            state's own field may be called `path`, and would be hidden.
         num_uses: how often it was read so far, given to a function of the library, or returned by
             a program.
         leases: its own, and those of the leaves that `tree_map` has put here; see
@@ -122,7 +123,7 @@ class OnEngine:
         self._made: Any = None  # the shown leaves, where the library has made them
         self.leases: Sequence[Any] = ()
         self.origin, self.num_uses = "", 0
-        self.place: str | None = None
+        self.path_in_value: str | None = None
 
     @property
     def tree(self) -> Any:

@@ -119,7 +119,8 @@ class ShardedNode(OnEngine):
         """
         if part is None or not isinstance(leaf, Tensor):
             return leaf
-        given = None if self.place is None else text_from(self.place, path)
+        root = self.path_in_value
+        given = None if root is None else text_from(root, path)
         history = History(text_from(self.origin, path), path=given, **lying)
         local = leaf.reshape(part.shape_in_piece)
         return Piece(

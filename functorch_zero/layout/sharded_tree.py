@@ -181,7 +181,7 @@ class ShardedTree(ShardedNode):
         holding: how it is cut.
 
     Attributes:
-        holding, leases, origin, place, num_uses: as of all nodes.
+        holding, leases, origin, path_in_value, num_uses: as of all nodes.
     """
 
     holding: Holding

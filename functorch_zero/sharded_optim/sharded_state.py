@@ -103,7 +103,7 @@ class ShardedOptState(ShardedNode):
 
     Attributes:
         leases: of which the first one is its own, which its pieces have.
-        holding, origin, place, num_uses: as of all nodes.
+        holding, origin, path_in_value, num_uses: as of all nodes.
     """
 
     holding: StateHolding

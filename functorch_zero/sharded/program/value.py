@@ -158,7 +158,8 @@ class Nodes:
             is_own = _is_as_noted(node, noted) and node.origin
             own = node if is_own else _as_noted(node, noted)
             if ledger is not None and is_tree:
-                own.origin, own.place = own.origin or _origin(ledger.step, path), path
+                own.origin = own.origin or _origin(ledger.step, path)
+                own.path_in_value = path
             found.append(own)
         return cls(given.structure, found)
 
@@ -168,7 +169,7 @@ class Nodes:
         for path, noted, node in self._rows():
             own = node if _is_as_noted(node, noted) else _as_noted(node, noted)
             if is_on_engine(own):
-                own.origin, own.place = _origin(step, path), None
+                own.origin, own.path_in_value = _origin(step, path), None
             found.append(own)
         return Nodes(self.structure, found)
 
