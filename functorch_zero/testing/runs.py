@@ -51,7 +51,7 @@ class Start(NamedTuple):
         """Those of the step, after the state."""
         return batch if type(batch) is tuple and self.of_trees is not None else (batch,)
 
-    def told(self, state: State, metrics: Metrics | None = None) -> RecordedStep:
+    def recorded(self, state: State, metrics: Metrics | None = None) -> RecordedStep:
         """A whole state and a step's metrics, by kind. Of a program the leaves of trees are the
         params, by path, those of buffers the buffers, and all others the optimizer's state."""
         value = state.value
@@ -164,10 +164,10 @@ def _run(step: ProgramStep, start: Start, batches: Sequence[Any], part: Part) ->
     token = PART.set(part)
     try:
         state = step.init(*start.args, seed=start.seed)
-        run = Recording(start.told(state).params)
+        run = Recording(start.recorded(state).params)
         for batch in batches:
             state, metrics = step(state, *start.arguments(batch))
-            run.steps.append(start.told(state, metrics))
+            run.steps.append(start.recorded(state, metrics))
         return run
     finally:
         PART.reset(token)

@@ -390,11 +390,11 @@ def _run_sharded(
         sharded = type(sharded)(sharded.unsharded, replace(sharded.options, aligned=False))
         state = sharded.init(*start.args, seed=start.seed)
         part = mesh.parts_by_rank[group.rank]
-        run = Recording(start.told(sharded.unshard(state)).params, part=part)
+        run = Recording(start.recorded(sharded.unshard(state)).params, part=part)
         for parts in batches:
             state, metrics = sharded(state, *start.arguments(parts[part]))
             # Gathered after every step, as the next one may use its storage up
-            run.steps.append(start.told(sharded.unshard(state), metrics))
+            run.steps.append(start.recorded(sharded.unshard(state), metrics))
         return run
 
     try:

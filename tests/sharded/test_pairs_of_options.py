@@ -480,14 +480,14 @@ def sharded(case: Case, group: Any) -> Recording:
     nonfinite = step.policy.nonfinite
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(*start.args, seed=start.seed, values=values)
-    run = Recording(start.told(step.unshard(state)).params, part=group.rank)
+    run = Recording(start.recorded(step.unshard(state)).params, part=group.rank)
     assert "first" in str(fz.describe(step, state))
     for parts in batches(case):
         state, metrics = step(state, parts[group.rank])
         if evaluate is not None:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
         whole = step.unshard(state)
-        run.steps.append(start.told(whole, metrics))
+        run.steps.append(start.recorded(whole, metrics))
     if nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             own = parts[group.rank]
