@@ -136,7 +136,7 @@ class ShardedNode(OnEngine):
                 f"{self._what} was read inside of a sharded loss or evaluation, which is refused "
                 "at every level, since its leaves may be pieces",
                 path=name,
-                expected="whole tensors, or a number of it",
+                expected="whole tensors",
                 got=self,
                 rank=self.of_rank,
                 remedy=self._remedy_in_a_loss.format(name or self._name),
