@@ -4,7 +4,7 @@ all leaves of such a node."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -152,8 +152,8 @@ class HomedLeaves(NamedTuple):
     """The leaves of a tree, in plain tensors, and the flats that they are cut from."""
 
     treedef: Any
-    leaves: Sequence[Any]  # in flatten order
-    homes: Mapping[Positions, Home]  # of some leaves; the others lie anywhere
+    leaves: list[Any]  # in flatten order
+    homes: dict[Positions, Home]  # of some leaves; the others lie anywhere
 
     @classmethod
     def of(cls, tree: Any, homes: Iterable[Home] = ()) -> HomedLeaves:

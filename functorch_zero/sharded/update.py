@@ -98,27 +98,25 @@ class PreparedUpdate:
             may_fuse: whether kernels may run at all.
             donate: what may be written over. Unless it is nothing, the state is used up.
         """
-        own: Any
-        own_homes: Sequence[Home | None] = ()
-        kernel = self.optimizer.fused if by_kernel else None
-        if kernel is not None:
-            # A kernel alone sees no leaves, but flats (piece,)
-            given, own = map(optree.tree_leaves, (grads.flats(), own_pieces(flats, holding)))
-        else:
-            takes_rows = self._takes_rows_of(grads, may_fuse=may_fuse)
-            given = grads.local_rows if takes_rows else grads.local_tree
-            params = pieces_of(flats, holding)
-            own, own_homes = params.local_tree, params.known_homes
         before, current = state.brought_for(self._brought).local, self.across.current
         current.ferry.begin(look=look, over=bool(donate))
-        current.begin(grads.known_homes, own_homes, before.homes.values(), donate=donate)
+        kernel = self.optimizer.fused if by_kernel else None
         try:
             with ranged("update"):
                 updates = None
                 if kernel is not None:
+                    # A kernel alone sees no leaves, but flats (piece,)
+                    current.begin(donate=donate)
+                    pieces = own_pieces(flats, holding)
+                    given, own = map(optree.tree_leaves, (grads.flats(), pieces))
                     after = self.across.on_flats.fused(kernel, given, before, own)
                 else:
-                    tree = before.tree
+                    takes_rows = self._takes_rows_of(grads, may_fuse=may_fuse)
+                    given = grads.local_rows if takes_rows else grads.local_tree
+                    params = pieces_of(flats, holding)
+                    lying = grads.known_homes, params.known_homes, before.homes.values()
+                    current.begin(*lying, donate=donate)
+                    own, tree = params.local_tree, before.tree
                     # Kernels for some of the leaves only where nobody else sees the params
                     adds = by_kernel or (may_fuse and donate is True)
                     update = self.optimizer.update_and_add if adds else self.optimizer.update_fn

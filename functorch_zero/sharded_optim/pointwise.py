@@ -152,7 +152,8 @@ class PointwiseOnFlats:
         # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
         current, device = self._current, param_leaves[0].device
         ferry, old_state = current.ferry, optree.tree_leaves(state)
-        after, may_write_updates = _NextState([*old_state], {}), self._may_write(new_updates)
+        after = HomedLeaves(regrouping.full, [*old_state], {})
+        may_write_updates = self._may_write(new_updates)
         # The ids of flats, and of their leaves, that the state alone has
         own_state = current.state.ids if current.donate else set()
         if current.donate == "leaves":
@@ -190,13 +191,13 @@ class PointwiseOnFlats:
                 # All batches make the same of a count, so any one's is the answer
                 new = ferry.take_back(here, new) if leaf.follows else new
                 if new is not here.stored:
-                    after.put(new, leaf)
+                    _put_next(new, leaf, after)
 
         # One group at a time, where its state has a place
         room = 0 if ferry.places else _room(device)
         in_turn(self._batches(part, regrouping, room), begin, run, ferry.ahead)
         current.state.note(after.homes.values())
-        return treedef.unflatten(new_updates), regrouping.full.unflatten(after.leaves)
+        return treedef.unflatten(new_updates), after.tree
 
     def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
         """Whether the leaves that are to lie in one flat have one dtype, flat by flat."""
@@ -273,7 +274,7 @@ class PointwiseOnFlats:
         assert regrouping is not None
         ferry, donate = self._current.ferry, self._current.donate
         tensors = self._tensors_of(regrouping, state, device)
-        after = _NextState([*state.leaves], {**state.homes})
+        after = state._replace(leaves=[*state.leaves], homes={**state.homes})
         # Where a state has a place, the ferry makes the copies
         for leaf in regrouping.flats if donate or not ferry.places else ():
             at = leaf.positions
@@ -282,7 +283,7 @@ class PointwiseOnFlats:
             # A leaf from elsewhere may share elements with another one
             if not (donate and is_stored and (is_known or donate == "leaves")):
                 tensors[at] = flat.clone() if is_stored else flat
-                after.put(tensors[at], leaf)
+                _put_next(tensors[at], leaf, after)
 
         def begin(batch: _Batch) -> list[Brought]:
             return [ferry.bring(x, device) for x in batch.of(tensors) if ferry.places]
@@ -301,18 +302,18 @@ class PointwiseOnFlats:
                 made = batch.treedef.flatten_up_to(new)
                 # Leaves that follow no param are the same for all groups, which read the old
                 for k in batch.shared:
-                    after.put(made[k], batch.leaves[k])
+                    _put_next(made[k], batch.leaves[k], after)
             for here, leaf in zip(arrived, batch.leaves, strict=False):
                 # The kernel has written to the tensor itself
                 if leaf.follows:
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
-                        after.put(flat, leaf)
+                        _put_next(flat, leaf, after)
 
         # One call for all groups, where a kernel may launch once for many tensors
         room = -1 if ferry.places or fused.one_by_one else math.inf
         in_turn(self._batches(plain, regrouping, room), begin, run, ferry.ahead)
-        return state._replace(leaves=after.leaves, homes=after.homes)
+        return after
 
     def _tensors_of(
         self, regrouping: _Regrouping, state: HomedLeaves, device: torch.device
@@ -469,22 +470,16 @@ class _Regrouping:
         return _Batch(groups, first, plan.treedef, leaves, plan.shared)
 
 
-@dataclass
-class _NextState:
-    """The leaves of a state, which are replaced flat by flat, and the homes of those made here."""
-
-    leaves: list[Any]
-    homes: dict[Positions, Home]
-
-    def put(self, new: Tensor, leaf: _StateLeaf) -> None:
-        """Put a flat, or a leaf that follows no param, where the old one is."""
-        if leaf.follows:
-            made = leaf.group.cut(new)
-            self.homes[leaf.positions] = Home(new, leaves=made)
-            _put(made, leaf.positions, self.leaves)
-        else:
-            self.homes.pop(leaf.positions, None)
-            _put([new], leaf.positions, self.leaves)
+def _put_next(new: Tensor, leaf: _StateLeaf, after: HomedLeaves) -> None:
+    """Put a flat, or a leaf that follows no param, where the old one is, in a next state that is
+    being made."""
+    if leaf.follows:
+        made = leaf.group.cut(new)
+        after.homes[leaf.positions] = Home(new, leaves=made)
+        _put(made, leaf.positions, after.leaves)
+    else:
+        after.homes.pop(leaf.positions, None)
+        _put([new], leaf.positions, after.leaves)
 
 
 def _lie_plainly(leaves: Sequence[Tensor]) -> bool:
