@@ -275,9 +275,10 @@ class ProgramStep:
         scope = StepScope(
             streams=Streams(state.seed, state.step), calls=self.calls, rank=rank_of_step()
         )
+        shown = optree.tree_leaves(value)  # from before: a program may change its value's dicts
         new, metrics = self.run(value, args, scope, device_of(value), look=look)
         check_next_value(state.value, new, free=self.free)
-        next_value = _next_value(state.value, value, new)
+        next_value = _next_value(state.value, shown, new)
         return state.replace(step=state.step + 1, value=next_value), metrics
 
 
@@ -574,11 +575,14 @@ def _forms(tensors: Sequence[Tensor]) -> list[Any]:
 _FORM = operator.attrgetter("shape", "dtype")
 
 
-def _next_value(old: Any, given: Any, new: Any) -> Any:
+def _next_value(old: Any, shown: Sequence[Any], new: Any) -> Any:
     """A program's result as the next state holds it: without a history, trained as before. A leaf
-    that isn't trained, and that the program returns as it was given, is the old one itself."""
-    leaves, treedef = optree.tree_flatten(new)
-    before, shown = optree.tree_leaves(old), optree.tree_leaves(given)
+    that isn't trained, and that the program returns as it was given, is the old one itself.
+
+    Args:
+        shown: the leaves that the program was given.
+    """
+    (leaves, treedef), before = optree.tree_flatten(new), optree.tree_leaves(old)
     own = all_settled(detached(leaves))
     for leaf in compress(own, requiring_grad(shown)):
         leaf.requires_grad_()

@@ -166,3 +166,36 @@ def test_a_module_s_buffers_go_by_the_parameter_for_them(level: int | None) -> N
     assert (before.value[1]["mean"] == 0).all() and (after.value[1]["mean"] != 0).all()
     with pytest.raises(StructureError, match=r"path 1.mean.*value_and_grad\(loss\)\(.*buffers="):
         run(step_of(by_name=False), group)
+
+
+def assigns(value: Any, x: Tensor) -> Any:
+    """It puts other leaves into dicts of its value, and returns these."""
+    net, moments = value["net"], value["opt"][0].mu
+    moments["w"] = 2 * moments["w"]
+    mean, grads = fz.value_and_grad(loss)(net, x)
+    value["net"], value["opt"] = adamw.apply(grads, value["opt"], net)
+    value["count"] = value["count"] + 1
+    return value, {"loss": mean}
+
+
+def adds_an_entry(value: Any, x: Tensor) -> Any:
+    """One that comes before the others."""
+    value["a"] = torch.ones(2)
+    mean, grads = fz.value_and_grad(loss)(value["net"], x)
+    net, opt = adamw.apply(grads, value["opt"], value["net"])
+    return {"net": net, "opt": opt, "count": value["count"] + 1}, {"loss": mean}
+
+
+@pytest.mark.parametrize("program", [assigns, adds_an_entry])
+def test_a_program_may_change_dicts_of_its_value(program: Any) -> None:
+    """They are its own: their next leaves count, whatever was in the places."""
+    step = fz.program_step(program, init=init)
+    state = step.init(FIRST)
+    for x in BATCHES[:3]:
+        state, _ = step(state, x)
+    assert state.value["count"].tolist() == [3, 3] and state.value["opt"][0].count == 3
+    assert state.value["net"]["w"].requires_grad and not state.value["count"].requires_grad
+    for donate in (False, True):
+        assert_sharded_equals_unsharded(
+            step, FIRST, BATCHES[:3], levels=[1, 3], ranks=[2], donate=donate
+        )
