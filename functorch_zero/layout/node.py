@@ -177,6 +177,13 @@ class ShardedNode(OnEngine):
         made.origin = self.story.origin
         return made
 
+    def twin(self) -> Self:
+        """Another node of these leaves, for somebody who may put others in the places of its
+        own. Both are used up together."""
+        made = self._unread(self.holding)
+        made.origin = self.origin
+        return made
+
     def _unread(self, holding: Any) -> Self:
         """A node of these leaves, of which it has no pieces."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import SingleRank, run_ranks
-from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.tiers import thinned
 
 FIRST = {
@@ -188,7 +188,7 @@ def adds_an_entry(value: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("program", [assigns, adds_an_entry])
 def test_a_program_may_change_dicts_of_its_value(program: Any) -> None:
-    """They are its own: their next leaves count, whatever was in the places."""
+    """They are its own: their next leaves count, and the state that was given stays as it is."""
     step = fz.program_step(program, init=init)
     state = step.init(FIRST)
     for x in BATCHES[:3]:
@@ -199,3 +199,10 @@ def test_a_program_may_change_dicts_of_its_value(program: Any) -> None:
         assert_sharded_equals_unsharded(
             step, FIRST, BATCHES[:3], levels=[1, 3], ranks=[2], donate=donate
         )
+
+    sharded = fz.shard(step, level=3, group=SingleRank())
+    given, _ = sharded(sharded.init(FIRST), BATCHES[0])
+    before = sharded.unshard(given).value
+    made = [sharded.unshard(sharded(given, BATCHES[1])[0]).value for _ in range(2)]
+    assert_equal_values(before, sharded.unshard(given).value, grade="bitwise")
+    assert_equal_values(*made, grade="bitwise")

@@ -158,6 +158,8 @@ class Nodes:
             is_own = _is_as_noted(node, noted) and node.origin
             own = node if is_own else _as_noted(node, noted)
             if ledger is not None and is_tree:
+                # A program may change dicts of its value, and the state stays as it is
+                own = own.twin() if own is node else own
                 own.origin = own.origin or _origin(ledger.step, path)
                 own.path_in_value = path
             found.append(own)
