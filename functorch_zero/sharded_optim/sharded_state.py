@@ -22,7 +22,7 @@ from ..layout.sharding import Sharding
 from ..params import Engine
 from ..tree import outline
 from .ferry import is_moved
-from .state_plan import StatePlan
+from .state_plan import StatePlan, state_like
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class StateHolding:
             else:
                 found.append(None)
         return found
+
+    @property
+    def like(self) -> Any:
+        """The structure of the state on this rank, for `check_opt_state`."""
+        return state_like(self.plan, self.sharding.layout, self.sharding.piece_number)
 
     def rows_of(self, leaves: Sequence[Any]) -> Iterable[tuple[Any, LeafPart | None, str]]:
         """A state's leaves, with their parts and paths. Somebody's own tree, which no plan fits,

@@ -28,6 +28,7 @@ from ...model.untouched import is_looked_at
 from ...optim.base import Transform
 from ...optim.claims.check import check_claims
 from ...optim.naming import described
+from ...optim.state_checks import check_opt_state
 from ...optim.tree_norms import roots_of_totals, squares_of, without_trained
 from ...profiling import ranged
 from ...runtime.prefetch import PrefetchOrder
@@ -388,6 +389,8 @@ class ShardedEngine:
         axes = self.options.axes.at("unshard")
         if isinstance(tree, ShardedOptState):
             layout, plan = tree.holding.sharding.layout, tree.holding.plan
+            # Users may have put other entries into its dicts
+            check_opt_state(tree.holding.like, tree.as_it_lies, self.rank)
             return all_gather_state(tree.beside, plan, layout, axes.optimizer)
         return all_gather_tree(tree, axes)
 

@@ -22,7 +22,6 @@ from ...layout.sharded_tree import Holding, ShardedTree, hold, is_held
 from ...optim.state_checks import check_opt_state
 from ...params import Engine, as_local, is_on_engine, map_local, map_nodes
 from ...sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ...sharded_optim.state_plan import state_like
 from ...step.program_step import check_next_value, device_of
 from ...step.refit import without_values
 from ...step.state import State, Trained
@@ -230,7 +229,7 @@ class Nodes:
         """Raise unless optimizers' states have the structure that is noted of those there."""
         for path, noted, node in self._rows():
             if isinstance(noted, StateHolding) and isinstance(node, ShardedOptState):
-                check_opt_state(_state_like(noted), node.as_it_lies, rank, what=f"state.{path}")
+                check_opt_state(noted.like, node.as_it_lies, rank, what=f"state.{path}")
 
 
 def _is_cut(noted: Any) -> bool:
@@ -252,18 +251,12 @@ def _with_state(path: str, noted: Any, node: Any) -> Any:
             remedy=f"fz.shard_tree(tree, layout_like={what}), of the state as it was, or "
             "step.shard(...) of a whole state",
         )
-    like = _state_like(noted)
+    like = noted.like
     if optree.tree_structure(node) != noted.plan.treedef:  # before its leaves are taken for pieces
         check_opt_state(like, node, sharding.rank, what=what)
     made = ShardedOptState.of_shown(node, noted)
     check_opt_state(like, made.as_it_lies, sharding.rank, what=what)
     return made
-
-
-def _state_like(noted: StateHolding) -> Any:
-    """The structure of an optimizer's state that is cut so, for `check_opt_state`."""
-    sharding = noted.sharding
-    return state_like(noted.plan, sharding.layout, sharding.piece_number)
 
 
 def _origin(step: int, path: str) -> str:
