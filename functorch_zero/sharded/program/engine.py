@@ -282,11 +282,11 @@ class ShardedEngine:
                 params.handed_on()
                 state.use_up()
             raise
+        self.announce("publish")
         if over:
             new = params.handed_on()
         elif not fuses:
             new = in_new_flats(params, flats, empty)
-        self.announce("publish")
         with ranged("publish"):
             publish(new, flats, updates, axes, empty=empty)
         # Last: an update may lie in the old state, which is written over
@@ -310,8 +310,8 @@ class ShardedEngine:
         self._check_held(params)
         self._check_pieces(updates, params, some=True)
         empty, flats = emptied(self.options.places.params, params.sharding.layout), params.flats()
-        new = in_new_flats(params, flats, empty)
         self.announce("publish")
+        new = in_new_flats(params, flats, empty)
         with ranged("publish"):
             publish(new, flats, updates, self.options.axes, empty=empty)
         return new
