@@ -186,6 +186,7 @@ HARD += [
     "schedule_free, statistics",
     "sam",
     "lamb",
+    "apply_if_nonzero",
 ]
 
 

@@ -195,8 +195,8 @@ def apply_if_nonzero(inner: Transform, param_labels: Labels | None = None) -> Tr
         labels = label(params, across)
         largest = optree.tree_leaves(across.max(tree_map(lambda u: u != 0, updates)))
         # Here the host waits for the gradients. Every rank has the same answers, so all ranks
-        # branch alike
-        moves = torch.stack(largest).tolist() if largest else ()
+        # branch alike. Single ones, to which a plan says yes
+        moves = map(bool, torch.stack(largest).cpu().unbind() if largest else ())
         states = dict(state)
         # The updates of one that rests are zeros, as they should be
         for name in dict.fromkeys(compress(_names(labels, params), moves)):
