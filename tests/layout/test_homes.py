@@ -159,7 +159,9 @@ def test_a_leaf_that_is_assigned_to_a_state_counts(at: Any) -> None:
     assert_equal_updates(old, expected, got, old_got=old_got)
 
 
-@pytest.mark.parametrize("change", [lambda mu: mu.pop(NAMES[0]), lambda mu: mu.update(z=torch.ones(2))])
+@pytest.mark.parametrize(
+    "change", [lambda mu: mu.pop(NAMES[0]), lambda mu: mu.update(z=torch.ones(2))]
+)
 def test_a_state_with_other_entries_is_not_unsharded(change: Any) -> None:
     step = fz.shard(fz.train_step(loss_of, optim.adamw(0.1)), level=3, group=fz.groups.SingleRank())
     state = step.init(PARAMS)
