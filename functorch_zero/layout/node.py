@@ -148,7 +148,7 @@ class ShardedNode(OnEngine):
         if self.is_used_up:
             raise DonatedError(
                 f"{self._what} was donated to a step, and its storage holds the next one now. "
-                f"Remedy: use the one of the state that the step returned, keep a copy with "
+                "Remedy: use the one of the state that the step returned, keep a copy with "
                 f"tree_map(torch.clone, {self._name}), or shard with donate=False"
             )
 

@@ -143,7 +143,7 @@ class ShardedOptState(ShardedNode):
     def _take_shown(self) -> None:
         """Hold the leaves that users have put into the tree that they see."""
         leaves, treedef = optree.tree_flatten(self._shown)
-        if len(leaves) == len(self._taken) and all(map(is_, leaves, self._taken)):
+        if treedef == self._local.treedef and all(map(is_, leaves, self._taken)):
             return
         known = dict(zip(map(id, self._taken), self._local.leaves, strict=True))
         local = []

@@ -160,11 +160,17 @@ def test_a_leaf_that_is_assigned_to_a_state_counts(at: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda mu: mu.pop(NAMES[0]), lambda mu: mu.update(z=torch.ones(2))]
+    "change",
+    [
+        lambda mu: mu.pop(NAMES[0]),
+        lambda mu: mu.update(z=torch.ones(2)),
+        lambda mu: mu.update(z=mu.pop(NAMES[-1])),  # in the same order
+    ],
 )
-def test_a_state_with_other_entries_is_not_unsharded(change: Any) -> None:
+def test_a_state_with_other_entries_is_refused(change: Any) -> None:
     step = fz.shard(fz.train_step(loss_of, optim.adamw(0.1)), level=3, group=fz.groups.SingleRank())
     state = step.init(PARAMS)
     change(state.opt_state[0].mu)
-    with pytest.raises(StructureError, match=r"does not have the tree structure.*path 0\.mu"):
-        step.unshard(state)
+    for call in (step.unshard, lambda state: step(state, torch.ones(4, 8, dtype=torch.float64))):
+        with pytest.raises(StructureError, match=r"does not have the tree structure.*path 0\.mu"):
+            call(state)
