@@ -77,8 +77,8 @@ def launch(
         start_method: "spawn" needs fn, args and results that can be pickled and a main module
             guarded by `if __name__ == "__main__"`. "fork" takes lambdas and closures and starts in
             milliseconds. But it is for CPUs only, and safe only as long as the parent has no busy
-            threads. Its ranks have the caller's context variables, default device, grad mode and
-            inference mode.
+            threads, nor, before Python 3.13, any that have just ended. Its ranks have the caller's
+            context variables, default device, grad mode and inference mode.
         backend: by default gloo. For CUDA tensors it is NCCL when there is a GPU for each rank,
             which is then rank i's current device.
         threads_per_rank: of torch, for operators on a CPU.

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -130,6 +132,7 @@ def _stop(world: World, threads: list[threading.Thread]) -> str:
     if world.all_ended.is_set():
         for thread in threads:
             thread.join()
+            _await_kernel(thread)
         return ""
     # Those that wait raise; the one that runs is interrupted between two lines of Python
     world.stop()
@@ -141,6 +144,19 @@ def _stop(world: World, threads: list[threading.Thread]) -> str:
     if not alive:
         return ""
     return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
+
+
+def _await_kernel(thread: threading.Thread) -> None:
+    """Wait until the kernel, too, has ended a joined thread, on Linux.
+
+    Before Python 3.13 `join` returns sooner. What is left is the libraries' own end: MKL gives
+    back the thread's buffers under a lock, and a process forked in that moment waits for the lock
+    for good.
+    """
+    task = f"/proc/self/task/{thread.native_id}"
+    give_up = time.monotonic() + _SECONDS_TO_END
+    while os.path.exists(task) and time.monotonic() < give_up:
+        time.sleep(0)
 
 
 class ThreadGroup(Collectives):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import random
 import re
 import sys
@@ -102,6 +103,20 @@ def test_runs_are_repeatable() -> None:
         run_ranks(record, 4)
         traces.append(trace)
     assert traces[0] == traces[1] == traces[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its threads")
+def test_no_rank_is_still_ending_afterwards() -> None:
+    """A process forked beside a thread that ends may wait for MKL's lock for good."""
+    x = torch.ones(64, 64, dtype=torch.float64)
+
+    def multiply(group: ThreadGroup) -> int:
+        group.all_reduce((x @ x).view(-1)).wait()
+        return threading.get_native_id()
+
+    for _ in range(50):
+        ended = run_ranks(multiply, 3)
+        assert not {str(thread) for thread in ended} & {*os.listdir("/proc/self/task")}
 
 
 def test_what_torch_keeps_per_thread_is_the_callers() -> None:
