@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from math import prod
 
+import optree
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from ..sharded.words import exchange_data
 from ..sharded_optim.mail import Mail
 from ..step.state import State
 from .agreement import together
-from .contents import Contents, LocalLeaf, Step, contents_of, frozen_in, group_of
+from .contents import LocalLeaf, Step, contents_of, frozen_in, group_of
 
 
 def leaves(
@@ -67,8 +68,10 @@ def leaves(
 
     def choose() -> list[LocalLeaf]:
         names = frozenset() if frozen else frozen_in(step, state)
-        chosen = _at(contents_of(step, state), of, group.rank)
-        return [local for local in chosen if local.path not in names]
+        found = contents_of(step, state).leaves
+        # The parts are a state's last leaves. By number, since a program may have an entry "parts"
+        found = found[: len(found) - len(optree.tree_leaves(state.parts))]
+        return [local for local in _at(found, of, group.rank) if local.path not in names]
 
     def digest(chosen: list[LocalLeaf]) -> str:
         """Of what ranks must have alike."""
@@ -84,9 +87,8 @@ def leaves(
     yield from _send(chosen, of, to, dtype, max_bytes, labelled(group, "leaves"))
 
 
-def _at(contents: Contents, of: str, rank: int) -> list[LocalLeaf]:
-    """The leaves at a path or below."""
-    found = [local for local in contents.leaves if not local.path.startswith("parts.")]
+def _at(found: list[LocalLeaf], of: str, rank: int) -> list[LocalLeaf]:
+    """Those of a state's leaves at a path or below."""
     if not of:
         return found
     below = [local for local in found if local.path == of or local.path.startswith(f"{of}.")]
@@ -112,7 +114,7 @@ def _send(
             sent = (_to_send(local, dtype, to, group.rank) for local in pack)
             # None but at the receiver
             rows = zip(_gather([*sent], to, group), pack, strict=False)
-            whole = [(local.path.removeprefix(of).strip("."), leaf) for leaf, local in rows]
+            whole = [(local.path.removeprefix(of).removeprefix("."), leaf) for leaf, local in rows]
             while whole:
                 try:
                     yield whole.pop(0)

@@ -97,6 +97,23 @@ def test_of_a_program_and_of_one_process() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("name", ["parts", "net"])
+def test_a_program_names_its_leaves_as_it_likes(name: str) -> None:
+    """As the state's own parts, which are left out, and with dots at the end."""
+
+    def program(value: Any, x: torch.Tensor) -> Any:
+        return value, {}
+
+    unsharded = fz.program_step(program, init=lambda net: {name: net})
+
+    def run(group: Any) -> list[str]:
+        step = fz.shard(unsharded, level=3, group=group)
+        state = step.init({"w.": torch.ones(5, requires_grad=True)})
+        return [path for path, _ in checkpoint.leaves(step, state, of="")]
+
+    assert run_ranks(run, 2) == [["step", f"{name}.w.", "seed"], []]
+
+
 def test_leaves_travel_in_another_dtype_and_in_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[int] = []
     all_to_all = ThreadGroup.all_to_all
