@@ -327,8 +327,14 @@ class ShardedTree(ShardedNode):
         return self.flats() if self.is_uncut else super().tensors
 
     def with_local(self, tree: PyTree[Tensor | None]) -> ShardedTree:
-        """A tree of other local tensors, held as this one is."""
-        return ShardedTree.of_local(tree, self.holding)
+        """A tree of other local tensors, held as this one is; some may be these."""
+        layout = self.sharding.layout
+        leaves = layout.treedef.flatten_up_to(tree)
+        homes = [
+            home if home and home.is_of([leaves[n] for n in bucket.leaves]) else None
+            for home, bucket in zip(self.known_homes, layout.buckets, strict=True)
+        ]
+        return ShardedTree.of_local(tree, self.holding, homes)
 
     def flats(self) -> list[Any]:
         """The flat of each bucket, which its leaves are views of (None: the leaves are None).
