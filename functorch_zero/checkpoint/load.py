@@ -106,12 +106,12 @@ def load(
             values; they are named.
         DonatedError: `like` was used up by a step.
     """
-    # It may still read what a load into `like` writes over: frozen params that it leaves out
-    wait_for_saves(step)
     root, allowed = Path(root), Allowed(allow_missing, allow_extra, cast)
     group = group_of(step)
 
     def choose() -> int:
+        # It may still read what a load into `like` writes over: frozen params that it leaves out
+        wait_for_saves(step)
         # Rank 0 alone, as ranks may see a shared folder at different moments. It looks at the sizes
         # of all files, and other ranks at those of the files that they read
         return chosen(root, count)[0].step if group.rank == 0 else -1

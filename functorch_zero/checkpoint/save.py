@@ -60,9 +60,13 @@ def save(
         MismatchError: ranks have different states or `user`; the first difference is named.
         TypeError: `user` holds something else, which is named.
     """
-    # The `async_save` under way ends first, and its error is raised rather than lost
-    wait_for_saves(step)
-    take = partial(snapshot_of, step, state, user, frozen=frozen)
+
+    def take() -> Snapshot:
+        # The `async_save` under way ends first, and its error is raised rather than lost: on all
+        # ranks, also where only some were told of it before
+        wait_for_saves(step)
+        return snapshot_of(step, state, user, frozen=frozen)
+
     return run_save(Path(root), group_of(step), take)
 
 
@@ -87,11 +91,12 @@ def async_save(
     """
     check_step(step)
     group = _group_beside(step)
-    # Raises the last save's error before this one begins
-    step.background.wait()
     snapshot: Snapshot | None = None
     problem: Exception | None = None
+    waits = True  # for the save before, whose error this call raises
     try:
+        step.background.wait()
+        waits = False
         # On the caller's thread: after this call the step may overwrite its storage
         snapshot = snapshot_of(step, state, user, frozen=frozen)
         # Without donation the tensors stay as they are, and the job checks that they did
@@ -120,7 +125,11 @@ def async_save(
     if snapshot is not None:
         devices, progress = devices_of(snapshot), snapshot.progress
     step.background.task = saving = Saving(reading_beside(devices, job), progress)
+    # Ranks that were told of the error before have begun this save, which tells them why it fails
+    saving.was_asked = waits
     saving.start(here=group is group_of(step) and not isinstance(group, SingleRank))
+    if waits and problem is not None:
+        raise problem
     return saving
 
 

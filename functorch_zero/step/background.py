@@ -45,5 +45,5 @@ class Background:
         if failed:
             self.wait()
             raise PeerError(
-                "a task beside training has failed on another rank, and not on this one"
+                "a task beside training has failed on another rank, or this one was told before"
             )

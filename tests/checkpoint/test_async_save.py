@@ -20,7 +20,7 @@ import torch
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, block_io
 from functorch_zero.checkpoint.snapshot import Snapshot, devices_of, snapshot_of
-from functorch_zero.errors import MismatchError
+from functorch_zero.errors import MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import SingleRank
@@ -200,6 +200,38 @@ def test_a_mistake_is_told_to_all_ranks(tmp_path: Path) -> None:
 
     texts = run_ranks(run, 2)
     assert texts[0] == texts[1] and "rank 1: TypeError: user must" in texts[0]
+
+
+@pytest.mark.parametrize("name", ["step", "save", "async_save", "load"])
+def test_a_failure_that_one_rank_has_heard_of_is_raised_on_all(tmp_path: Path, name: str) -> None:
+    """Else that one goes on alone, to wait for the others. Then the call is made once more."""
+    base, params, buffers = make_step()
+
+    def run(group: Group) -> list[str]:
+        step = shard(base, level=2, group=group, donate=False)
+        state = step.init(params, buffers)
+        checkpoint.save(tmp_path, step, state.replace(step=9))
+        failed = checkpoint.async_save(tmp_path, step, state, user={1} if group.rank else None)
+        if group.rank == 0:
+            with pytest.raises(CheckpointError, match="TypeError"):
+                failed.result()
+        batch = split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[group.rank]
+        calls: dict[str, Any] = {
+            "step": lambda: step(state, batch),
+            "save": lambda: checkpoint.save(tmp_path, step, state),
+            "async_save": lambda: checkpoint.async_save(tmp_path, step, state).result(),
+            "load": lambda: checkpoint.load(tmp_path, step, like=state),
+        }
+        with pytest.raises(
+            PeerError if (name, group.rank) == ("step", 0) else CheckpointError
+        ) as e:
+            calls[name]()
+        calls[name]()
+        checkpoint.wait_for_saves(step)
+        return str(e.value)
+
+    told = run_ranks(run, 2)
+    assert all("TypeError" in text for text in told[name == "step" :])
 
 
 @THOROUGH

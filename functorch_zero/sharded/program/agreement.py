@@ -125,7 +125,13 @@ class AgreementOfRanks:
             raise _difference(exchange_data(group, [*found, values]), ledger, group.rank)
         ledger.settled(told.sizes, group.rank)
         has_failed, *raised = told.flags
-        self._background.raise_if(has_failed)
+        try:
+            self._background.raise_if(has_failed)
+        except Exception as error:
+            # All ranks leave, to come back together: a `GroupError`, which says that this rank has
+            # left, is another group's here, or nobody's
+            group.fail(error)
+            raise
         self._batches.note(digest, told.same_batch, group.rank)
         return raised
 
