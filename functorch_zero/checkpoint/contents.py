@@ -188,7 +188,7 @@ def frozen_in(step: Step, state: State) -> frozenset[str]:
         rows = zip(paths(state.params), state.trained.flags(state.params), strict=True)
         names = [path for path, on in rows if not on]
     # Of a tree that is one leaf, the path is empty
-    return frozenset(f"params.{name}".rstrip(".") for name in names)
+    return frozenset(f"params.{name}" if name else "params" for name in names)
 
 
 def _is_params(node: Any) -> bool:

@@ -140,7 +140,7 @@ class ReductionParts:
                 own_paths = [layout.leaves[n].path for n in bucket.leaves]
                 for name, carried in reduction.keeps.items():
                     named = [names[b]] if carried == "same" else own_paths
-                    keys = [f"{tree}.{key}".lstrip(".") for key in named]
+                    keys = [f"{tree}.{key}" if tree else key for key in named]
                     made = KeptFlat(name, carried, bucket, (tree, b), axes.piece_number, keys)
                     self._flats.append(made)
 

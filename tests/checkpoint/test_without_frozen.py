@@ -398,3 +398,12 @@ def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
         checkpoint.load(tmp_path / "whole", sharded, like=state)
     finally:
         is_waited_for.set()
+
+
+def test_a_trained_leaf_whose_name_is_a_frozen_ones_but_for_a_dot(tmp_path: Path) -> None:
+    params = {"w": torch.ones(3, requires_grad=True), "w.": torch.ones(3)}
+    step = fz.train_step(lambda p, b, x: (x * p["w"] + p["w."]).square().mean(), optim.sgd(0.1))
+    state, _ = step(step.init(params, {}), torch.ones(2, 3))
+    checkpoint.save(tmp_path, step, state, frozen=False)
+    loaded, _ = checkpoint.load(tmp_path, step, like=step.init(params, {}))
+    assert torch.equal(loaded.params["w"], state.params["w"])

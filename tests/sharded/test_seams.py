@@ -132,6 +132,15 @@ def test_a_reduction_keeps_its_error(level: int, ranks: int) -> None:
     run_ranks(run, ranks)
 
 
+def test_leaves_whose_names_differ_by_a_dot_keep_errors_of_their_own() -> None:
+    params = {name: torch.ones(3, requires_grad=True) for name in ("w", ".w", "w.")}
+    loss = lambda p, b, x: sum((x * w).square().mean() for w in p.values())
+    step = fz.train_step(loss, optim.sgd(LR))
+    sharded = fz.shard(step, level=3, group=fz.groups.SingleRank(), reduction=ROUNDED)
+    state = sharded.init(params, {})
+    assert {*state.parts["reduction"]["error"]} == {*params}
+
+
 class InPlace(Rounded):
     """Adds to what it keeps, which the state before still holds."""
 
