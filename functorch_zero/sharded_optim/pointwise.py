@@ -109,7 +109,8 @@ class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
     A state has two structures: `full`, leaf by leaf as `init` makes it, and that of a `_Batch` of
-    flats. A `_StateLeaf` is a leaf of a batch's, and knows which leaves of the full state it is.
+    flats. A leaf of a batch's, a `_StateFlat` or a `_SharedLeaf`, knows which leaves of the full
+    state it is.
 
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
@@ -176,8 +177,8 @@ class PointwiseOnFlats:
                 # A count is never written over: each batch reads the same old one
                 is_own = id(here.stored) in own_state
                 may_write = is_own if here.place is None else ferry.writes_to(here)
-                donated = leaf.follows and may_write
-                operands.append(_Operand(here.tensor, leaf.follows, donated))
+                is_flat = isinstance(leaf, _StateFlat)
+                operands.append(_Operand(here.tensor, is_flat, is_flat and may_write))
 
             results = iter(_run_in_chunks(part, batch.treedef, operands, params_here))
             for group, operand in zip(batch.groups, operands, strict=False):
@@ -189,7 +190,7 @@ class PointwiseOnFlats:
                     _put(made, group.positions, new_updates)
             for leaf, here, new in zip(batch.leaves, arrived, results, strict=True):
                 # All batches make the same of a count, so any one's is the answer
-                new = ferry.take_back(here, new) if leaf.follows else new
+                new = ferry.take_back(here, new) if isinstance(leaf, _StateFlat) else new
                 if new is not here.stored:
                     _put_next(new, leaf, after)
 
@@ -292,7 +293,9 @@ class PointwiseOnFlats:
             given = batch.of(tensors)
             if not donate:
                 rows = zip(arrived, batch.leaves, strict=False)  # none, where nothing travels
-                arrived = [here.to_write() if leaf.follows else here for here, leaf in rows]
+                arrived = [
+                    here.to_write() if isinstance(leaf, _StateFlat) else here for here, leaf in rows
+                ]
             if ferry.places:
                 given = [here.tensor for here in arrived]
             # A plan's have none: a kernel works in place and takes no room
@@ -305,7 +308,7 @@ class PointwiseOnFlats:
                     _put_next(made[k], batch.leaves[k], after)
             for here, leaf in zip(arrived, batch.leaves, strict=False):
                 # The kernel has written to the tensor itself
-                if leaf.follows:
+                if isinstance(leaf, _StateFlat):
                     flat = ferry.take_back(here, here.tensor)
                     if flat is not here.stored:
                         _put_next(flat, leaf, after)
@@ -410,14 +413,21 @@ def _treats_leaves_alike(full: StatePlan, one: StatePlan, num_params: int) -> bo
     return follow_alike and len(full.shared) == len(one.shared)
 
 
-class _StateLeaf(NamedTuple):
-    """A leaf of a batch's state: a flat of leaves of the full state, or one of these itself."""
+class _StateFlat(NamedTuple):
+    """A leaf of a batch's state that follows a flat of params: a flat of leaves of the full
+    state."""
 
-    group: FlatGroup  # of a flat
-    follows: bool  # whether it follows a param, and so is a flat
-    positions: Positions  # in the full state; of a flat, one per leaf of the group; else one
+    group: FlatGroup
+    positions: Positions  # in the full state, one per leaf of the group
 
 
+class _SharedLeaf(NamedTuple):
+    """A leaf of a batch's state that follows no param: the same in the full state."""
+
+    positions: Positions  # in the full state: one
+
+
+_StateLeaf = _StateFlat | _SharedLeaf
 _positions = attrgetter("positions")
 
 
@@ -450,7 +460,7 @@ class _Regrouping:
         self.batches: dict[float, list[_Batch]] = {}  # by the elements that one has room for
         # One slot of a bucket's leaves is one flat
         self.flats = [
-            _StateLeaf(group, True, tuple(full.slots[slot, number] for number in group.leaves))
+            _StateFlat(group, tuple(full.slots[slot, number] for number in group.leaves))
             for group in groups
             for slot in range(num_slots)
         ]
@@ -464,7 +474,7 @@ class _Regrouping:
         leaves = [
             self.flats[(first + leaf.leaf) * self._num_slots + leaf.slot]
             if leaf.kind == "follows"
-            else _StateLeaf(groups[0], False, (next(shared),))
+            else _SharedLeaf((next(shared),))
             for leaf in plan.leaves
         ]
         return _Batch(groups, first, plan.treedef, leaves, plan.shared)
@@ -473,7 +483,7 @@ class _Regrouping:
 def _put_next(new: Tensor, leaf: _StateLeaf, after: HomedLeaves) -> None:
     """Put a flat, or a leaf that follows no param, where the old one is, in a next state that is
     being made."""
-    if leaf.follows:
+    if isinstance(leaf, _StateFlat):
         made = leaf.group.cut(new)
         after.homes[leaf.positions] = Home(new, leaves=made)
         _put(made, leaf.positions, after.leaves)
