@@ -28,8 +28,8 @@ from .runs import assert_alike
 # The sharded step may be this many times as far off as round-off makes the unsharded one
 ROUND_OFF = 10
 
-# The results that ranks must have as the oracle, in the order in which they are compared
-KINDS = ("updates", "opt_state", "buffers", "metrics", "counters")
+# The kinds of results that ranks must have as the oracle, in the order in which they are compared
+RESULTS = ("updates", "opt_state", "buffers", "metrics", "counters")
 
 # The oracle's runs that end with step k, of which each has one part alone
 Shares: TypeAlias = Callable[[int], Sequence[Recording]]
@@ -39,7 +39,7 @@ Shares: TypeAlias = Callable[[int], Sequence[Recording]]
 class Comparison:
     """The oracle's run and each rank's, to be compared step by step."""
 
-    parts: Sequence[Recording]  # the oracle's: one, or where it takes batches in parts, each part's
+    oracle: Sequence[Recording]  # one, or where it takes batches in parts, each part's
     got: Sequence[Recording]  # by rank
     equality: Equality
     unused: tuple[str, ...]
@@ -51,7 +51,7 @@ class Comparison:
     @property
     def expected(self) -> Recording:
         """The oracle's results that all ranks must have."""
-        return self.parts[0]
+        return self.oracle[0]
 
     def difference(self, jittered: Sequence[Recording] = ()) -> AssertionError | None:
         """The first difference that the grade does not allow, nor round-off as in the `jittered`
@@ -62,7 +62,7 @@ class Comparison:
             for k in range(len(self.expected.steps)):
                 at = {"step": k, **self.at}
                 # Rank 0 against the oracle; the others against rank 0, to the bit
-                for kind in KINDS:
+                for kind in RESULTS:
                     self._compare(k, kind, self.got[0], jittered, at)
                 for rank in range(1, len(self.got)):
                     self._compare_rank(k, rank, {**at, "rank": rank})
@@ -86,7 +86,7 @@ class Comparison:
     def _with_cause(self, k: int, error: Unequal, shares: Shares) -> str:
         """An error of step k, with its cause by all that is known."""
         kind = error.what
-        if kind not in KINDS:
+        if kind not in RESULTS:
             return error.story
         alike = self.got[:1] if self.local and kind == "buffers" else self.got
         ranks = [run.known(k, kind) for run in alike]
@@ -162,8 +162,8 @@ class Comparison:
         assert_alike(self.got[0].at(k), run.at(k), what, local=self.local, context=at)
         # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
         # several ranks may have one part
-        if self.local and run.part < len(self.parts):
-            expected, got = (one.at(k).others["buffers"] for one in (self.parts[run.part], run))
+        if self.local and run.part < len(self.oracle):
+            expected, got = (one.at(k).others["buffers"] for one in (self.oracle[run.part], run))
             what = "the rank's own buffers"
             assert_equal_values(expected, got, grade=self.equality, what=what, context=at)
 

@@ -44,7 +44,7 @@ from .equality import (
     wide,
     wide_values,
 )
-from .recorder import KINDS, Names, Recorder, Share, Task
+from .recorder import TOLD, Names, Recorder, Share, Task
 from .recording import Leaves, RecordedStep, Recording
 
 Loop: TypeAlias = Callable[[Recorder], object]
@@ -250,7 +250,7 @@ class _Proof:
                 )
         self._compare(self.first - 1, "start")
         for k in range(self.first, self.oracle.num_steps):
-            for kind in KINDS:
+            for kind in TOLD:
                 self._compare(k, kind)
             self._compare_replicas(k)
 
@@ -396,10 +396,10 @@ class _Proof:
     def _of_shares(self, k: int, kind: str) -> list[Leaves]:
         """The reference's values from the rows of one part alone, by part; none where it can't be
         run so."""
-        parts = {run.parts for run in self.got}
-        if kind == "start" or len(parts) > 1 or 0 in (*parts, self.oracle.recording.parts):
+        numbers = {run.num_parts for run in self.got}
+        if kind == "start" or len(numbers) > 1 or 0 in (*numbers, self.oracle.recording.num_parts):
             return []
-        (num,) = parts
+        (num,) = numbers
         runs = [self.oracle.run(share=Share(k, part, num)) for part in range(num)]
         return [run.known(k, kind) for run in runs]
 
@@ -407,7 +407,7 @@ class _Proof:
     def _sizes(self) -> dict[str, int]:
         """Numbers by which a mistake may multiply, by what they count."""
         num, first = len(self.got), self.got[0]
-        found = sizes_of(num, {"parts of the batch": first.parts or num, **first.axes})
+        found = sizes_of(num, {"parts of the batch": first.num_parts or num, **first.axes})
         return {**found, **self.given_sizes}
 
     def _facts(self, k: int, first: Wrong) -> list[str]:

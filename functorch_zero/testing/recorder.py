@@ -28,8 +28,9 @@ from .runs import split
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
-# In the order in which they are compared; by the first that differs the others are spoilt
-KINDS = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
+# The kinds that a loop tells, in the order in which they are compared; by the first that differs
+# the others are spoilt
+TOLD = ("loss", "gradients", "norm", "updates", "optimizer state", "buffers")
 
 
 class Share(NamedTuple):
@@ -37,7 +38,7 @@ class Share(NamedTuple):
 
     step: int
     part: int
-    parts: int
+    num_parts: int
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,10 @@ class Recorder:
             part, parts = 0, 1
         part = self.group.rank if part is None else part
         parts = self.group.size if parts is None else parts
-        self.recording.part, self.recording.parts = part, parts
+        self.recording.part, self.recording.num_parts = part, parts
         for k, batch in enumerate(itertools.islice(batches, task.stop)):
             if task.share is not None and k == task.share.step:
-                yield split(batch, task.share.parts)[task.share.part]
+                yield split(batch, task.share.num_parts)[task.share.part]
                 return
             if k >= task.first:
                 yield batch if parts == 1 else split(batch, parts)[part]

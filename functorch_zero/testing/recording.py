@@ -35,7 +35,7 @@ class Recording:
     uses: dict[str, int] = field(default_factory=dict)  # how many names each param has
     axes: dict[str, int] = field(default_factory=dict)  # of the meshes that DTensors lie on
     part: int = 0  # of the batches, that this run took
-    parts: int = 0  # of how many; 0: it took none
+    num_parts: int = 0  # of how many; 0: it took none
     weighted: bool = True  # whether the loss says how much a batch counts
     steps: list[RecordedStep] = field(default_factory=list)
 

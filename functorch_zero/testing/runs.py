@@ -69,7 +69,9 @@ class Start(NamedTuple):
             "buffers": value.buffers,
             "metrics": metrics,
             "counters": (state.step, state.seed, value.finite),
-            "parts": (state.parts, state.trained),  # compared among ranks alone
+            # Compared among ranks alone
+            "kept": state.parts,
+            "trained": state.trained,
         }
         return RecordedStep(value.params, by_kind, settings={}, draws=False)
 
