@@ -160,10 +160,9 @@ class ShardedNode(OnEngine):
     @property
     def story(self) -> Story:
         """How the leaves were made: see Note [words] in `piece`."""
-        names = self.holding.paths
         if self._shown is None:
-            return story_from(self.origin, names)
-        return story_of(self._shown_leaves(), names, self._made)
+            return story_from(self.origin, self.holding)
+        return story_of(self._shown_leaves(), self.holding, self._made)
 
     def _shown_leaves(self) -> list[Any]:
         """The leaves that users see, in the order of the parts."""

@@ -542,16 +542,16 @@ def _plain_version(leaf: Any) -> int:
     return version_of(leaf) if is_counted else 0
 
 
-def story_of(leaves: Sequence[Any], names: Sequence[str], made: AsMade | None = None) -> Story:
+def story_of(leaves: Sequence[Any], holding: Any, made: AsMade | None = None) -> Story:
     """How a tree's leaves were made, which need not be pieces.
 
     Args:
-        names: of the leaves, as the tree is cut.
+        holding: of their node.
         made: the leaves at first; None: the library hasn't made them. As long as they are the same,
             it makes no difference whether a rank has read them.
     """
-    if made is not None and made.still(leaves, names):
-        return story_from(made.origin, names)
+    if made is not None and made.still(leaves, holding.paths):
+        return story_from(made.origin, holding)
     words: list[int] = []
     texts: list[str] = []
     unread: list[Tensor] = []
@@ -567,14 +567,25 @@ def story_of(leaves: Sequence[Any], names: Sequence[str], made: AsMade | None = 
         if isinstance(leaf, Tensor) and not _is_readable(leaf):
             unread.append(leaf)
     origin = f"#{crc32(repr(words).encode()):08x}"
+    return Story(origin, _distinct(unread), lambda: _told_by_leaf(texts, holding))
+
+
+def story_from(origin: str, holding: Any) -> Story:
+    """How the leaves of a node with this holding were made, which the library has made there."""
+
+    def tell() -> dict[str, str]:
+        return _told_by_leaf([text_from(origin, path) for path in holding.paths], holding)
+
+    return Story(origin, (), tell)
+
+
+def _told_by_leaf(texts: Sequence[str], holding: Any) -> dict[str, str]:
+    """How a node's leaves were made, by path. Pieces come first: a rank that has changed one tells
+    a count by its value, where the others tell how it was made, and it may be the same."""
     # Somebody's own tree in a state's place may have another number of leaves
-    told = {name or "(root)": text for name, text in zip(names, texts, strict=False)}
-    return Story(origin, _distinct(unread), lambda: told)
-
-
-def story_from(origin: str, names: Sequence[str]) -> Story:
-    """How the leaves of these names were made, which the library has made there."""
-    return Story(origin, (), lambda: {n or "(root)": text_from(origin, n) for n in names})
+    rows = [*zip(holding.parts, holding.paths, texts, strict=False)]
+    rows.sort(key=lambda row: row[0] is None)
+    return {path or "(root)": text for _, path, text in rows}
 
 
 def text_from(origin: str, name: str) -> str:
