@@ -19,7 +19,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, first_few
 from ..layout.extent import Extent, elements
 from ..tree import PyTree, map_with_paths, same_structure
 from .random_numbers import Kind, Number, draw_leaf, key_of
@@ -561,6 +561,11 @@ def run_batch(
         # Copies, since a view would keep the states of the whole batch alive
         updated.append(Updated(update, tree_map(lambda leaf, k=k: leaf[k].clone(), after)))
     return updated
+
+
+def note_leaves(error: Exception, paths: Sequence[str]) -> None:
+    """Note of which leaves the update was, in an author's function, that failed."""
+    error.add_note(f"Raised by the update of {first_few(paths, 3)}.")
 
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:

@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..layout.extent import Extent
-from ..tree import PyTree, select
+from ..tree import PyTree, paths, select
 from .across import (
     Across,
     Dim,
@@ -25,6 +25,7 @@ from .across import (
     Tree,
     WholeLeaf,
     check_limit,
+    note_leaves,
     reduce_leaf,
     reduce_over,
     run_batch,
@@ -88,8 +89,12 @@ class Local(Across):
         states = treedef.flatten_up_to(state)
         new_updates, new_states = [], []
         rows = zip(leaves, states, optree.tree_leaves(params), strict=True)
-        for update, old, param in rows:
-            (new,) = run_batch(part, [update], [old.state], [param])
+        for n, (update, old, param) in enumerate(rows):
+            try:
+                (new,) = run_batch(part, [update], [old.state], [param])
+            except Exception as error:
+                note_leaves(error, [paths(updates)[n]])
+                raise
             new_updates.append(new.update)
             new_states.append(Owned(new.state, old.leaf))
         return treedef.unflatten(new_updates), treedef.unflatten(new_states)

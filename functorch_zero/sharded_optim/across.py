@@ -33,6 +33,7 @@ from ..optim.across import (
     WholeLeaf,
     check_limit,
     norms_of,
+    note_leaves,
     reduce_leaf,
     run_batch,
     state_elsewhere,
@@ -336,7 +337,11 @@ class Sharded(Across):
                 own_part = replace(part, update=part.in_place)
             given = [whole_updates[i] for i in batch]
             own_params = [whole_params[0][i] for i in batch] if part.wants_param else []
-            made = run_batch(own_part, given, olds, own_params)
+            try:
+                made = run_batch(own_part, given, olds, own_params)
+            except Exception as error:
+                note_leaves(error, [self._layout.paths[self._numbers[i]] for i in batch])
+                raise
             for i, own, new in zip(batch, arrived, made, strict=True):
                 tensors, structure = optree.tree_flatten(new.state)
                 update, *tensors = _apart_from_others(own, new.update, tensors)

@@ -354,14 +354,16 @@ def test_results_of_other_shapes_are_refused(update: Any) -> None:
     params = {"w": torch.randn(4, 6, requires_grad=True)}
     step = train_step(lambda p, b, x: (p["w"] * x).sum(), transform)
     story = r"lambda> must make an update and a state of the shapes it was given: expected \[\(4, 6"
-    with pytest.raises(TransformError, match=story):
+    with pytest.raises(TransformError, match=story) as error:
         step(step.init(params), torch.randn(4, 6))
+    assert error.value.__notes__ == ["Raised by the update of w."]
 
     def on_a_rank(group: Any) -> None:
         sharded = shard(step, level=3, group=group)
         if group.rank == 0:  # the owner
-            with pytest.raises(TransformError, match=story):
+            with pytest.raises(TransformError, match=story) as error:
                 sharded(sharded.init(params), torch.randn(4, 6))
+            assert "Raised by the update of w." in error.value.__notes__
         else:
             with pytest.raises(PeerError, match=story):
                 sharded(sharded.init(params), torch.randn(4, 6))
