@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from .arithmetic import Number
 from .leaf_forms import in_forms, refuse_complex
 from .local import Local
 from .naming import Named, named
-from .state_checks import check_opt_state, outline_of
+from .state_checks import check_opt_state, note_other_dtype, outline_of
 from .touched_rows import init_by_rows, name_of, update_by_rows
 
 # An author's functions; the constructors below say which arguments they take
@@ -164,7 +165,13 @@ class Transform(Named):
                 raise
             across = Local(view)
             self.check_whole(state, view, what="the optimizer's state")
-            new, after = self.update_fn(updates, state, view, across)
+            try:
+                new, after = self.update_fn(updates, state, view, across)
+            except Exception as error:
+                # An author's init may ask for values, or for a device
+                with suppress(Exception):
+                    note_other_dtype(error, self.init_on_meta(view), state)
+                raise
             # The caller may write to these trees later; a state must not follow
             return new, copied_if_in(after, updates, new, view)
 

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..tree import PyTree, paths, same_structure
 
 
@@ -40,6 +40,24 @@ def check_opt_state(
             rank=rank,
             remedy=remedy,
         )
+
+
+def note_other_dtype(error: Exception, expected: Any, got: Any) -> None:
+    """Note the first leaf of an optimizer's state that has another dtype than init made it in: of
+    an update that has failed, it may be why. Many optimizers work all the same, so nothing is
+    refused.
+
+    Args:
+        expected: as `init` makes it; of leaves the dtypes count.
+        got: the state that the update was given.
+    """
+    wanted, given = (optree.tree_leaves(state) for state in (expected, got))
+    for path, one, other in zip(paths(got), wanted, given, strict=True):
+        dtype = getattr(one, "dtype", None)
+        if isinstance(other, Tensor) and other.dtype != dtype:
+            what, remedy = "A leaf of the optimizer's state has another dtype", "convert it"
+            error.add_note(explain(what, path=path, expected=dtype, got=other.dtype, remedy=remedy))
+            return
 
 
 def outline_of(tree: PyTree[Any]) -> tuple[Any, ...]:

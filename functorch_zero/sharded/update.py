@@ -15,12 +15,12 @@ from ..layout.home import Home
 from ..layout.layout import Layout
 from ..layout.sharded_tree import Holding, ShardedTree, own_pieces, pieces_of
 from ..optim.base import Needs, Transform, last_kernel
-from ..optim.state_checks import check_opt_state
+from ..optim.state_checks import check_opt_state, note_other_dtype
 from ..profiling import ranged
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.pointwise import Donate
 from ..sharded_optim.sharded_state import ShardedOptState
-from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
+from ..sharded_optim.state_plan import StatePlan, plan_state, state_like, state_on_meta
 from ..tree import are_tensors, same_structure
 from .options import Options
 
@@ -50,7 +50,8 @@ class PreparedUpdate:
     ):
         self.layout, self.across, self._brought = layout, across, brought
         num_ranks = options.axes.optimizer.size
-        self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, num_ranks)
+        self._planned = optimizer.init_fn, layout, layout.trainable, num_ranks
+        self.plan: StatePlan = plan_state(*self._planned)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that are cut with a param, and their shapes
         self._cut = [i for i, leaf in enumerate(self.plan.leaves) if leaf.is_cut]
@@ -137,6 +138,9 @@ class PreparedUpdate:
                     }
                     after = after._replace(homes=homes)
                 return updates, ShardedOptState.of_local(after, state.holding.lying(self._brought))
+        except Exception as error:
+            note_other_dtype(error, state_on_meta(*self._planned), before.tree)
+            raise
         finally:
             # Else they would be alive until the next one
             current.begin()

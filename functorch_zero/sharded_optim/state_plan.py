@@ -120,6 +120,10 @@ class _AtOwner:
     leaf: int  # the param that it belongs to, by its number in the layout
     owner: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
 
 class OwnedParam(NamedTuple):
     """A param that a whole-leaf transform updates."""
@@ -217,10 +221,17 @@ def plan_state(
     init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int
 ) -> StatePlan:
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
+    return plan_of(state_on_meta(init, layout, mask, num_ranks))
+
+
+def state_on_meta(
+    init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int
+) -> Any:
+    """That state, made of placeholders."""
     planner = Planner(layout, mask, num_ranks)
     try:
         # On the meta device: an author's `zeros_like` and arithmetic give shapes and dtypes
-        state = init(planner.placeholders(), planner)
+        return init(planner.placeholders(), planner)
     except RuntimeError as error:
         # A placeholder has no memory, and a tensor of its length elsewhere has no room
         if "allocate" not in str(error):
@@ -230,7 +241,6 @@ def plan_state(
             f"choice: expected the param's device, got {error}. Remedy: torch.zeros_like(param), "
             "or torch.zeros(param.shape, dtype=param.dtype, device=param.device)"
         ) from error
-    return plan_of(state)
 
 
 def plan_of(state: Any) -> StatePlan:

@@ -13,7 +13,7 @@ from torch import nn
 
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError, TransformError
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
@@ -108,3 +108,19 @@ def test_every_rank_ends_with_an_error(run: Callable[[Any, int], None], level: i
     assert len(ended) == 3, [str(e) for e in ended]
     for caught in ended:
         assert isinstance(caught, error | GroupError), caught
+
+
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_a_moment_of_another_dtype_is_named(level: int | None) -> None:
+    """By a note on torch's error: SGD, say, takes a trace of another dtype."""
+    step: Any = train_step(lambda p, b, x: (p["w"] * x).sum(), optim.adamw(0.1))
+    if level is not None:
+        step = shard(step, level=level, group=CountingGroup(2))
+    state = step.init({"w": torch.ones(4, requires_grad=True)})
+    moved = tree_map(lambda x: x.bfloat16() if x.dim() else x, state.opt_state)
+    with pytest.raises(RuntimeError) as error:
+        step(state.replace(opt_state=moved), torch.ones(4))
+    assert error.value.__notes__ == [
+        "A leaf of the optimizer's state has another dtype: path 0.mu.w, expected torch.float32, "
+        "got torch.bfloat16. Remedy: convert it."
+    ]
