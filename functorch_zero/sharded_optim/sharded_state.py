@@ -126,10 +126,13 @@ class ShardedOptState(ShardedNode):
         self.leases = [Lease()]
 
     @classmethod
-    def of_local(cls, local: HomedLeaves, holding: StateHolding) -> ShardedOptState:
-        """The state of these leaves, and of flats that nobody else has."""
+    def of_local(
+        cls, local: HomedLeaves, holding: StateHolding, leases: Sequence[Lease] = ()
+    ) -> ShardedOptState:
+        """The state of these leaves, and of flats that nobody else has; or another node of a state
+        that has these leases."""
         made = cls((), holding)
-        made._local = local
+        made._local, made.leases = local, leases or made.leases
         return made
 
     @classmethod
@@ -208,7 +211,8 @@ class ShardedOptState(ShardedNode):
 
     def with_local(self, tree: Any) -> ShardedOptState:
         """A state of other plain tensors, which lie where these do; some may be these."""
-        return self._like(HomedLeaves.of(tree, self.local.homes.values()), self.holding)
+        local = HomedLeaves.of(tree, self.local.homes.values())
+        return ShardedOptState.of_local(local, self.holding, self.leases)
 
     def with_numbers(self, tree: Any) -> ShardedOptState:
         """A state of a tree in which some numbers are others, which ranks compare."""
@@ -220,13 +224,8 @@ class ShardedOptState(ShardedNode):
         made.origin = f"#{self.story.word:08x} with {words}"
         return made
 
-    def _like(self, local: HomedLeaves, holding: StateHolding) -> ShardedOptState:
-        made = ShardedOptState.of_local(local, holding)
-        made.leases = self.leases
-        return made
-
     def _unread(self, holding: StateHolding) -> ShardedOptState:
-        return self._like(self.local, holding)
+        return ShardedOptState.of_local(self.local, holding, self.leases)
 
     @property
     def beside(self) -> Any:
