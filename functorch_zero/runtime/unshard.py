@@ -140,7 +140,14 @@ class GatheredFlats:
         if self.here is not None:
             return self.here
         self.start()
-        wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
+        wholes = self._flats  # if nothing travels
+        if self.under_way is not None:
+            with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
+                # All waits first, so that no decoding holds up the arrival of others
+                for gathering in self.under_way:
+                    gathering.work.wait()
+            # (num_pieces * m,) each; flats that are not cut are those given
+            wholes = [gathering.arriving for gathering in self.under_way]
         self.under_way = None
         here = []
         for whole, bucket in zip(wholes, self._buckets, strict=True):
@@ -159,15 +166,6 @@ class GatheredFlats:
         # A loss that writes to them is caught when they go
         self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
         return here
-
-    def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
-        """Wait for the gathers -> what has arrived, (num_pieces * m,); flats that are not cut as
-        they were given."""
-        with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
-            # All waits first, so that no decoding holds up the arrival of others
-            for gathering in started:
-                gathering.work.wait()
-        return [gathering.arriving for gathering in started]
 
     def leaves(self) -> Sequence[Tensor]:
         # Views are made anew: flats gathered again lie in other storage
