@@ -21,7 +21,7 @@ from ..runtime.unit import Pass
 from ..step.nonfinite import all_finite
 from ..step.rows import leading_sizes, sizes_by_path
 from ..step.scope import ALL_ROWS, batch_here, scope_here
-from ..step.weights import is_on_device
+from ..step.weights import check_weight_value, is_on_device
 
 
 class BatchOnRanks:
@@ -86,15 +86,33 @@ class BatchOnRanks:
         self._log.append(word)
         return labelled(self.group, f"loss/{label}")
 
-    def check_not_empty(self, values: Mapping[str, Tensor], weight: Tensor | float | None) -> None:
-        """Refuse a value that is the mean of nothing, NaN, and would count as much as the others'.
+    def check(
+        self, values: Mapping[str, Tensor], weight: Tensor | float | None, *, look: bool
+    ) -> None:
+        """Refuse results that would count wrongly: the mean of nothing, NaN, as much as the others'
+        values; rows that are in other ranks' losses, as nothing.
 
         Args:
             values: of the part, 0-d, by name: a loss and its metrics, or an evaluation's.
             weight: that came with them; None: every part counts the same.
+            look: whether a device is asked for its weight.
         """
-        # A weight of 0 says it already
-        if weight is not None or not self._lacks_rows:
+        if look:
+            check_weight_value(weight, self.rank)
+        if weight is None:
+            self._check_not_empty(values)
+        elif self._gave_rows and (look or not is_on_device(weight)) and float(weight) == 0:
+            raise StructureError(
+                "a loss gave rows to the other ranks by fz.batch, and has weight 0: it would "
+                "count for nothing, and its rows would count in the others' losses",
+                expected="a weight above 0, or no rows",
+                rank=self.rank,
+                remedy="leave those rows out before the exchange; return no weight where each "
+                "rank has the loss of the whole batch",
+            )
+
+    def _check_not_empty(self, values: Mapping[str, Tensor]) -> None:
+        if not self._lacks_rows:
             return
         # It may be NaN by other ranks' rows, as it is in one process
         if not all_finite([x for x in self._received if x.is_floating_point()]):
@@ -109,20 +127,6 @@ class BatchOnRanks:
                     remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
                     "counts for nothing",
                 )
-
-    def check_weight(self, weight: Tensor | float | None, *, look: bool) -> None:
-        """Raise if this rank's rows are in other ranks' losses, and its own weighs nothing."""
-        if weight is None or not self._gave_rows or (is_on_device(weight) and not look):
-            return
-        if float(weight) == 0:
-            raise StructureError(
-                "a loss gave rows to the other ranks by fz.batch, and has weight 0: it would "
-                "count for nothing, and its rows would count in the others' losses",
-                expected="a weight above 0, or no rows",
-                rank=self.rank,
-                remedy="leave those rows out before the exchange; return no weight where each "
-                "rank has the loss of the whole batch",
-            )
 
     def _check(self, word: str) -> None:
         name = word.partition(",")[0]

@@ -25,7 +25,6 @@ from ..step.rng import Streams, replayed
 from ..step.rows import leading_sizes
 from ..step.scope import given_batch
 from ..step.state import State, check_state
-from ..step.weights import check_weight_value
 from ..tree import PyTree, check_tensors
 from .average import compare_words, means_of, start_means
 from .batch_on_ranks import BatchOnRanks
@@ -101,10 +100,7 @@ class ShardedEvalStep:
                     found = call_eval(self.unsharded.fn, read, args, rank)
                 run.finish()
             untouched.check(others)
-            if look:
-                check_weight_value(found.weight, rank)
-            on_ranks.check_not_empty(found.metrics, found.weight)
-            on_ranks.check_weight(found.weight, look=look)
+            on_ranks.check(found.metrics, found.weight, look=look)
             metrics = self._means(found, on_ranks, batch, log, device)
             order.record(run.following.gathered, run.uses)
             # The next step may write over what rows took from the params

@@ -35,6 +35,7 @@ from ..layout.extent import Rows, elements
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
+from ..step.program import GradientOptions
 from ..step.weights import as_weight, is_on_device, nonzero, or_nan, unless_weightless
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
@@ -73,22 +74,22 @@ def loss_seed_of(
     outcome: Outcome,
     layout: Layout,
     num_ranks: int,
-    num_micro: int,
-    scale: float | None,
+    options: GradientOptions,
     *,
     exchanged: bool = False,
 ) -> LossSeed:
-    """The seed and scale of one of `num_micro` micro-batches on one of `num_ranks` ranks; see Note
-    [seeds] and Note [overflow].
+    """The seed and scale of one micro-batch on one of `num_ranks` ranks: its share of the mean. See
+    Note [seeds] and Note [overflow].
 
     Args:
-        scale: of the loss; None: it isn't scaled.
+        options: how many micro-batches there are, and the scale of the loss.
         exchanged: whether gradients come from other ranks in backward.
 
     Raises:
         StructureError: the loss's dtype can't carry a weight.
     """
     loss, weight = outcome.loss, outcome.weight
+    num_micro, scale = options.accumulate, options.scale
     # Weights are divided by their sum at the end, in `to_means`
     share = 1 / (num_ranks * num_micro) if weight is None else as_weight(weight)
     if exchanged and weight is not None:

@@ -25,6 +25,7 @@ from functorch_zero.precision import Dtypes, Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.grad_mean import loss_seed_of
 from functorch_zero.step.loss import Outcome
+from functorch_zero.step.program import GradientOptions
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
@@ -638,7 +639,7 @@ def test_no_gradient_is_multiplied_by_one(ranks: int, loss_scale: float | None) 
     _, params, _ = functionalize(nn.Linear(2, 2), precision=Precision(compute=torch.bfloat16))
     layout = make_layout(params, ranks, trainable=lambda path, leaf: True)
     outcome = Outcome(torch.ones(()), {}, {}, None)
-    seed, scale = loss_seed_of(outcome, layout, ranks, 1, loss_scale)
+    seed, scale = loss_seed_of(outcome, layout, ranks, GradientOptions(scale=loss_scale))
     if ranks == 3 and loss_scale is None:
         assert float(seed) == 1 / 4 and scale.factor == 4 / 3
         return

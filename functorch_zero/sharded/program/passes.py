@@ -15,6 +15,7 @@ from ...groups import labelled
 from ...in_a_loss import hiding_trees
 from ...model.buffer_copies import check_left_in_backward
 from ...profiling import NOTHING, ranged
+from ...runtime.reduce import GradientReduction
 from ...runtime.two_seeds import TwoSeeds
 from ...runtime.unit import Pass
 from ...runtime.unshard import UnitFlats
@@ -22,12 +23,13 @@ from ...step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_
 from ...step.loss import Outcome, call_loss, independent
 from ...step.micro_batches import joined, micro_batches
 from ...step.scope import given_batch
-from ...step.weights import check_weight_value, is_on_device
+from ...step.weights import is_on_device
 from ...tree import PyTree
 from ..average import start_means
 from ..batch_on_ranks import BatchOnRanks
 from ..buffers import ask_changes
-from ..grad_mean import LossSeed, in_range, loss_seed_of
+from ..grad_mean import in_range, loss_seed_of
+from ..options import Options
 from ..params import make_unit_flats
 from .gradient import GradientRun, LocalGradient
 
@@ -111,11 +113,26 @@ def _run_pass(
             nodes = nodes_behind(outcome.loss, *roots) if run.look else []
             if run.look:
                 refuse_reentrant_checkpoints(nodes, rank)
-                check_weight_value(outcome.weight, rank)
-            seed, scale = _seed_of(run, outcome, batch, mixes=one_pass.mixes)
+            values = {"loss": outcome.loss, **outcome.metrics}
+            batch.check(values, outcome.weight, look=run.look)
+            seed, scale = loss_seed_of(
+                outcome,
+                run.joined.layout,
+                axes.data.size,
+                run.call.options,
+                exchanged=one_pass.mixes,
+            )
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
-            local = _note_outcome(run, outcome, outcomes, batch, last=last)
+            run.reminder.lost_buffers(outcome.lost, rank)
+            outcomes.append(_detached(outcome))
+            local = None
+            if last:
+                # Here all ranks are between the same collectives, and backward hides their way
+                whole, exchanged = joined(outcomes), batch.exchanged
+                local = _sent(whole, run.call.buffers, options, run.reduction, exchanged=exchanged)
+            elif outcome.weight is not None:
+                _check_weights_are_known(run.reduction, rank)
             trying: AbstractContextManager[None] = NOTHING
             # One rank begins backward as one process does
             if run.look and axes.data.size > 1:
@@ -147,53 +164,42 @@ def _run_pass(
     return local
 
 
-def _seed_of(run: GradientRun, outcome: Outcome, batch: BatchOnRanks, *, mixes: bool) -> LossSeed:
-    """This rank's share of the mean; `mixes`: whether gradients come from other ranks."""
-    axes, options = run.options.axes, run.call.options
-    batch.check_not_empty({"loss": outcome.loss, **outcome.metrics}, outcome.weight)
-    batch.check_weight(outcome.weight, look=run.look)
-    size, count = axes.data.size, options.accumulate
-    layout = run.joined.layout
-    return loss_seed_of(outcome, layout, size, count, options.scale, exchanged=mixes)
-
-
-def _note_outcome(
-    run: GradientRun,
-    outcome: Outcome,
-    outcomes: list[Outcome],
-    batch: BatchOnRanks,
+def _sent(
+    whole: Outcome,
+    buffers: PyTree[Any],
+    options: Options,
+    reduction: GradientReduction,
     *,
-    last: bool,
-) -> LocalGradient | None:
-    """Note a loss's results, which are still in their autograd graph, where all ranks are between
-    the same collectives. The last loss's set out, and backward hides their way."""
-    axes, reduction, rule = run.options.axes, run.reduction, run.options.sync_buffers
-    run.reminder.lost_buffers(outcome.lost, axes.world.rank)
-    outcomes.append(_detached(outcome))
-    if not last:
-        keeps_early = reduction.keeps and reduction.reduces_before_the_end
-        if keeps_early and outcome.weight is not None:
-            raise _weights_come_late(axes.world.rank)
-        return None
-    whole = joined(outcomes)
-    metrics, group = {"loss": whole.loss, **whole.metrics}, labelled(axes.world, "gradient/metrics")
+    exchanged: bool,
+) -> LocalGradient:
+    """The results of all micro-batches' losses, which set out to the other ranks.
+
+    Args:
+        buffers: those that the first loss was given.
+        exchanged: whether a loss has seen rows of other ranks.
+    """
+    axes, metrics = options.axes, {"loss": whole.loss, **whole.metrics}
+    group = labelled(axes.world, "gradient/metrics")
     means = start_means(metrics, whole.weight, group, whole.loss.device)
-    changes = ask_changes(run.call.buffers, whole.buffers, rule, axes.data)
+    changes = ask_changes(buffers, whole.buffers, options.sync_buffers, axes.data)
     divides = reduction.keeps and whole.weight is not None
     # What is kept is added to gradients of other weights, so it must be of means
     if divides:
         reduction.divisor = means.divisor(axes.copy.num)
-    return LocalGradient({}, whole, means, changes, divides, batch.exchanged)
+    return LocalGradient({}, whole, means, changes, divides, exchanged)
 
 
-def _weights_come_late(rank: int) -> StructureError:
-    return StructureError(
-        "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
-        "known when those of earlier ones are reduced",
-        rank=rank,
-        remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
-        "nothing",
-    )
+def _check_weights_are_known(reduction: GradientReduction, rank: int) -> None:
+    """After a loss with a weight, and before the last one: raise if gradients are reduced by now
+    that are to be divided by the sum of all weights."""
+    if reduction.keeps and reduction.reduces_before_the_end:
+        raise StructureError(
+            "the reduction keeps tensors of means, and the weights of later micro-batches aren't "
+            "known when those of earlier ones are reduced",
+            rank=rank,
+            remedy='reduce_gradients="once", a loss without a weight, or a reduction that keeps '
+            "nothing",
+        )
 
 
 def _detached(outcome: Outcome) -> Outcome:
