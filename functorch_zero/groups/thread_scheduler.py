@@ -52,11 +52,10 @@ class Meeting:
         """The ranks that have yet to call."""
         return set(self.circle.ranks) - self.calls.keys()
 
-    def answer(self, answer: bool) -> None:
-        """The same for all ranks; the first answer stays."""
-        self.results = self.results or [answer] * len(self.circle.ranks)
-
     def combine(self, combine: Combine) -> None:
+        # A question that nobody could wait for has its answer, which some ranks may have
+        if self.results is not None:
+            return
         # Deposits may require grad, and a collective is no part of any graph
         with torch.no_grad():
             self.results = combine([self.deposits[rank] for rank in self.circle.ranks])
@@ -101,19 +100,16 @@ class World:
         self._num_circles[rank, ranks] += 1
         return Circle(ranks, self._num_circles[rank, ranks])
 
-    def _next_meeting(self, rank: int, circle: Circle) -> Meeting:
-        """The circle's next one that this rank hasn't come to."""
-        self._num_meetings[rank, circle] += 1
-        position = self._num_meetings[rank, circle]
-        # The first rank to come makes it; the others find it under the same position
-        return self._open.setdefault((circle, position), Meeting(circle, position))
-
     def join(
         self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle
     ) -> Meeting:
         """Bring `deposit` to this rank's next collective; the last rank to come combines them
         all."""
-        meeting = self._next_meeting(rank, circle)
+        # The circle's next one that this rank hasn't come to
+        self._num_meetings[rank, circle] += 1
+        position = self._num_meetings[rank, circle]
+        # The first rank to come makes it; the others find it under the same position
+        meeting = self._open.setdefault((circle, position), Meeting(circle, position))
         self._raise_if_lost(rank, meeting)
         meeting.calls[rank] = call
         meeting.deposits[rank] = deposit
@@ -123,7 +119,7 @@ class World:
             self._raise_if_broken(rank)
         # The last to come combines, in its own thread
         if not meeting.missing():
-            del self._open[circle, meeting.position]  # all have called: nobody will look for it
+            del self._open[circle, position]  # all have called: nobody will look for it
             self._combine(meeting, combine)
         return meeting
 
@@ -142,15 +138,12 @@ class World:
     def all_say(self, rank: int, words: str, circle: Circle) -> bool:
         """Whether all ranks of the circle say the same words. The others run until they have said
         theirs, or until none can go on."""
+
+        def all_same(said: list[str]) -> list[bool]:
+            return [len(set(said)) == 1] * len(said)
+
         asking = circle._replace(purpose="questions")
-        question = self._next_meeting(rank, asking)
-        self._raise_if_lost(rank, question)
-        question.calls[rank] = Signature("all_say", option=words)
-        have_all_asked = not question.missing()
-        if have_all_asked or not question.agreed():
-            question.answer(question.agreed())
-        if have_all_asked:
-            del self._open[asking, question.position]
+        question = self.join(rank, Signature("all_say"), words, all_same, asking)
         return bool(self.result_of(question, rank))
 
     def fail(self, rank: int, text: str) -> None:
@@ -177,21 +170,22 @@ class World:
         # Nothing failed, or this rank has yet to hear of it
         if self.broken is None or rank not in self._told:
             return
-        # Ranks whose calls differ are out of step for good, and a rank that has ended won't come
-        if not isinstance(self.broken, PeerError) or self._ended:
+        # Ranks whose calls differ are out of step for good
+        if not isinstance(self.broken, PeerError):
             raise self._error()
-        meeting = self._next_meeting(rank, self.everyone._replace(purpose="rejoin"))
-        meeting.calls[rank] = Signature("rejoin")
-        # The last rank to come begins anew for all
-        if not meeting.missing():
-            meeting.answer(True)
-            self.broken, self._is_given_up = None, False
-            self._open.clear()
-            self._num_meetings.clear()
-            self._told.clear()
-            self.times_rejoined += 1
-        # It raises if a rank ends instead of coming
+        coming = self.everyone._replace(purpose="rejoin")
+        # It raises if a rank has ended, or ends instead of coming
+        meeting = self.join(rank, Signature("rejoin"), None, self._begin_anew, coming)
         self.result_of(meeting, rank)
+
+    def _begin_anew(self, deposits: list[None]) -> list[None]:
+        """All ranks know of the failure, and have come."""
+        self.broken, self._is_given_up = None, False
+        self._open.clear()
+        self._num_meetings.clear()
+        self._told.clear()
+        self.times_rejoined += 1
+        return deposits
 
     def begin(self) -> None:
         self._pass_baton_to(0)
@@ -303,7 +297,7 @@ class World:
         meetings = self._open.values()
         asking = [meeting for meeting in meetings if meeting.circle.purpose == "questions"]
         for question in asking:
-            question.answer(False)
+            question.results = question.results or [False] * len(question.circle.ranks)
         if any(question in self._waiting.values() for question in asking):
             return
         # In a broken world, too: ranks that are out of step wait for each other
