@@ -143,16 +143,12 @@ class PretendedRank(ShapesOnly):
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def spread_one(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            # This rank's elements, by their numbers in the flattened leaf
-            indices = torch.arange(extent.start, extent.stop, device="cpu")
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
-            # Of a 0-d shape `unravel_index` gives no indices at all
-            if full.ndim:
-                found = full[torch.unravel_index(indices, full.shape)]
-            else:
-                found = full.expand(indices.shape)
+            shape = block_of(extent.shape)
+            # In new memory: an author may write over an answer
+            block = full[tuple(map(slice, shape))].reshape(-1).clone()
             # Whole leaves keep their dims, pieces are 1-D
-            return found.reshape(block_of(extent.shape) if self._is_whole else indices.shape)
+            return block.view(shape) if self._is_whole else block[extent.in_leaf]
 
         with self._watch.paused():
             return self._per_leaf(spread_one, tree, dim)
