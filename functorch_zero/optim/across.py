@@ -79,8 +79,8 @@ class WholeLeaf:
 
     Attributes:
         init: `(param) -> state` of one whole leaf.
-        update: `(update, state, param) -> (update, state)`.
-        wants_param: whether `update` reads the param; else it is given None.
+        update: `(update, state) -> (update, state)`, or `(update, state, param)`.
+        wants_param: whether `update` takes the param.
         cost: of an update, by the leaf's full shape, for balancing owners.
         batched: whether `update` takes leaves of one shape together, in a leading dim.
         by_rows: whether results of a row follow from that row: then a part of the leaf that is
@@ -89,12 +89,12 @@ class WholeLeaf:
     """
 
     init: Callable[[Tensor], Any]
-    update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
+    update: Callable[..., tuple[Tensor, Any]]
     wants_param: bool
     cost: Callable[[Shape], float]
     batched: bool
     by_rows: bool = False
-    in_place: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]] | None = None
+    in_place: Callable[..., tuple[Tensor, Any]] | None = None
 
 
 class Owned:
@@ -348,17 +348,12 @@ class Across(ABC):
         return init(*self.gather([params], limit))
 
     def run_whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
+        self, update: Callable[..., Any], trees: list[Tree], state: Any, limit: int
     ) -> tuple[Tree, Any]:
-        """Run a whole-tree update; params are None where it wants none."""
-        # Updates alone, or both trees in one exchange
-        if params is None:
-            (whole_updates,), whole_params = self.gather([updates], limit), None
-        else:
-            whole_updates, whole_params = self.gather([updates, params], limit)
+        """Run a whole-tree update. `trees`: the updates, and the params where it wants them."""
         # Every rank runs it on the same values, and so comes to the same result
-        beside = self.beside(state, updates)
-        made, new_state = update(whole_updates, beside, whole_params)
+        updates, *params = self.gather(trees, limit)
+        made, new_state = update(updates, self.beside(state, trees[0]), *params)
         return self.cut(made), new_state
 
     def _per_leaf(
@@ -545,17 +540,15 @@ def run_batch(
         states: theirs.
         params: likewise; not looked at where the update wants none.
     """
+    given = (updates, states, params) if part.wants_param else (updates, states)
     if not part.batched:
-        return [
-            Updated(*part.update(updates[0], states[0], params[0] if part.wants_param else None))
-        ]
+        return [Updated(*part.update(*(column[0] for column in given)))]
 
     def stack(*leaves: Tensor) -> Tensor:
         return torch.stack(leaves)
 
     # (k, *shape) for k leaves, and so is each leaf of the states
-    stacked_params = stack(*params) if part.wants_param else None
-    made, after = part.update(stack(*updates), tree_map(stack, *states), stacked_params)
+    made, after = part.update(*(tree_map(stack, *column) for column in given))
     updated = []
     for k, update in enumerate(made.unbind()):
         # Copies, since a view would keep the states of the whole batch alive

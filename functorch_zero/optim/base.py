@@ -497,8 +497,8 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     run = _with_first(num_taken, update)
 
     def update_tree(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        given = params if num_taken > 2 else None
-        return across.run_whole_tree(run, updates, state, given, limit)
+        trees = [updates, params] if num_taken > 2 else [updates]
+        return across.run_whole_tree(run, trees, state, limit)
 
     return Transform(
         lambda params, across: across.init_whole_tree(init, params, limit),

@@ -48,21 +48,21 @@ def init_by_rows(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def update_by_rows(
-    update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]], *, in_place: bool = False
-) -> Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]:
+    update: Callable[..., tuple[Tensor, Any]], *, in_place: bool = False
+) -> Callable[..., tuple[Any, Any]]:
     """An author's `update` of touched rows, as one of a leaf, or of `Rows` of it.
 
     Args:
-        update: `(update, state, param) -> (update, state)`.
+        update: `(update, state) -> (update, state)`, or `(update, state, param)`.
         in_place: whether results are written over the leaf's update and state.
     """
 
-    def run(leaf: Any, state: Any, param: Tensor | None) -> tuple[Any, Any]:
+    def run(leaf: Any, state: Any, *param: Tensor) -> tuple[Any, Any]:
         given = leaf.touched() if isinstance(leaf, Rows) else _touched(as_rows(leaf))
         ids = given.ids
         # 0-d: a count, say, which goes on whether or not a row is touched
         own = tree_map(lambda x: x[ids] if x.dim() else x, state)
-        new, new_own = update(given.values, own, None if param is None else as_rows(param)[ids])
+        new, new_own = update(given.values, own, *(as_rows(p)[ids] for p in param))
 
         def put(whole: Tensor, here: Tensor) -> Tensor:
             if not whole.dim():

@@ -228,9 +228,9 @@ class Asked(Local):
         self.takes_params = part.wants_param
         return updates, state
 
-    def run_whole_tree(self, update: Any, updates: Any, state: Any, params: Any, limit: int) -> Any:
-        self.takes_params = params is not None
-        return updates, state
+    def run_whole_tree(self, update: Any, trees: list[Any], state: Any, limit: int) -> Any:
+        self.takes_params = len(trees) > 1
+        return trees[0], state
 
 
 def takes_params(transform: Transform) -> bool:

@@ -216,11 +216,11 @@ class PretendedRank(ShapesOnly):
             return super().init_whole_tree(init, params, limit)
 
     def run_whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
+        self, update: Callable[..., Any], trees: list[Tree], state: Any, limit: int
     ) -> tuple[Tree, Any]:
-        self._ask("run_whole_tree", _num_leaves([updates, params]))
+        self._ask("run_whole_tree", _num_leaves(trees))
         # As in `run_whole`: shapes are all that the rest of a chain sees
-        return tree_map(torch.clone, updates), state
+        return tree_map(torch.clone, trees[0]), state
 
 
 def _num_leaves(trees: Sequence[Any]) -> list[int]:
