@@ -225,28 +225,26 @@ class Axes:
         replicate: the ranks that hold the same piece of different copies.
         optimizer: the ranks among which each element has one that updates it, in the order of their
             pieces.
-        same_data: the axis along which all ranks have the same part of the batch, if there is one.
     """
 
     world: Group
     shard: Axis
     replicate: Axis
     optimizer: Group
-    same_data: SameData | None
 
     @cached_property
     def data(self) -> Group:
         """The ranks whose data differ: for means, random numbers and buffers. It is the world where
         all do."""
-        if self._same is None or self._same.size == 1:
+        if self.same_data is None or self.same_data.size == 1:
             return self.world
-        return (self.shard if self._same is self.replicate else self.replicate).group
+        return (self.shard if self.same_data is self.replicate else self.replicate).group
 
     @property
-    def _same(self) -> Axis | None:
-        """The axis along which all ranks have the same data, if there is one."""
-        axes = {"shard": self.shard, "replicate": self.replicate, None: None}
-        return axes[self.same_data]
+    def same_data(self) -> Axis | None:
+        """The axis along which all ranks have the same part of the batch, if there is one."""
+        axes = self.shard, self.replicate
+        return next((axis for axis in axes if not axis.holds_different_data), None)
 
     @property
     def mesh(self) -> str:
@@ -254,14 +252,14 @@ class Axes:
         if self.replicate.size == 1 and self.same_data is None:
             return ""
         sizes = f"replicate {self.replicate.size} x shard {self.shard.size}"
-        return f"{sizes}; same data along {self.same_data}" if self.same_data else sizes
+        return f"{sizes}; same data along {self.same_data.name}" if self.same_data else sizes
 
     @cached_property
     def copy(self) -> Copy:
         """This rank among those of the same data."""
-        if self._same is None:  # each rank has data of its own
+        if self.same_data is None:  # each rank has data of its own
             return Copy(self.world.rank)
-        return Copy(self.data.rank, self._same.rank, self._same.size)
+        return Copy(self.data.rank, self.same_data.rank, self.same_data.size)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -300,34 +298,26 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
     Raises:
         ValueError: the group has one axis, and can't.
     """
-    # Pieces of params and of gradients travel along the shard axis at the same time
-    reduce_apart(group.shard if isinstance(group, HybridGroup) else group)
     if isinstance(group, HybridGroup):
-        # `by_piece` is a collective, so every rank passes the same `both`
-        optimizer = group.by_piece() if both else group.shard
-        return mesh_axes(group, group.shard, group.replicate, optimizer, group.same_data)
+        # Pieces of params and of gradients travel along the shard axis at the same time
+        reduce_apart(group.shard)
+        same = group.same_data
+        return Axes(
+            group,
+            Axis("shard", group.shard, holds_different_data=same != "shard"),
+            Axis("replicate", group.replicate, holds_different_data=same != "replicate"),
+            # A collective, so every rank passes the same `both`
+            group.by_piece() if both else group.shard,
+        )
     if both:
         raise ValueError(
             'state_axes="both" needs a group with a replicate and a shard axis, and this one '
             "has one axis, over which state is cut at levels 1 to 3. Remedy: "
             "HybridGroup(group, shard_size=...), or a DeviceMesh of two dims"
         )
+    reduce_apart(group)
     # The one axis is the shard axis, and beside it stands a replicate axis of one rank
-    return mesh_axes(group, group, SingleRank(), group, None)
-
-
-def mesh_axes(
-    world: Group, shard: Group, replicate: Group, optimizer: Group, same_data: SameData | None
-) -> Axes:
-    """The axes of a mesh.
-
-    Args:
-        optimizer: the ranks over which state is cut, in the order of their pieces: `shard`, or all.
-        same_data: the axis along which all ranks have the same part of the batch, if there is one.
-    """
-    shard_axis = Axis("shard", shard, holds_different_data=same_data != "shard")
-    replicate_axis = Axis("replicate", replicate, holds_different_data=same_data != "replicate")
-    return Axes(world, shard_axis, replicate_axis, optimizer, same_data)
+    return Axes(group, Axis("shard", group), Axis("replicate", SingleRank()), group)
 
 
 def check_shard_size(shard_size: int, num_ranks: int) -> None:

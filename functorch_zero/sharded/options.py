@@ -168,7 +168,7 @@ class Options:
             "reshard_after_forward": self.reshard_after_forward,
             "reduce_gradients": self.reduce_gradients,
             "ranks of the shard axis": self.axes.shard.size,
-            "axis of the same data": self.axes.same_data,
+            "axis of the same data": self.axes.same_data and self.axes.same_data.name,
             "state_axes": "both" if self.axes.both else "shard",
             "overlap": str(self.overlap),
             "reduce_bucket": self.reduce_bucket,
