@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import check_choice
 from .arithmetic import Number, number
 from .naming import named
 
@@ -32,6 +33,11 @@ CountSchedule = Callable[[Count], Any]
 
 
 # Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
+
+
+def _gone(count: Count, steps: int, begin: int = 0) -> Tensor:
+    """Of a stretch of so many steps, which begins at a count."""
+    return ((number(count) - begin) / steps).clamp(0, 1)
 
 
 # From 1 to 0; half the cosine's period
@@ -88,9 +94,7 @@ def polynomial_schedule(
         # Plain Python: the number of steps is known when the schedule is made
         if transition_steps <= 0:
             return number(init_value)
-        # Steps of the transition, 0 to all of them
-        gone = (number(count) - transition_begin).clamp(0, transition_steps)
-        falling = (1 - gone / transition_steps) ** power
+        falling = (1 - _gone(count, transition_steps, transition_begin)) ** power
         return (init_value - end_value) * falling + end_value
 
     return schedule
@@ -165,8 +169,7 @@ def cosine_decay_schedule(
         raise ValueError(f"expected positive decay_steps, got {decay_steps}")
 
     def schedule(count: Count) -> Tensor:
-        gone = number(count).clamp(max=decay_steps) / decay_steps  # share of the steps, 0 to 1
-        falling = _half_cosine(gone) ** exponent
+        falling = _half_cosine(_gone(count, decay_steps)) ** exponent
         return init_value * ((1 - alpha) * falling + alpha)
 
     return schedule
@@ -288,16 +291,14 @@ def warmup_stable_decay_schedule(
         shape: of the decay: "linear", "cosine", or "sqrt", which is
             `1 - sqrt(steps / decay_steps)`.
     """
-    if shape not in _FALLING or decay_steps <= 0:
-        raise ValueError(
-            f"expected shape in {list(_FALLING)} and decay_steps above 0, got {shape!r} and "
-            f"{decay_steps}"
-        )
+    check_choice("shape", shape, _FALLING)
+    if decay_steps <= 0:
+        raise ValueError(f"expected positive decay_steps, got {decay_steps}")
     falling = _FALLING[shape]
 
     def decay(count: Count) -> Tensor:
         # Share of the way from end_value to peak_value, 1 to 0
-        left = falling((number(count) / decay_steps).clamp(0, 1))
+        left = falling(_gone(count, decay_steps))
         return end_value + (peak_value - end_value) * left
 
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
@@ -349,20 +350,18 @@ def piecewise_interpolate_schedule(
         init_value: the value at step 0.
         boundaries_and_scales: at each boundary, the factor on the value before.
     """
-    if interpolate_type not in _RISING:
-        raise ValueError(f"expected interpolate_type in {list(_RISING)}, got {interpolate_type!r}")
+    check_choice("interpolate_type", interpolate_type, _RISING)
     rising = _RISING[interpolate_type]
     # Boundary -> factor, in the order in which the boundaries come
     scales = dict(sorted((boundaries_and_scales or {}).items()))
 
     def schedule(count: Count) -> Tensor:
-        now = number(count)
         value = number(init_value)
         start, start_value = 0, init_value  # of the stretch that ends at a boundary
         for boundary, factor in scales.items():
             # Each stretch adds its own rise: 0 before its start, all of it from its end on
             end_value = start_value * factor
-            gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
+            gone = _gone(count, max(boundary - start, 1), start)
             value = value + (end_value - start_value) * rising(gone)
             start, start_value = boundary, end_value
         return value

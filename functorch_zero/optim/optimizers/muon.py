@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ...errors import check_choice
 from ..across import Shape, sum_dtype
 from ..arithmetic import Number, Tree, ema
 from ..base import (
@@ -152,8 +153,7 @@ def orthogonalize(
         as_matrices: from a full shape to `(count, rows, cols)`, the stack of matrices it is; None
             for `matrices`.
     """
-    if scaling not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"scaling must be 'original', 'match_rms_adamw' or None, got {scaling!r}")
+    check_choice("scaling", scaling, (None, *get_args(Scaling)))
 
     # From the full shape, so all ranks see the same stack
     view = matrices if as_matrices is None else as_matrices

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ...errors import check_choice
 from ..across import Shape, sum_dtype
 from ..arithmetic import Number, bias_correction, identity
 from ..base import NumberOrSchedule, Transform, chain, real_only, step_count, with_whole_leaves
@@ -135,8 +136,7 @@ def scale_by_shampoo(
         as_matrices: from a full shape to `(count, rows, cols)`, the stack of matrices it is; None
             for `matrices`.
     """
-    if graft not in (None, "sgd", "adagrad", "rmsprop"):
-        raise ValueError(f"graft must be 'sgd', 'adagrad', 'rmsprop' or None, got {graft!r}")
+    check_choice("graft", graft, (None, *get_args(Graft)))
 
     # From the full shape, as the owner sees the leaf
     view = matrices if as_matrices is None else as_matrices
