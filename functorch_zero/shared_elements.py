@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._torch_private import storage_id
 from .errors import StructureError
-from .tree import PyTree, paths
+from .tree import PyTree, grouped, paths
 
 
 def check_apart(tree: PyTree[Any]) -> list[tuple[str, str]]:
@@ -40,11 +40,12 @@ def check_apart(tree: PyTree[Any]) -> list[tuple[str, str]]:
 
 def sharing_pairs(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """The pairs of leaves, by their positions, that have elements in common. Dense tensors only."""
-    found: dict[int, list[int]] = {}  # positions by storage
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-            found.setdefault(storage_id(leaf), []).append(i)
-    for near in found.values():
+    by_storage = grouped(  # positions
+        (storage_id(leaf), i)
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    )
+    for near in by_storage.values():
         # In the order in which they lie: all leaves may be views of one flat
         spans = sorted((*_bytes_of(leaves[i]), i) for i in near)
         for n, (_, stop, i) in enumerate(spans):

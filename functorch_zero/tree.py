@@ -21,6 +21,7 @@ from .params import Params, is_on_engine, nodes_of
 from .savable import are_savable, fault_of
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 # Any tree whose leaves are T; optree's own type knows the built-in containers only
 PyTree: TypeAlias = T | Any
 
@@ -557,6 +558,19 @@ def check_patterns(
             expected=some,
             remedy=f"{remedy}; {PATTERNS}",
         )
+
+
+def grouped(pairs: Iterable[tuple[Key, T]]) -> dict[Key, list[T]]:
+    """From pairs (key, value) the values of each key; keys and values in the order in which they
+    come.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[Key, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def names_of(path: str) -> list[str]:

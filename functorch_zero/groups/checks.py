@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice
-from ..tree import is_flagged
+from ..tree import grouped, is_flagged
 from .protocol import ReduceOp
 
 
@@ -95,9 +95,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 def by_rank(texts: Iterable[str]) -> str:
     """A text of each rank, in rank order: 'rank 0: text; ranks 1, 2: other text'."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    ranks = grouped((text, rank) for rank, text in enumerate(texts))
     return "; ".join(f"{ranks_text(same)}: {text}" for text, same in ranks.items() if text)
 
 

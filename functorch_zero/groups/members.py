@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..tree import grouped
 from .checks import ranks_text
 
 
@@ -18,9 +19,7 @@ class Member(NamedTuple):
 
 def named(members: Iterable[Member]) -> str:
     """'ranks 0, 1 on m0 and rank 4 on m2'."""
-    on_host: dict[str, list[int]] = {}
-    for member in members:
-        on_host.setdefault(member.host, []).append(member.rank)
+    on_host = grouped((member.host, member.rank) for member in members)
     return " and ".join(
         f"{ranks_text(ranks)} on {host}" if host else ranks_text(ranks)
         for host, ranks in on_host.items()

@@ -35,7 +35,7 @@ import torch
 
 from ..compress import Codec, Form, dtype_of
 from ..precision import Dtypes, short
-from ..tree import PyTree
+from ..tree import PyTree, grouped
 from .extent import Extent
 
 
@@ -424,9 +424,7 @@ def _by_value(rows: Iterable[tuple[str, str]], most: int = 3) -> str:
         rows: per leaf, a value and the path.
         most: the leaves that are named for each value.
     """
-    found: dict[str, list[str]] = {}
-    for value, path in rows:
-        found.setdefault(value, []).append(path or "(root)")
+    found = grouped((value, path or "(root)") for value, path in rows)
     if len(found) <= 1:
         return next(iter(found), "no leaves")
     told = []

@@ -16,6 +16,7 @@ from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError
 from ..introspection import is_filled
 from ..shared_elements import share_elements
+from ..tree import grouped
 from .references import Reference, behind, references
 
 
@@ -52,10 +53,9 @@ def _computed_by_hooks(model: nn.Module) -> list[Tensor]:
     """
     leaves = dict((*model.named_parameters(), *model.named_buffers()))
     known = {*map(id, leaves.values())}
-    by_storage: dict[int, list[str]] = {}
-    for path, x in leaves.items():
-        if x.layout is torch.strided:  # others have no storage of their own
-            by_storage.setdefault(storage_id(x), []).append(path)
+    # Others have no storage of their own
+    strided = [(path, x) for path, x in leaves.items() if x.layout is torch.strided]
+    by_storage = grouped((storage_id(x), path) for path, x in strided)
     # Modules with such hooks, by the id of their `__dict__`, which a reference calls its container
     hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
     computed = []

@@ -27,7 +27,7 @@ from ..introspection import name_in_callers
 from ..params import Names, OnEngine, Params
 from ..precision import Precision
 from ..shared_elements import check_apart
-from ..tree import check_tensors
+from ..tree import check_tensors, grouped
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import options_for_torch
 from .copying import copy_module, without_values
@@ -299,9 +299,8 @@ def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset
         named = [*model.named_modules(remove_duplicate=False)]
     except RecursionError:  # a module that lies in itself has no state_dict
         named = [*model.named_modules()]
-    places: dict[nn.Module, list[str]] = {}  # the first path of a module is that of its slots
-    for path, module in named:
-        places.setdefault(module, []).append(path)
+    # The first path of a module is that of its slots
+    places = grouped((module, path) for path, module in named)
     by_path = {found[0]: found for found in places.values()}
     aliases: dict[str, str] = {}
     for slot in slots:

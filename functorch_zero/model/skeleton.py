@@ -25,6 +25,7 @@ from ..errors import StructureError
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
+from ..tree import grouped
 from .buffer_copies import BufferCopy, copy_of, note_changed, note_left
 from .casting import Policies, as_used
 from .compile import compiled
@@ -93,9 +94,7 @@ class Skeleton:
         """Give the units' modules a forward that, from the outside in, is computed again in
         backward, enters the unit, and is compiled."""
         # Path of a leaf -> its places, several where it is tied
-        by_leaf: dict[str, list[Place]] = {}
-        for place in self._param_places:
-            by_leaf.setdefault(place.leaf, []).append(place)
+        by_leaf = grouped((place.leaf, place) for place in self._param_places)
         inside_of: dict[str, list[Place]] = {}  # by the unit's name
         for unit in anatomy.units:
             # Wherever the unit's leaves are used, also in modules inside

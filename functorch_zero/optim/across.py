@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import TransformError, first_few
 from ..layout.extent import Extent, elements
-from ..tree import PyTree, map_with_paths, same_structure
+from ..tree import PyTree, grouped, map_with_paths, same_structure
 from .random_numbers import Kind, Number, draw_leaf, key_of
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats
@@ -449,8 +449,7 @@ def norms_of(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each leaf, whose square may be out of range, from one kernel per dtype."""
     leaves = [elements(leaf) for leaf in leaves]
     norms = list(leaves)
-    for dtype in {leaf.dtype for leaf in leaves}:
-        positions = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+    for dtype, positions in grouped((leaf.dtype, i) for i, leaf in enumerate(leaves)).items():
         own = torch._foreach_norm([leaves[i] for i in positions], dtype=sum_dtype(dtype))
         for i, norm in zip(positions, own, strict=True):
             norms[i] = norm

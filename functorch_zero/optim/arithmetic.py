@@ -8,7 +8,6 @@ CPU their vector body and tail round differently.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..devices import number_on
-from ..tree import PyTree
+from ..tree import PyTree, grouped
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats: elementwise work sees no difference
 Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
@@ -67,9 +66,8 @@ def on_numbers(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
     leaves, treedef = optree.tree_flatten(tree)
     columns = [leaves, *map(treedef.flatten_up_to, rest)]
     # The dtypes and devices of a leaf and of its fellows -> the positions of such leaves
-    kinds: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, row in enumerate(zip(*columns, strict=True)):
-        kinds[tuple((x.dtype, x.device) for x in row)].append(i)
+    rows = enumerate(zip(*columns, strict=True))
+    kinds = grouped((tuple((x.dtype, x.device) for x in row), i) for i, row in rows)
     made = list(leaves)
     for positions in kinds.values():
         vectors = [torch.stack([column[i] for i in positions]) for column in columns]

@@ -18,6 +18,7 @@ from ..precision import short
 from ..sharded.drawing import Bar, align, table_html
 from ..sharded.placed import Stored
 from ..sharded_optim.state_plan import Planner
+from ..tree import grouped
 
 KINDS = {  # of memory: the field of a `Sample`, and its name for people
     "params": "params",
@@ -130,11 +131,9 @@ def bytes_text(nbytes: float) -> str:
 def format_collectives(collectives: Sequence[Collective]) -> str:
     """One line for all calls of a phase, kind and dtype."""
     # (phase, kind, dtype) -> its calls, in the order of the first
-    grouped: dict[tuple[str, ...], list[Collective]] = {}
-    for call in collectives:
-        grouped.setdefault((call.phase, call.kind, short(call.dtype)), []).append(call)
+    alike = grouped(((call.phase, call.kind, short(call.dtype)), call) for call in collectives)
     rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
-    for key, calls in (*grouped.items(), (("total", "", ""), collectives)):
+    for key, calls in (*alike.items(), (("total", "", ""), collectives)):
         nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent_bytes for call in calls)
         rows.append([*key, str(len(calls)), bytes_text(nbytes), bytes_text(sent)])
     rows[-1][-2] = ""  # those of a gather and of a reduction have no sum

@@ -24,7 +24,7 @@ from ..sharded_optim.state_plan import StateLeaf, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
-from ..tree import named_leaves, paths
+from ..tree import grouped, named_leaves, paths
 from .drawing import Bar, align, table_html
 from .notes import bytes_held, found_units, notes_of, wire_of
 from .options import Options, Places
@@ -403,11 +403,8 @@ def _shares(leaves: Iterable[StateLeaf], num_pieces: int) -> str:
 
 def _by_field(state: State) -> dict[str, list[Tensor]]:
     """The tensors of a whole state, by the first name of their paths."""
-    fields: dict[str, list[Tensor]] = {}
-    for path, leaf in named_leaves(state).items():
-        if isinstance(leaf, Tensor):
-            fields.setdefault(path.partition(".")[0], []).append(leaf)
-    return fields
+    leaves = named_leaves(state).items()
+    return grouped((path.partition(".")[0], x) for path, x in leaves if isinstance(x, Tensor))
 
 
 def _rows_of_parts(step: ShardedStep, state: State) -> list[Row]:

@@ -24,7 +24,7 @@ from ..layout.layout import Layout
 from ..layout.placed import PlacedLeaf, placed_layout
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..sharded_optim.whole_leaf import Exchange
-from ..tree import is_dtensor
+from ..tree import grouped, is_dtensor
 
 ByParam = dict[str, dict[str, Any]]  # path of a param -> name -> tensor
 
@@ -93,9 +93,7 @@ class TorchState:
     def together(self, paths: Iterable[str]) -> list[list[str]]:
         """These params, by the values of their shared leaves: those of a group can be updated
         together."""
-        groups: defaultdict[int, list[str]] = defaultdict(list)
-        for path in paths:
-            groups[id(self._shared[path])].append(path)
+        groups = grouped((id(self._shared[path]), path) for path in paths)
         if len(groups) < 2:
             return [*groups.values()]
         by_value: defaultdict[str, list[str]] = defaultdict(list)

@@ -20,6 +20,7 @@ from ..layout.extent import Extent, Rows
 from ..layout.layout import Bucket, Layout
 from ..layout.placed import PlacedBucket
 from ..optim.across import Shape, WholeLeaf
+from ..tree import grouped
 from .mail import Mail
 from .state_plan import EVERYONE, HOLDERS
 
@@ -208,7 +209,5 @@ def batches(part: WholeLeaf, whole: Mapping[int, Tensor]) -> list[list[int]]:
     if not part.batched:
         return [[i] for i in whole]
     # (shape, dtype) -> positions
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, leaf in whole.items():
-        alike[leaf.shape, leaf.dtype].append(i)
+    alike = grouped(((leaf.shape, leaf.dtype), i) for i, leaf in whole.items())
     return list(alike.values())

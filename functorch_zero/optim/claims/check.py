@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...tree import paths
+from ...tree import grouped, paths
 from ..across import Pointwise, Tree
 from ..base import Needs, Transform
 from .cuts import (
@@ -140,10 +139,9 @@ def _representatives(params: Tree) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
-    kinds: defaultdict[Any, list[int]] = defaultdict(list)  # positions among the leaves
-    for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
-        # "blocks.3.weight" and "blocks.11.weight" are one kind
-        kinds[tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)].append(i)
+    rows = enumerate(zip(paths(params), leaves, strict=True))
+    # "blocks.3.weight" and "blocks.11.weight" are one kind
+    kinds = grouped(((x.shape, x.dtype, re.sub(r"\d+", "#", path)), i) for i, (path, x) in rows)
     # Both ends: paths may be read for the number of a layer
     chosen = {i for positions in kinds.values() for i in (positions[0], positions[-1])}
     return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])

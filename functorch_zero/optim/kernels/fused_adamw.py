@@ -7,12 +7,11 @@ to it.
 
 from __future__ import annotations
 
-from itertools import compress
-
 import torch
 from torch import Tensor
 
 from ...devices import number_on
+from ...tree import grouped
 from ..across import Fused, Pointwise
 from ..arithmetic import number
 from ..base import Schedule, value_of
@@ -45,8 +44,7 @@ def fused_adamw(
 
     def update(params: list[Tensor], updates: list[Tensor], state: AdamWState) -> AdamWState:
         moments, decayed, scaled = state
-        flats = params, updates, moments.mu.values(), moments.nu.values()
-        kinds = [(param.dtype, param.device) for param in params]
+        rows = zip(params, updates, moments.mu.values(), moments.nu.values(), strict=True)
         # Numbers for the kernel. Counts are on the CPU, so no device is waited for
         rate = float(value_of(learning_rate, scaled.count))
         decay = float(value_of(weight_decay, decayed.count))
@@ -58,12 +56,13 @@ def fused_adamw(
             CountState(decayed.count + 1),
             ScaleByLearningRateState(scaled.count + 1, number(rate)),
         )
-        for kind in dict.fromkeys(kinds):  # a call takes one
-            here = [kind == other for other in kinds]
-            of_kind, grads, mu, nu = (list(compress(own, here)) for own in flats)
+        # A call takes those of one dtype on one device
+        kinds = grouped(((row[0].dtype, row[0].device), row) for row in rows)
+        for (_, device), alike in kinds.items():
+            of_kind, grads, mu, nu = map(list, zip(*alike, strict=True))
             largest_nu: list[Tensor] = []  # amsgrad's, which is off
             # One tensor for all flats of the kind, in float32 as torch's own AdamW has it
-            steps = [number_on(kind[1], step, torch.float32)] * sum(here)
+            steps = [number_on(device, step, torch.float32)] * len(alike)
             torch._fused_adamw_(
                 *(of_kind, grads, mu, nu),
                 largest_nu,
