@@ -37,11 +37,19 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
         return list(tree)
     found = []
     for accessor in optree.tree_accessors(tree, is_leaf=is_leaf):
-        names = [_name_of(entry) for entry in accessor]
         # A node may leave a name out: "", as a `State` does for its value, so that paths begin with
         # `params`
-        found.append(".".join(name for name in names if name))
+        found.append(dotted(*map(_name_of, accessor)))
     return found
+
+
+def dotted(*names: Any) -> str:
+    """The path of an entry inside of others; those without a name are left out.
+
+    >>> dotted("blocks", 0, "weight"), dotted("", "weight")
+    ('blocks.0.weight', 'weight')
+    """
+    return ".".join(str(name) for name in names if name != "")
 
 
 def map_with_paths(fn: Callable[..., Any], tree: PyTree[Any], *rest: PyTree[Any]) -> PyTree[Any]:
@@ -429,7 +437,7 @@ def _other_container(expected: Any, got: Any, path: str = "") -> tuple[str, Any,
         inside, theirs = optree.tree_flatten_one_level(expected), optree.tree_flatten_one_level(got)
         for a, b, entry in zip(inside[0], theirs[0], inside[2], strict=True):
             if optree.tree_structure(a) != optree.tree_structure(b):
-                return _other_container(a, b, f"{path}.{entry}".strip("."))
+                return _other_container(a, b, dotted(path, entry))
     return path, expected, got
 
 

@@ -13,7 +13,7 @@ from ..compress import block_of, dtype_of
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision, short
-from ..tree import PyTree, paths
+from ..tree import PyTree, dotted, paths
 from .layout import Bucket, Cut, Layout, LeafSpec, Unit
 
 # Bytes that a leaf starts at a multiple of, in each dtype that its flat takes. Libraries for GPUs
@@ -101,7 +101,7 @@ def make_layout(
             new = _buckets_of(unit_name, specs, leaves, aligned=aligned)
             # The numbers in the layout of this unit's buckets
             numbers = tuple(range(len(buckets), len(buckets) + len(new)))
-            path = f"{name}.{unit_name}".strip(".")
+            path = dotted(name, unit_name)
             why = unit.why if unit_name == unit.name else ""
             made.append(Unit(unit_name, modules, numbers, path, why))
             buckets += new
@@ -152,7 +152,7 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
         return unit
     leaves = tuple(f"{path}.{leaf}" for leaf in unit.leaves)
     sparse = tuple(f"{path}.{leaf}" for leaf in unit.sparse)
-    name = f"{path}.{unit.name}".rstrip(".")
+    name = dotted(path, unit.name)
     return replace(unit, name=name, leaves=leaves, sparse=sparse)
 
 

@@ -34,7 +34,7 @@ from .._torch_private import (
 from ..devices import number_on
 from ..errors import DonatedError, StructureError, users_line
 from ..params import Story
-from ..tree import content_digest, has_values, tensors_among
+from ..tree import content_digest, dotted, has_values, tensors_among
 from .extent import Extent
 from .home import Home, Lease
 from .operators import kind_of
@@ -590,7 +590,7 @@ def _told_by_leaf(texts: Sequence[str], holding: Any) -> dict[str, str]:
 
 def text_from(origin: str, name: str) -> str:
     """How a leaf was made that the library has made there, in words."""
-    return f"{origin}.{name}".strip(".") or "a leaf"
+    return dotted(origin, name) or "a leaf"
 
 
 def content_word(leaf: Any, *, look: bool = False) -> str:

@@ -27,7 +27,7 @@ from ..introspection import name_in_callers
 from ..params import Names, OnEngine, Params
 from ..precision import Precision
 from ..shared_elements import check_apart
-from ..tree import check_tensors, grouped
+from ..tree import check_tensors, dotted, grouped
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import options_for_torch
 from .copying import copy_module, without_values
@@ -53,7 +53,7 @@ class Apply:
         self.buffer_slots = anatomy.buffer_slots
         # Names of the buffers that `state_dict` leaves out
         self.not_persistent = frozenset(
-            f"{path}.{attribute}".lstrip(".")
+            dotted(path, attribute)
             for path, module in model.named_modules()
             for attribute in not_persistent(module)
         )
@@ -304,7 +304,7 @@ def _names_of(model: nn.Module, slots: Iterable[Slot], not_persistent: frozenset
     by_path = {found[0]: found for found in places.values()}
     aliases: dict[str, str] = {}
     for slot in slots:
-        own_name, *others = (f"{p}.{slot.attribute}".lstrip(".") for p in by_path[slot.module])
+        own_name, *others = (dotted(p, slot.attribute) for p in by_path[slot.module])
         if own_name in not_persistent:
             continue
         aliases |= {name: slot.leaf for name in (own_name, *others) if name != slot.leaf}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .._torch_private import registered
+from ..tree import dotted
 
 _CLOSED = (type, ModuleType, torch.Tensor, type(functools.cache(len)))
 _WEAK = (*weakref.ProxyTypes, weakref.ref)
@@ -94,7 +95,7 @@ def _of_modules(model: nn.Module) -> Iterator[Reference]:
         own = vars(module)
         for name, value in own.items():
             if not (isinstance(module, nn.RNNBase) and name in _OF_RNNS):
-                yield Reference(f"{path}.{name}".lstrip("."), (), own, name, value)
+                yield Reference(dotted(path, name), (), own, name, value)
         for base in type(module).__mro__:
             if base is nn.Module:
                 break
@@ -102,7 +103,7 @@ def _of_modules(model: nn.Module) -> Iterator[Reference]:
                 continue
             for name, value in vars(base).items():
                 if name != "__init__":
-                    yield Reference(f"{path}.{name}".lstrip("."), (), None, name, value)
+                    yield Reference(dotted(path, name), (), None, name, value)
 
 
 def _is_closed(value: Any) -> bool:

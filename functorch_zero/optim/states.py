@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..params import is_on_engine
-from ..tree import PyTree
+from ..tree import PyTree, dotted
 from .arithmetic import Number, full_like
 from .base import step_count, tree_zeros_like
 
@@ -86,7 +86,7 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     fields = getattr(state, "_fields", None) if isinstance(state, tuple) else None
     for child, entry in zip(children, entries, strict=True):
         name = fields[entry] if fields else entry
-        yield from _reporting(child, f"{path}.{name}".strip("."))
+        yield from _reporting(child, dotted(path, name))
 
 
 def find_states(state: Any, kind: type[State]) -> list[State]:

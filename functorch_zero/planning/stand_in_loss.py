@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from ..model.lazy_param import LazyParam
-from ..tree import PyTree, paths
+from ..tree import PyTree, dotted, paths
 
 
 def loss_through_units(model: Any) -> Callable[..., Tensor]:
@@ -26,7 +26,7 @@ def loss_through_units(model: Any) -> Callable[..., Tensor]:
     """
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     embeddings = [path for path, module in modules if isinstance(module, nn.Embedding)]
-    lookups = {f"{path}.weight".lstrip(".") for path in embeddings}
+    lookups = {dotted(path, "weight") for path in embeddings}
 
     def loss(params: PyTree[LazyParam], *others: Any) -> Tensor:
         leaves: list[Any] = optree.tree_leaves(params)

@@ -14,6 +14,7 @@ import torch
 from ..errors import MismatchError
 from ..groups.checks import ranks_text
 from ..groups.protocol import Group
+from ..tree import dotted
 from ..version import __version__
 from .readable import Absent, told_apart
 from .words import exchange_data
@@ -82,7 +83,7 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> tuple[str, Any,
         for key in dict.fromkeys([*ours, *theirs]):
             a, b = ours.get(key, Absent), theirs.get(key, Absent)
             if a != b:
-                return first_difference(a, b, f"{field}.{key}".lstrip("."))
+                return first_difference(a, b, dotted(field, key))
     # A shape is told whole
     if isinstance(ours, list) and isinstance(theirs, list) and not _are_numbers(ours + theirs):
         for i, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=Absent)):

@@ -24,7 +24,7 @@ from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..step.evaluate import EvalStep
 from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
-from ..tree import PyTree, check_patterns
+from ..tree import PyTree, check_patterns, dotted
 from .buffers import SyncBuffers
 
 
@@ -239,7 +239,7 @@ class Options:
         sparse = {path for unit in units for path in unit.sparse}
 
         def cut(path: str, leaf: Any, dtypes: Dtypes | None) -> Cut:
-            level = self.levels.of(f"{name}.{path}".strip("."), leaf, is_sparse=path in sparse)
+            level = self.levels.of(dotted(name, path), leaf, is_sparse=path in sparse)
             # Without `both`, replicas have the same pieces
             replicate = self.axes.replicate.size if self.axes.both else 1
             narrows = dtypes is not None and dtypes.narrows(leaf.dtype)

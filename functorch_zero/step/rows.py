@@ -19,7 +19,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
-from ..tree import paths
+from ..tree import dotted, paths
 
 
 def leading_sizes(batch: Any) -> list[int]:
@@ -187,7 +187,7 @@ def opened_by_path(batch: Any, inside: str = "") -> list[tuple[str, Any]]:
     is_leaf = _is_leaf_of(batch)
     leaves = optree.tree_leaves(batch, is_leaf=is_leaf)
     for name, leaf in zip(paths(batch, is_leaf), leaves, strict=True):
-        path = f"{inside}.{name}".strip(".")
+        path = dotted(inside, name)
         found += opened_by_path(dict(leaf), path) if isinstance(leaf, Mapping) else [(path, leaf)]
     return found
 

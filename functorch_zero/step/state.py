@@ -18,6 +18,7 @@ from ..precision import Precision
 from ..tree import (
     PyTree,
     check_tensors,
+    dotted,
     has_values,
     outline,
     paths,
@@ -76,7 +77,7 @@ def _policies_of(params: PyTree[Any]) -> tuple[tuple[str, Precision], ...]:
     for prefix, node in zip(paths(params, _is_params), nodes, strict=True):
         for unit in node.units if _is_params(node) else ():
             for path, policy in unit.policies.items():
-                found.append((f"{prefix}.{path}".lstrip("."), policy))
+                found.append((dotted(prefix, path), policy))
     return tuple(found)
 
 
