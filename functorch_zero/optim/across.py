@@ -133,7 +133,8 @@ class Across(ABC):
 
     Questions take trees of leaves, which may be this rank's 1-D pieces; answers are about whole
     tensors, the same on every rank. Those that take `*trees` answer for one tree, or with a tuple
-    for several, from one collective. Sums are taken, and answered, in at least float32.
+    for several, from one collective. Sums are taken, and answered, in at least float32; those of
+    integers and bools in int64.
 
     An implementation gives `extents` and the abstract methods, and inherits the questions.
     """
@@ -398,8 +399,13 @@ class Refusing:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over tensors of this one: itself, or float32 for the half precisions."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    """The dtype of sums over tensors of this one: itself, float32 for the half precisions, and
+    int64 for integers and bools, as torch's own."""
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32)
+    # In bool a sum says whether any is true, and in a narrow integer it wraps around: on a rank
+    # otherwise than of the whole leaf
+    return dtype if dtype.is_complex else torch.int64
 
 
 def reduced_dtype(dtype: torch.dtype, op: DimOp) -> torch.dtype:

@@ -148,6 +148,27 @@ def test_integers_beside_floating_point_are_not_rounded() -> None:
         close(floats, Local(tree).sum(tree))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("question", ["sum", "mean", "total", "dot", "dots", "sum_dim", "sum_dims"])
+def test_sums_of_integers_and_bools_count(question: str, dtype: torch.dtype) -> None:
+    """As torch's own sums: a bool adds 1 wherever it lies, and narrow integers don't wrap."""
+    spec: list[tuple[int, ...]] = [(7, 3), (300,), (), (0, 3), (2, 2, 2)]
+    ask = QUESTIONS[question]
+    large = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    narrow = tree_map(lambda x: ((x > 0) * large).to(dtype), make(spec, 1)[0])
+    wide = tree_map(torch.Tensor.long, narrow)
+    expected = ask(Local(wide), wide, wide)
+    close(ask(Local(narrow), narrow, narrow), expected)
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, group.size)
+        pieces = slice_tree(narrow, layout, group.rank)
+        return ask(Sharded(layout, group), pieces, pieces)
+
+    for answer in run_ranks(run, 3):
+        close(answer, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 @pytest.mark.parametrize("question", [name for name in QUESTIONS if name.startswith("max")])
 def test_maxima_of_integers(question: str, dtype: torch.dtype) -> None:
