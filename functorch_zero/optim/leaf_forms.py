@@ -51,9 +51,10 @@ def in_forms(part: Pointwise, *, in_parts: bool) -> Pointwise:
 
             return part.init(tree_map(resized, params))
 
-        # A leaf that is no larger for two elements than for one is a count or its like
+        # A leaf that is no larger for two elements than for one is a count or its like. One that
+        # has several numbers for each element is as it is seen
         def form_of(one: Any, two: Any) -> _Form:
-            return form(one, isinstance(one, Tensor) and one.shape != two.shape)
+            return form(one, isinstance(one, Tensor) and one.shape == (1,) != two.shape)
 
         return tree_map(form_of, made_of(1), made_of(2))
 

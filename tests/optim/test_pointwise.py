@@ -261,6 +261,21 @@ def test_hyperparameters_do_not_promote() -> None:
     assert state[0].mu["scale"].dtype == torch.float32
 
 
+def test_several_numbers_for_each_element_of_a_0d_leaf() -> None:
+    """On ranks such a state is refused with a reason; one process keeps it as it is made."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        state = tree_map(lambda s, u: torch.stack([s[0] + u, s[1] + u * u]), state, updates)
+        return tree_map(lambda s: s[0] / s[1], state), state
+
+    transform = optim.pointwise(
+        lambda params: tree_map(lambda p: p.new_zeros(2, *p.shape), params), update
+    )
+    params = {"scale": torch.tensor(0.5)}
+    (_, second), _, _ = run(transform, params, [{"scale": torch.tensor(2.0)}] * 2)
+    assert torch.equal(second["scale"], torch.tensor(0.5))
+
+
 def test_clip_and_nan_to_num() -> None:
     params = {"a": torch.zeros(4)}
     updates = {"a": torch.tensor([math.nan, math.inf, -3.0, 0.25])}
