@@ -216,8 +216,9 @@ def apart(a: Any, b: Any) -> float:
         return math.inf
     if not isinstance(a, Tensor) or not a.numel():
         return 0.0
-    both_nan = a.isnan() & b.isnan()  # counts as equal: both runs computed it
-    error = _distances(a, b).masked_fill(both_nan, 0.0)
+    # NaN in both counts as equal: both runs computed it. Infinities have no difference
+    alike = (a == b) | (a.isnan() & b.isnan())
+    error = _distances(a, b).masked_fill(alike, 0.0)
     return float(error.nan_to_num(nan=math.inf).max())  # NaN on one side only
 
 
