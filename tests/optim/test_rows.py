@@ -376,11 +376,18 @@ def counting_rows(g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return g, state + len(g)
 
 
+def counting_steps_with_rows(g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return g, state + (len(g) > 0)
+
+
 def at_random(g: Tensor, state: Any) -> tuple[Tensor, Any]:
     return torch.rand_like(g), state
 
 
-LIES = [norm_of_all, by_position, by_their_number, turned_round, of_params, counting_rows]
+LIES = [
+    *(norm_of_all, by_position, by_their_number, turned_round, of_params),
+    *(counting_rows, counting_steps_with_rows),
+]
 
 
 @pytest.mark.parametrize("update", [*LIES, at_random])
@@ -392,6 +399,19 @@ def test_who_mixes_rows_is_refused(update: Any) -> None:
     params = {"emb": torch.ones(4, 3, requires_grad=True)}
     step = fz.train_step(lambda params, buffers, batch: params["emb"].sum(), transform)
     with pytest.raises(TransformError, match=update.__name__):
+        fz.shard(step, level=1, group=fz.groups.SingleRank()).init(params)
+
+
+def test_who_needs_a_row_is_refused() -> None:
+    """A rank may have none that is touched."""
+
+    def divides_by_its_columns(g: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return g / (1 + g.reshape(len(g), -1).abs()), state
+
+    params = {"emb": torch.ones(4, 3, requires_grad=True)}
+    transform = optim.with_whole_rows(lambda param: (), divides_by_its_columns)
+    step = fz.train_step(lambda params, buffers, batch: params["emb"].sum(), transform)
+    with pytest.raises(TransformError, match="divides_by_its_columns fails on some rows"):
         fz.shard(step, level=1, group=fz.groups.SingleRank()).init(params)
 
 
