@@ -130,6 +130,19 @@ def test_a_count_outside_of_the_state_is_told_from_a_cut() -> None:
         check_claims(pointwise(init_empty, update))
 
 
+@pytest.mark.parametrize("mixed", [lambda u: u / u.norm(), lambda u: u - u.mean(0)])
+def test_a_batch_of_leaves_must_not_be_mixed(mixed: Any) -> None:
+    """In one process each leaf comes alone: ranks would train otherwise, by what each one owns."""
+
+    def update(batch: torch.Tensor, state: Any) -> Any:
+        return mixed(batch), state
+
+    transform = with_whole_leaves(lambda param: (), update, batched=True)
+    params = {"a": torch.ones(3, 4), "none": torch.ones(0)}
+    with pytest.raises(TransformError, match=r"leaf a in a batch of two.*Remedy: the first dim"):
+        check_claims(transform, params)
+
+
 def test_asking_across_in_a_pointwise_transform_is_refused() -> None:
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
         return tree_map(torch.mul, updates, across.norm(params)), state

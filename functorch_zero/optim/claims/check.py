@@ -93,7 +93,7 @@ def check_claims(transform: Transform, params: Tree | None = None) -> None:
     results that depend on how leaves are cut, by their shape, strides, position, path, order or
     number, in the first two steps or in two late ones; results of a row that depend on the other
     rows, where a transform claims to go by rows; whole-leaf functions that make another
-    update when they are repeated; and an `in_place` that is not `update` to the bit.
+    update when they are repeated, or in a batch; and an `in_place` that is not `update` to the bit.
     Nothing is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim

@@ -63,6 +63,11 @@ REPEAT_REMEDY = (
     "draw random numbers from a torch.Generator, seeded by a number in the state, and keep nothing "
     "outside of the state"
 )
+BATCH_REMEDY = (
+    "the first dim counts leaves, so take sums and norms over the others: u.flatten(1).norm(dim=1)"
+)
+# Of an update's largest element: what half precisions, in another order, may make of it
+ROUNDED = 0.1
 
 
 class _Answer(NamedTuple):
@@ -183,28 +188,35 @@ class PretendedRank(ShapesOnly):
         if self._is_whole:
             rows = zip(paths(updates), tree_leaves(updates), tree_leaves(params), strict=True)
             for path, update, param in rows:
-                self._check_repeats(part, path, update, param)
+                self._check_whole_leaf(part, path, update, param)
         return tree_map(torch.clone, updates), state
 
-    def _check_repeats(self, part: WholeLeaf, path: str, update: Tensor, param: Tensor) -> None:
+    def _check_whole_leaf(self, part: WholeLeaf, path: str, update: Tensor, param: Tensor) -> None:
         """Refuse an author's function that makes another update of the same arguments: by random
-        numbers, say, that ranks draw in another order."""
+        numbers, say, that ranks draw in another order; or beside another leaf in a batch."""
         # A corner of the leaf: some functions take the cube of its elements
         corner = tuple(slice(CORNER) for _ in param.shape)
 
-        def run() -> Tensor:
-            own = param[corner].clone()
-            (new,) = run_batch(part, [update[corner].clone()], [part.init(own)], [own])
+        def run(*factors: float) -> Tensor:
+            """The update of the corner, beside those of its multiples."""
+            given = [factor * update[corner] for factor in (1, *factors)]
+            own = [param[corner].clone() for _ in given]
+            new, *_ = run_batch(part, given, [*map(part.init, own)], own)
             return new.update.nan_to_num()
 
         with self._watch.paused():
             try:
                 first, second = run(), run()
+                # Beside one so large that a mixture of both is no rounding
+                beside = run(-1000.0) if part.batched else first
             except Exception:  # the leaf here may be a block of one, or its state an empty one
                 return
         if not torch.equal(first, second):
             story = f"is not a function: repeated, its update of leaf {path} is another one"
             self._watch.refuse(story, REPEAT_REMEDY)
+        if first.numel() and bool((beside - first).abs().max() > ROUNDED * first.abs().max()):
+            story = f"makes another update of leaf {path} in a batch of two than alone"
+            self._watch.refuse(story, BATCH_REMEDY)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         self._ask("gather", _num_leaves(trees))
