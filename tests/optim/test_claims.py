@@ -143,6 +143,17 @@ def test_a_batch_of_leaves_must_not_be_mixed(mixed: Any) -> None:
         check_claims(transform, params)
 
 
+def test_a_whole_leaf_function_must_not_write_to_its_param() -> None:
+    """On ranks some params are copies, and a write to these would be lost."""
+
+    def update(update: torch.Tensor, state: Any, param: torch.Tensor) -> Any:
+        param.mul_(0.9)
+        return update, state
+
+    with pytest.raises(TransformError, match="changes its input in place: param of leaf a"):
+        check_claims(with_whole_leaves(lambda param: (), update), {"a": torch.ones(3, 4)})
+
+
 def test_asking_across_in_a_pointwise_transform_is_refused() -> None:
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
         return tree_map(torch.mul, updates, across.norm(params)), state

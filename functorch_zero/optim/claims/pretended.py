@@ -63,6 +63,7 @@ REPEAT_REMEDY = (
     "draw random numbers from a torch.Generator, seeded by a number in the state, and keep nothing "
     "outside of the state"
 )
+WRITE_REMEDY = "make new tensors, and let the update say how the param moves"
 BATCH_REMEDY = (
     "the first dim counts leaves, so take sums and norms over the others: u.flatten(1).norm(dim=1)"
 )
@@ -193,7 +194,8 @@ class PretendedRank(ShapesOnly):
 
     def _check_whole_leaf(self, part: WholeLeaf, path: str, update: Tensor, param: Tensor) -> None:
         """Refuse an author's function that makes another update of the same arguments: by random
-        numbers, say, that ranks draw in another order; or beside another leaf in a batch."""
+        numbers, say, that ranks draw in another order; or beside another leaf in a batch. And
+        one that writes to the param."""
         # A corner of the leaf: some functions take the cube of its elements
         corner = tuple(slice(CORNER) for _ in param.shape)
 
@@ -202,8 +204,11 @@ class PretendedRank(ShapesOnly):
             given = [factor * update[corner] for factor in (1, *factors)]
             own = [param[corner].clone() for _ in given]
             new, *_ = run_batch(part, given, [*map(part.init, own)], own)
+            nonlocal writes
+            writes = writes or not torch.equal(own[0], param[corner])
             return new.update.nan_to_num()
 
+        writes = False
         with self._watch.paused():
             try:
                 first, second = run(), run()
@@ -211,6 +216,9 @@ class PretendedRank(ShapesOnly):
                 beside = run(-1000.0) if part.batched else first
             except Exception:  # the leaf here may be a block of one, or its state an empty one
                 return
+        # Ranks hold some leaves whole, as one process does, and copies of the others
+        if writes:
+            self._watch.refuse(f"changes its input in place: param of leaf {path}", WRITE_REMEDY)
         if not torch.equal(first, second):
             story = f"is not a function: repeated, its update of leaf {path} is another one"
             self._watch.refuse(story, REPEAT_REMEDY)
