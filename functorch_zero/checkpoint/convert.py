@@ -53,6 +53,7 @@ from .safetensors_file import (
     read_header,
     strict_json,
 )
+from .save import wait_for_saves
 
 PathLike = str | os.PathLike[str]
 Aliases = Mapping[str, str] | Apply | None
@@ -317,7 +318,8 @@ def import_weights(
         StructureError: on every rank: names, shapes or dtypes are not `like`'s, or two names of a
             tied leaf have different values; they are named.
         CorruptError: a file is damaged, or no safetensors file; it is named.
-        CheckpointError: the safetensors package is not installed.
+        CheckpointError: the safetensors package is not installed; or the `async_save` under way
+            with this step, which ends first, failed.
     """
     name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
     return import_into(
@@ -365,6 +367,8 @@ def import_into(
     group = group_of(step)
 
     def prepare() -> tuple[Contents, dict[str, Source]]:
+        # As in `load`: it may still read what is written over here
+        wait_for_saves(step)
         found, old = _renamed(find(), rename), contents_of(step, like)
         own = names_in(like).get("params", Names()) if names is None else names
         optional = set(own.unsaved)

@@ -370,8 +370,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["load", "import"])
 def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     step, params, buffers = build()
     sharded = fz.shard(step, level=1, group=SingleRank(), donate=True)
@@ -394,10 +395,15 @@ def test_a_load_waits_for_the_save_that_reads_what_it_writes_over(
         return chosen(*args)
 
     monkeypatch.setattr(load_module, "chosen", chosen_at_last)
+    calls: dict[str, Any] = {
+        "load": lambda: checkpoint.load(tmp_path / "whole", sharded, like=state),
+        "import": lambda: checkpoint.import_weights({**params, **buffers}, sharded, like=state),
+    }
     try:
-        checkpoint.load(tmp_path / "whole", sharded, like=state)
+        calls[name]()
     finally:
         is_waited_for.set()
+    saving.result(60)
 
 
 def test_a_trained_leaf_whose_name_is_a_frozen_ones_but_for_a_dot(tmp_path: Path) -> None:
