@@ -143,8 +143,10 @@ class MirrorGroup(Collectives):
             return Done()
         match kind:
             case "all_gather":
-                # (N * k,) as N rows (k,), all equal; of a copy, since the piece may lie in out
-                out.view(self.size, source.numel()).copy_(source.clone())
+                # (N * k,) as N rows (k,), all equal. The piece may be this rank's row: others first
+                rows = out.view(self.size, source.numel())
+                for some in (rows[: self.rank], rows[self.rank + 1 :], rows[self.rank]):
+                    some.copy_(source)
             case "reduce_scatter":
                 # All ranks bring the same, so the sum is `size` times this rank's own slice
                 start = self.rank * out.numel()
