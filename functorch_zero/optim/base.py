@@ -564,8 +564,9 @@ def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
 
 def last_kernel(t: Transform) -> Fused | None:
     """The kernel that adds all updates of a transform: its own, or that of a chain's last link."""
-    if t.fused is None and isinstance(t, Chain) and t.parts:
-        return t.parts[-1].fused
+    # A last link may be a chain itself
+    while t.fused is None and isinstance(t, Chain) and t.parts:
+        t = t.parts[-1]
     return t.fused
 
 

@@ -173,3 +173,37 @@ def test_a_kernel_is_given_dense_updates(odd):
     for expected, got in zip(pure, fused, strict=True):
         for name in params:
             torch.testing.assert_close(expected[name], got[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_nested_chain_runs_as_a_flat_one(monkeypatch):
+    """Its last kernel, too, where a program keeps its gradients."""
+    calls, kernel = [], torch._fused_adamw_
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    clip, scale, adamw = optim.clip_by_global_norm(0.1), optim.scale(0.5), optim.adamw(0.05)
+
+    def trained_by(optimizer):
+        def init(params):
+            return {"params": params, "state": optimizer.init(params)}
+
+        def program(value, batch):
+            take = fz.value_and_grad(lambda params: loss_fn(params, {}, batch))
+            loss, grads = take(value["params"])
+            params, state = optimizer.apply(grads, value["state"], value["params"])
+            return {"params": params, "state": state}, {"loss": loss}
+
+        step = shard(fz.program_step(program, init=init), level=1, group=SingleRank())
+        torch.manual_seed(0)
+        state = step.init({"a": torch.randn(7, 5, requires_grad=True)})
+        for k in range(3):
+            state, _ = step(state, torch.tensor(0.3 + k))
+        return fz.unshard(state.value["params"])["a"]
+
+    flat = trained_by(optim.chain(clip, scale, adamw))
+    assert len(calls) == 3
+    nested = trained_by(optim.chain(clip, optim.chain(scale, adamw)))
+    assert len(calls) == 6 and torch.equal(flat, nested)
