@@ -197,18 +197,17 @@ class PassHooks:
     def remember(self, tensor: Tensor) -> Saved:
         """Autograd saves a tensor for backward."""
         leaf = self.around.saved_leaf_of(tensor)
-        if self.theirs is None:
-            return leaf or self._placed(tensor) or SavedTensor(tensor, version_of(tensor))
-        if leaf is None or self.around.compares(leaf.use):
+        if self.theirs is not None and (leaf is None or self.around.compares(leaf.use)):
             return SavedByOthers(self.theirs[0](tensor), leaf)
-        return leaf
+        if leaf is not None:
+            return leaf
+        if self.place is not None and self._moves_to(self.place, tensor):
+            return self.around.saved_there.leave(self.place, tensor)
+        return SavedTensor(tensor, version_of(tensor))
 
-    def _placed(self, tensor: Tensor) -> PlacedTensor | None:
-        """The tensor in its place; None: it stays in memory."""
-        place, around = self.place, self.around
-        if place is None or tensor.nbytes < _PLACED_FROM or not around.moves(tensor):
-            return None
-        return None if place.holds(tensor) else around.saved_there.leave(place, tensor)
+    def _moves_to(self, place: Place, tensor: Tensor) -> bool:
+        is_large = tensor.nbytes >= _PLACED_FROM
+        return is_large and self.around.moves(tensor) and not place.holds(tensor)
 
     def recall(self, saved: Saved) -> Tensor:
         """Autograd asks for a tensor that it has saved."""
@@ -636,12 +635,11 @@ class Pass:
 
     def saved_leaf_of(self, tensor: Tensor) -> SavedLeaf | None:
         """Where a tensor lies in a gathered flat; None: it lies in none."""
-        if self._keeps or transforms_active():
-            return None  # flats stay; a transform's tensors have no storage to go by
+        # Flats stay; or a transform's tensors, and sparse ones, have no storage to go by
+        if self._keeps or transforms_active() or tensor.layout is not torch.strided:
+            return None
         # By storage, so that views of leaves, transposed ones say, are found too
-        # A sparse one has no storage, and is nobody's leaf
-        is_strided = tensor.layout is torch.strided
-        owner = self._gathered.get(storage_id(tensor)) if is_strided else None
+        owner = self._gathered.get(storage_id(tensor))
         if owner is None:
             return None
         unit, k = owner
