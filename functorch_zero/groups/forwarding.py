@@ -46,7 +46,7 @@ class Forwarding(Collectives):
 def _ability(group: Group, name: str, without: T) -> T:
     """The attribute of this name of a group, or of the one that it is around; else `without`."""
     # Not in the protocol: single ranks and users' own groups need none of them
-    while not hasattr(group, name) and isinstance(group, Forwarding):
+    while isinstance(group, Forwarding) and not hasattr(group, name):
         group = group.inner
     found: T = getattr(group, name, without)
     return found

@@ -255,4 +255,4 @@ class ProcessGroup(Membership):
 
     def _must_stage(self, tensor: Tensor) -> bool:
         """Whether the tensor has to go through the CPU."""
-        return self._backend(tensor) == "gloo" and tensor.device.type != "cpu"
+        return tensor.device.type != "cpu" and self._backend(tensor) == "gloo"
