@@ -4,6 +4,7 @@ torch's store."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,9 @@ _SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on b
 _ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SETTING = threading.Lock()  # for that variable, and for this number:
 _num_making = 0  # threads that make a group and need it
+
+# By the ranks of a part of the world, the numbers of its groups in this process
+_parts: dict[tuple[int, ...], Iterator[int]] = {}
 
 _DEFAULT_LIMIT = timedelta(minutes=5)  # as `ProcessGroup`'s
 _TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
@@ -92,9 +96,11 @@ def part_of(
 def _new_group(
     ranks: list[int], timeout: timedelta, backends: dict[str, str], **options: Any
 ) -> dist.ProcessGroup:
-    # Only these ranks call it, not the whole world, as torch wants otherwise
     if len(ranks) < dist.get_world_size():
-        options["use_local_synchronization"] = True
+        # Only these ranks call it, not the whole world, as torch wants for a name that counts. The
+        # others' counts are their own, so this one is of the groups of just these ranks
+        number = next(_parts.setdefault((*ranks,), itertools.count()))
+        return _named_group(ranks, f"functorch_zero/{ranks}/{number}", timeout, backends)
     # Without the option torch takes the world's backends
     if backends != backends_of(_world_group()):
         options["backend"] = _config_of(backends)
@@ -139,7 +145,7 @@ def accelerator() -> str | None:
 def _config_of(backends: dict[str, str]) -> str:
     """As torch writes it: "cpu:gloo,cuda:nccl"."""
     # Where the world was given a device, torch looks for its backend in each group
-    if backends == {"cpu": "gloo"}:
+    if {*backends.values()} == {"gloo"}:
         return "gloo"  # for all devices
     return ",".join(f"{device}:{backend}" for device, backend in backends.items())
 
@@ -159,14 +165,20 @@ def own_group(
 def named_group(
     parent: dist.ProcessGroup, name: str, timeout: timedelta, backends: dict[str, str]
 ) -> dist.ProcessGroup:
-    """As `own_group`, under a name that the ranks have agreed upon before.
+    """As `own_group`, under a name that the ranks have agreed upon before."""
+    return _named_group(dist.get_process_group_ranks(parent), name, timeout, backends)
+
+
+def _named_group(
+    ranks: list[int], name: str, timeout: timedelta, backends: dict[str, str]
+) -> dist.ProcessGroup:
+    """A group of these ranks, in their order, under a name that all of them give it.
 
     torch's own names count the groups that a rank has made, or has at the moment. Ranks that fail
     at different moments may count differently, and a name that comes back finds the addresses of
     those who had it before.
     """
     c10d: Any = dist.distributed_c10d
-    ranks = dist.get_process_group_ranks(parent)
     # By torch's internals: no public function takes a name; see Note [eras] in `membership`
     backend = c10d.Backend(_config_of(backends))
 
@@ -174,7 +186,7 @@ def named_group(
         timeout,
         lambda: c10d._new_process_group_helper(
             len(ranks),
-            dist.get_rank(parent),
+            ranks.index(dist.get_rank()),
             ranks,
             backend,
             _default_store(),

@@ -291,6 +291,23 @@ def test_what_it_may_be_made_of() -> None:
         assert result == [(rank, 4), (rank % 2, 2), (rank // 2, 2), (rank, 4), refused]
 
 
+def test_parts_that_ranks_close_at_different_moments() -> None:
+    """torch would name the next ones by how many groups a rank has at the moment."""
+
+    def fn() -> list[int]:
+        everyone = ProcessGroup(timeout=5)
+        sizes, rank = [], everyone.rank
+        for n in range(3):
+            part = everyone.subgroup([rank // 2 * 2, rank // 2 * 2 + 1])
+            part.barrier()
+            sizes.append(part.size)
+            if rank % 2 == n % 2:
+                part.close()
+        return sizes
+
+    assert on_ranks(fn, 4) == [[2, 2, 2]] * 4
+
+
 def test_without_torch_distributed_the_error_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"not initialised.*Remedy.*launch"):
         ProcessGroup()
