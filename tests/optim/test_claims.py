@@ -143,6 +143,16 @@ def test_a_batch_of_leaves_must_not_be_mixed(mixed: Any) -> None:
         check_claims(transform, params)
 
 
+def test_a_function_that_fails_in_a_batch_is_refused() -> None:
+    def update(batch: torch.Tensor, state: Any) -> Any:
+        (alone,) = batch  # of k leaves
+        return alone[None], state
+
+    transform = with_whole_leaves(lambda param: (), update, batched=True)
+    with pytest.raises(TransformError, match=r"update of .*update fails on whole leaves"):
+        check_claims(transform, {"a": torch.ones(3, 4)})
+
+
 def test_a_whole_leaf_function_must_not_write_to_its_param() -> None:
     """On ranks some params are copies, and a write to these would be lost."""
 

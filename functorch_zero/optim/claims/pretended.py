@@ -212,10 +212,10 @@ class PretendedRank(ShapesOnly):
         with self._watch.paused():
             try:
                 first, second = run(), run()
-                # Beside one so large that a mixture of both is no rounding
-                beside = run(-1000.0) if part.batched else first
             except Exception:  # the leaf here may be a block of one, or its state an empty one
                 return
+            # Beside one so large that a mixture of both is no rounding
+            beside = run(-1000.0) if part.batched else first
         # Ranks hold some leaves whole, as one process does, and copies of the others
         if writes:
             self._watch.refuse(f"changes its input in place: param of leaf {path}", WRITE_REMEDY)
