@@ -198,6 +198,7 @@ class PretendedRank(ShapesOnly):
         one that writes to the param."""
         # A corner of the leaf: some functions take the cube of its elements
         corner = tuple(slice(CORNER) for _ in param.shape)
+        writes = False  # to the param
 
         def run(*factors: float) -> Tensor:
             """The update of the corner, beside those of its multiples."""
@@ -208,7 +209,6 @@ class PretendedRank(ShapesOnly):
             writes = writes or not torch.equal(own[0], param[corner])
             return new.update.nan_to_num()
 
-        writes = False
         with self._watch.paused():
             try:
                 first, second = run(), run()
