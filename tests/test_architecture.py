@@ -71,7 +71,8 @@ USERS_OF_THE_STORE = {
     ("groups/torch_distributed.py", "own_store"),
     ("groups/torch_distributed.py", "torchs_store"),
     ("groups/torch_distributed.py", "_new_group"),
-    ("groups/torch_distributed.py", "_named_group"),
+    ("groups/torch_distributed.py", "_next_name"),
+    ("groups/torch_distributed.py", "_named"),
     ("groups/store.py", "Store"),  # these two ask for a type
     ("groups/store.py", "_behind_prefixes"),
     ("groups/rendezvous.py", "init"),

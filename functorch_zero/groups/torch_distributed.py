@@ -4,7 +4,6 @@ torch's store."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +31,6 @@ _SECONDS_TO_ABORT = 30.0  # for all communicators; an abort that hangs goes on b
 _ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SETTING = threading.Lock()  # for that variable, and for this number:
 _num_making = 0  # threads that make a group and need it
-
-# By the ranks of a part of the world, the numbers of its groups in this process
-_parts: dict[tuple[int, ...], Iterator[int]] = {}
 
 _DEFAULT_LIMIT = timedelta(minutes=5)  # as `ProcessGroup`'s
 _TAG_OF_PROBES = 0x5EAF  # no other message from rank to rank has it
@@ -96,11 +92,9 @@ def part_of(
 def _new_group(
     ranks: list[int], timeout: timedelta, backends: dict[str, str], **options: Any
 ) -> dist.ProcessGroup:
+    # Only these ranks call it, and not the whole world, as torch wants for a name of its own
     if len(ranks) < dist.get_world_size():
-        # Only these ranks call it, not the whole world, as torch wants for a name that counts. The
-        # others' counts are their own, so this one is of the groups of just these ranks
-        number = next(_parts.setdefault((*ranks,), itertools.count()))
-        return _named_group(ranks, f"functorch_zero/{ranks}/{number}", timeout, backends)
+        return _made(timeout, lambda: _named(ranks, _next_name(ranks), timeout, backends))
     # Without the option torch takes the world's backends
     if backends != backends_of(_world_group()):
         options["backend"] = _config_of(backends)
@@ -166,10 +160,18 @@ def named_group(
     parent: dist.ProcessGroup, name: str, timeout: timedelta, backends: dict[str, str]
 ) -> dist.ProcessGroup:
     """As `own_group`, under a name that the ranks have agreed upon before."""
-    return _named_group(dist.get_process_group_ranks(parent), name, timeout, backends)
+    ranks = dist.get_process_group_ranks(parent)
+    return _made(timeout, lambda: _named(ranks, name, timeout, backends))
 
 
-def _named_group(
+def _next_name(ranks: list[int]) -> str:
+    """That of the next group of these ranks, a part of the world: all of them count alike how many
+    they have made, in torch's store, with which a new world begins anew."""
+    number = _default_store().add(f"functorch_zero/parts/{ranks}/{dist.get_rank()}", 1)
+    return f"functorch_zero/{ranks}/{number}"
+
+
+def _named(
     ranks: list[int], name: str, timeout: timedelta, backends: dict[str, str]
 ) -> dist.ProcessGroup:
     """A group of these ranks, in their order, under a name that all of them give it.
@@ -180,21 +182,16 @@ def _named_group(
     """
     c10d: Any = dist.distributed_c10d
     # By torch's internals: no public function takes a name; see Note [eras] in `membership`
-    backend = c10d.Backend(_config_of(backends))
-
-    made = _made(
-        timeout,
-        lambda: c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            backend,
-            _default_store(),
-            name,
-            timeout=timeout,
-            group_desc="functorch_zero",
-        )[0],
-    )
+    made: dist.ProcessGroup = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend(_config_of(backends)),
+        _default_store(),
+        name,
+        timeout=timeout,
+        group_desc="functorch_zero",
+    )[0]
     # dist.get_rank and the like look here, and so does destroying the group
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
