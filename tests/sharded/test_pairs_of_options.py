@@ -13,7 +13,7 @@ import importlib
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import util
 from typing import Any, NamedTuple
@@ -458,8 +458,13 @@ def unsharded(case: Case) -> list[Recording]:
 def as_state(first: Any, done: RecordedStep) -> Any:
     """The whole state after a step."""
     others = done.others
+    step, _, finite = others["counters"]
     return first.replace(
-        params=done.params, buffers=others["buffers"], opt_state=others["opt_state"]
+        step=step,
+        params=done.params,
+        buffers=others["buffers"],
+        opt_state=others["opt_state"],
+        finite=finite,
     )
 
 
@@ -471,8 +476,9 @@ def evaluated_by(evaluate: Any, states: list[Any], parts: list[Any]) -> Any:
     return sum(x * w for x, w in zip(found, weights, strict=True)) / sum(weights)
 
 
-def sharded(case: Case, group: Any) -> Recording:
-    """One rank's run, the states gathered after each step."""
+def sharded(case: Case, group: Any, before: Sequence[Any] = ()) -> Recording:
+    """One rank's run, the states gathered after each step. `before`: the whole states that the
+    steps begin from; none: each begins from the one that the last step has returned."""
     step, evaluate, start, values = build(case)
     o = case.option
     group = CheckedGroup(group) if "checked" in o.loop else group
@@ -482,7 +488,9 @@ def sharded(case: Case, group: Any) -> Recording:
     state = step.init(*start.args, seed=start.seed, values=values)
     run = Recording(start.recorded(step.unshard(state)).params, part=group.rank)
     assert "first" in str(fz.describe(step, state))
-    for parts in batches(case):
+    for k, parts in enumerate(batches(case)):
+        if before:
+            state = step.shard(before[k])
         state, metrics = step(state, parts[group.rank])
         if evaluate is not None:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
@@ -498,8 +506,11 @@ def sharded(case: Case, group: Any) -> Recording:
     return run
 
 
-def compare(case: Case, expected: list[Recording], runs: list[Recording]) -> None:
-    """All ranks alike, and as the oracle; options that change no number change none."""
+def compare(
+    case: Case, expected: list[Recording], runs: list[Recording], unused: tuple[str, ...] = ()
+) -> None:
+    """All ranks alike, and as the oracle; options that change no number change none. `unused`:
+    leaves that may rest."""
     o = case.option
     at = {
         "options": " + ".join(case.names),
@@ -513,7 +524,7 @@ def compare(case: Case, expected: list[Recording], runs: list[Recording]) -> Non
         some[: len(expected)],
         some[len(expected) :],
         o.grade,
-        unused=(),
+        unused=unused,
         local=o.shard.get("sync_buffers") == "local",
         at=at,
         sizes={},
@@ -524,21 +535,58 @@ def compare(case: Case, expected: list[Recording], runs: list[Recording]) -> Non
         raise difference
 
 
-def compared_steps(o: Option, runs: list[Recording]) -> list[Recording]:
-    """The runs as far as they are compared: to the first step that moves params, where these lie in
-    bfloat16 and gradients travel in fp8.
+INT8, FP8 = "params in int8", "gradients in fp8"
 
-    Sums of bfloat16 in another order differ in their last places, and a number that lies between
-    two of fp8 goes to the other one, a quarter away. Grade and bound are of one such step. From the
-    next one on params differ, and with them a sixth of the numbers.
+
+def growth(o: Option) -> str | None:
+    """By what the round-off of one step makes more of it in the next; None: it doesn't. Only where
+    params lie in bfloat16, whose sums in another order differ in their last places.
+
+    A param that is a place apart after a step may be the next number of int8, a 127th of the
+    largest in its block: gradients of which most cancels differ by a tenth then. And a gradient
+    that lies between two numbers of fp8 goes to the other one, a quarter away, and with it a sixth
+    of the numbers of the next step. Grade and bound are of one step.
     """
     policy = {name: dtype for (rule, name), dtype in o.precision.items() if not rule}
-    if policy.get("storage") != BF16 or policy.get("reduce") != FP8_GRADS:
+    if policy.get("storage") != BF16:
+        return None
+    if policy.get("reduce") == FP8_GRADS:
+        return FP8
+    return INT8 if isinstance(policy.get("gather"), Blocks) else None
+
+
+def compare_each_step(case: Case, expected: list[Recording]) -> None:
+    """Each step from the oracle's state before it, so that no round-off of earlier ones counts."""
+    step, _, start, values = build(case)
+    if values is not None:
+        start = start._replace(args=tuple(map(values.fill, start.args)))
+    first = step.init(*start.args, seed=start.seed)
+
+    def run(group: Any) -> Recording:
+        own = expected[group.rank % len(expected)]  # with buffers of its own, where it has these
+        return sharded(case, group, [first, *(as_state(first, done) for done in own.steps)])
+
+    runs = run_ranks(run, case.ranks)
+    for k in range(len(expected[0].steps)):
+        params = expected[0].params(k - 1)
+        alone = [
+            [replace(one, start=params, steps=[one.steps[k]]) for one in some]
+            for some in (expected, runs)
+        ]
+        # In a step that is skipped all leaves rest
+        compare(case, *alone, unused=("*",))
+
+
+def compared_steps(o: Option, runs: list[Recording]) -> list[Recording]:
+    """The runs as far as they are compared: to the first step that moves params, where round-off
+    grows from step to step."""
+    if growth(o) is None:
         return runs
     first = fz.named_leaves(runs[0].start)
     after = [fz.named_leaves(done.params) for done in runs[0].steps]
     moves = [any(not torch.equal(x, first[path]) for path, x in now.items()) for now in after]
-    return [replace(run, steps=run.steps[: moves.index(True) + 1]) for run in runs]
+    end = moves.index(True) + 1 if any(moves) else len(moves)
+    return [replace(run, steps=run.steps[:end]) for run in runs]
 
 
 def check(case: Case) -> None:
@@ -563,6 +611,8 @@ def check(case: Case) -> None:
             ).tqdm.monitor_interval = 0  # torch's compiler starts a thread
     expected = unsharded(case)
     compare(case, expected, run_ranks(lambda group: sharded(case, group), case.ranks))
+    if growth(case.option) == INT8:
+        compare_each_step(case, expected)
     plain = tuple(name for name in case.names if not OPTIONS[name].neutral)
     if plain != case.names:
         runs = compared_steps(case.option, [unsharded(case._replace(names=plain))[0], expected[0]])
