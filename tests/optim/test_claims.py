@@ -143,6 +143,31 @@ def test_a_batch_of_leaves_must_not_be_mixed(mixed: Any) -> None:
         check_claims(transform, params)
 
 
+MIXED = {
+    "params": (lambda param: (), lambda u, s, param: (u + 0.5 * param.mean(0), s)),
+    "states": (torch.zeros_like, lambda u, s: (s.mean(0) - s + u, s + u)),
+    "norm of states": (torch.zeros_like, lambda u, s: (u / (1 + s.norm()), s + u)),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_what_else_a_batch_has_must_not_be_mixed(mixed: str) -> None:
+    """Params, and states from the second step on."""
+    transform = with_whole_leaves(*MIXED[mixed], batched=True)
+    torch.manual_seed(1)
+    with pytest.raises(TransformError, match=r"leaf a in a batch of two"):
+        check_claims(transform, {"a": torch.randn(3, 4)})
+
+
+def test_right_functions_of_a_batch_pass_where_numbers_far_from_1_fail() -> None:
+    def whitened(u: torch.Tensor, state: Any) -> Any:
+        gram = u @ u.mT + 1e-3 * torch.eye(u.shape[1])  # of updates of 1e3, round-off drowns it
+        return torch.cholesky_solve(u, torch.linalg.cholesky(gram)), state
+
+    torch.manual_seed(1)
+    check_claims(with_whole_leaves(lambda p: (), whitened, batched=True), {"a": torch.randn(8, 2)})
+
+
 def test_a_function_that_fails_in_a_batch_is_refused() -> None:
     def update(batch: torch.Tensor, state: Any) -> Any:
         (alone,) = batch  # of k leaves

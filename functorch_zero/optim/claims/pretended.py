@@ -201,22 +201,32 @@ class PretendedRank(ShapesOnly):
         writes = False  # to the param
 
         def run(*factors: float) -> Tensor:
-            """The update of the corner, beside those of its multiples."""
-            given = [factor * update[corner] for factor in (1, *factors)]
-            own = [param[corner].clone() for _ in given]
-            new, *_ = run_batch(part, given, [*map(part.init, own)], own)
+            """Two updates of the corner, the second of the first one's state, beside those of its
+            multiples."""
+            factors = 1, *factors
+            own = [factor * param[corner] for factor in factors]
+            states = [part.init(leaf) for leaf in own]
+            made = []
+            for _ in range(2):
+                updated = run_batch(
+                    part, [factor * update[corner] for factor in factors], states, own
+                )
+                states = [new.state for new in updated]
+                made.append(updated[0].update)
             nonlocal writes
             writes = writes or not torch.equal(own[0], param[corner])
-            return new.update.nan_to_num()
+            return torch.stack(made).nan_to_num()
 
         with self._watch.paused():
             try:
                 first, second = run(), run()
             except Exception:  # the leaf here may be a block of one, or its state an empty one
                 return
-            # Beside one so large that a mixture of both is no rounding
-            beside = run(-1000.0) if part.batched else first
-        # Ranks hold some leaves whole, as one process does, and copies of the others
+            # Beside one so large that a mixture of both is no rounding, but no larger: a right
+            # function, too, may fail on a leaf whose numbers are far from 1
+            beside = run(-10.0) if part.batched else first
+        # Ranks hold some leaves whole, as one process does, and copies of the others: written to in
+        # one place, and not in the other
         if writes:
             self._watch.refuse(f"changes its input in place: param of leaf {path}", WRITE_REMEDY)
         if not torch.equal(first, second):
