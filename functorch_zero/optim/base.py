@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -168,9 +168,7 @@ class Transform(Named):
             try:
                 new, after = self.update_fn(updates, state, view, across)
             except Exception as error:
-                # An author's init may ask for values, or for a device
-                with suppress(Exception):
-                    note_other_dtype(error, self.init_on_meta(view), state)
+                note_other_dtype(error, partial(self.init_on_meta, view), state)
                 raise
             # The caller may write to these trees later; a state must not follow
             return new, copied_if_in(after, updates, new, view)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import optree
@@ -42,17 +44,20 @@ def check_opt_state(
         )
 
 
-def note_other_dtype(error: Exception, expected: Any, got: Any) -> None:
+def note_other_dtype(error: Exception, init: Callable[[], Any], got: Any) -> None:
     """Note the first leaf of an optimizer's state that has another dtype than init made it in: of
     an update that has failed, it may be why. Many optimizers work all the same, so nothing is
     refused.
 
     Args:
-        expected: as `init` makes it; of leaves the dtypes count.
+        init: makes the expected state, of whose leaves the dtypes count.
         got: the state that the update was given.
     """
+    expected = None
+    with suppress(Exception):  # an author's init may ask for values, or for a device
+        expected = init()
     wanted, given = (optree.tree_leaves(state) for state in (expected, got))
-    for path, one, other in zip(paths(got), wanted, given, strict=True):
+    for path, one, other in zip(paths(got), wanted, given, strict=False):
         dtype = getattr(one, "dtype", None)
         if isinstance(other, Tensor) and other.dtype != dtype:
             what, remedy = "A leaf of the optimizer's state has another dtype", "convert it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -139,7 +140,7 @@ class PreparedUpdate:
                     after = after._replace(homes=homes)
                 return updates, ShardedOptState.of_local(after, state.holding.lying(self._brought))
         except Exception as error:
-            note_other_dtype(error, state_on_meta(*self._planned), before.tree)
+            note_other_dtype(error, partial(state_on_meta, *self._planned), before.tree)
             raise
         finally:
             # Else they would be alive until the next one
