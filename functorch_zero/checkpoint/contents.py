@@ -30,7 +30,7 @@ from ..sharded_optim.sharded_state import ShardedOptState
 from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep
-from ..tree import check_savable, is_within, paths
+from ..tree import check_savable, dotted, is_within, paths
 
 Step = ProgramStep | ShardedStep
 Value = bool | int | float | str
@@ -187,8 +187,7 @@ def frozen_in(step: Step, state: State) -> frozenset[str]:
     else:
         rows = zip(paths(state.params), state.trained.flags(state.params), strict=True)
         names = [path for path, on in rows if not on]
-    # Of a tree that is one leaf, the path is empty
-    return frozenset(f"params.{name}" if name else "params" for name in names)
+    return frozenset(dotted("params", name) for name in names)
 
 
 def _is_params(node: Any) -> bool:

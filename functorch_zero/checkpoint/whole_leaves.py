@@ -87,6 +87,11 @@ def leaves(
     yield from _send(chosen, of, to, dtype, max_bytes, labelled(group, "leaves"))
 
 
+def _inside(of: str, path: str) -> str:
+    """The path of a leaf from there on, of one that is there or below."""
+    return path[len(f"{of}.") :] if of else path
+
+
 def _at(found: list[LocalLeaf], of: str, rank: int) -> list[LocalLeaf]:
     """Those of a state's leaves at a path or below."""
     if not of:
@@ -114,7 +119,7 @@ def _send(
             sent = (_to_send(local, dtype, to, group.rank) for local in pack)
             # None but at the receiver
             rows = zip(_gather([*sent], to, group), pack, strict=False)
-            whole = [(local.path.removeprefix(of).removeprefix("."), leaf) for leaf, local in rows]
+            whole = [(_inside(of, local.path), leaf) for leaf, local in rows]
             while whole:
                 try:
                     yield whole.pop(0)

@@ -24,7 +24,7 @@ from ..sharded_optim.state_plan import StateLeaf, plan_state
 from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
-from ..tree import grouped, named_leaves, paths
+from ..tree import dotted, grouped, named_leaves, paths
 from .drawing import Bar, align, table_html
 from .notes import bytes_held, found_units, notes_of, wire_of
 from .options import Options, Places
@@ -373,8 +373,8 @@ def _rows_of_tree(
                 here.append(whole)
                 where += f", whole as {short(bucket.gather)}"
             yield Row(
-                unit=f"{name}.{unit.name or 'root'}".lstrip("."),
-                leaves=tuple(f"{name}.{layout.leaves[n].path}".lstrip(".") for n in bucket.leaves),
+                unit=dotted(name, unit.name or "root"),
+                leaves=tuple(dotted(name, layout.leaves[n].path) for n in bucket.leaves),
                 elements=sum(bucket.numels),  # without padding, which the bytes include
                 storage=storage,
                 # Pieces are gradients, say, which no loss uses

@@ -26,6 +26,7 @@ from ..places import ByUnit
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.same_uses import SameUses
 from ..runtime.unshard import message_of
+from ..tree import dotted
 from .placed import emptied
 
 
@@ -74,7 +75,7 @@ def publish(
         over = _published_along(bucket, axes)
         # The all-gather runs while the next bucket is added
         if over or bucket.is_published:
-            name = f"{after.holding.name}.{bucket.name}".lstrip(".")
+            name = dotted(after.holding.name, bucket.name)
             started[b] = _Publishing(new, bucket, name, over, axes.shard.group, empty[b])
     _finish([*started.values()])
     for b, publishing in started.items():
@@ -286,7 +287,7 @@ def flats_of_pass(
     for t, tree in enumerate(trees):
         for b, bucket in enumerate(tree.sharding.layout.buckets):
             if bucket.is_published and published[t][b] is None:
-                missing.append((t, b, f"{tree.holding.name}.{bucket.name}".lstrip(".")))
+                missing.append((t, b, dotted(tree.holding.name, bucket.name)))
     names = [f"publish {name}" for _, _, name in missing]
     order.agree_before(names, SamePublished)
     log += names

@@ -97,9 +97,9 @@ def test_of_a_program_and_of_one_process() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("name", ["parts", "net"])
+@pytest.mark.parametrize("name", ["parts", "net", ".net"])
 def test_a_program_names_its_leaves_as_it_likes(name: str) -> None:
-    """As the state's own parts, which are left out, and with dots at the end."""
+    """As the state's own parts, which are left out, and with dots at the ends."""
 
     def program(value: Any, x: torch.Tensor) -> Any:
         return value, {}
