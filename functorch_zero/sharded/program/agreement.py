@@ -128,8 +128,8 @@ class AgreementOfRanks:
         try:
             self._background.raise_if(has_failed)
         except Exception as error:
-            # All ranks leave, to come back together: a `GroupError`, which says that this rank has
-            # left, is another group's here, or nobody's
+            # All ranks leave, to come back together. `sharing_failures` wouldn't, as it takes a
+            # `PeerError` for one of this group
             group.fail(error)
             raise
         self._batches.note(digest, told.same_batch, group.rank)
