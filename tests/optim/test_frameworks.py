@@ -254,6 +254,10 @@ def test_mistakes_in_state_dicts() -> None:
         optim.import_torch_state(
             optim.amsgrad(0.1).init(params, Local(params)), state_dict, names=["a", "b"]
         )
+    # Nothing that torch keeps is dropped without a word: by another transform, or a state dict
+    for other in (optim.lion(0.1).init(params, Local(params)), {"state": {}}):
+        with pytest.raises(StructureError, match=r"no place for: path a, expected .* exp_avg"):
+            optim.import_torch_state(other, state_dict, names=["a", "b"])
     state_dict["state"][1]["step"] += 1
     with pytest.raises(StructureError, match="different steps: path a, expected 2, got 1"):
         optim.import_torch_state(state, state_dict, names=["a", "b"])

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError
+from ...errors import StructureError, explain
 from ...tree import map_with_paths, paths
 from ..contrib.rprop import ScaleByRpropState
 from ..optimizers.adadelta import ScaleByAdaDeltaState
@@ -74,7 +74,7 @@ def import_torch_state(
 
     Raises:
         StructureError: a param or a state of one is missing, of another shape, or at another step
-            than the rest.
+            than the rest. Or torch keeps something for a param that `opt_state` has no place for.
         ValueError: the state dict has no names and none are passed, or another number of them.
 
     Params for which torch has no state (they never had a gradient) keep what `init` made.
@@ -84,8 +84,11 @@ def import_torch_state(
     # 0-d int64, on the CPU
     count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
 
+    taken = {"step"}  # of torch's names
+
     def convert(old: Any) -> Any:
         own_trees, own_numbers = _by_torchs_names(old)
+        taken.update(own_trees, own_numbers)
         trees = {
             key: map_with_paths(partial(_import_leaf, by_name, key), tree)
             for key, tree in own_trees.items()
@@ -103,6 +106,18 @@ def import_torch_state(
     # A chain may hold several kinds; each is filled from the one torch state
     for kind in _TORCHS:
         opt_state = replace_states(opt_state, kind, convert)
+    for name, entry in by_name.items():
+        for key, value in entry.items():
+            if value is not None and key not in taken:
+                raise StructureError(
+                    explain(
+                        "torch's optimizer keeps something that this state has no place for",
+                        path=name,
+                        expected=f"a state with {key}",
+                        got=type(opt_state).__name__,
+                        remedy="pass what init of the transform with torch's numerics made",
+                    )
+                )
     return opt_state
 
 
