@@ -284,7 +284,9 @@ def test_mistakes_in_masks_and_labels() -> None:
     with pytest.raises(ValueError, match=r"path layers\.0\.bias.*got 'biases'"):
         labels = lambda path, leaf: "biases" if path.endswith("bias") else "rest"
         optim.partition({"rest": optim.sgd(0.1)}, labels).init(params, Local(params))
-    with pytest.raises(StructureError, match="do not fit the params"):
+    with pytest.raises(
+        StructureError, match=r"do not fit the params.*dict of .*got dict of kernel\."
+    ):
         optim.masked(optim.sgd(0.1), {"kernel": True}).init(params, Local(params))
     with pytest.raises(ValueError, match=r"path kernel.*got 3"):
         optim.scale_by_label({1: 1.0}, lambda path, leaf: 3).init(params, Local(params))

@@ -80,7 +80,8 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
     if needs not in constructors:
         story = "a pair of functions can't ask `across`"
         remedy = "write it with optim.with_statistics, whose update is given `across`"
-        raise ValueError(explain(story, expected=list(constructors), got=needs, remedy=remedy))
+        expected = ", ".join(f"optim.Needs.{known.name}" for known in constructors)
+        raise ValueError(explain(story, expected=expected, got=repr(needs), remedy=remedy))
 
     # Of as many arguments as ours have: constructors count them, and a pair may take others
     return constructors[needs](

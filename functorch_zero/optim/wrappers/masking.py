@@ -19,7 +19,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError, explain, first_few
 from ...tree import PyTree, map_with_paths, merge, paths, select
 from ..across import Across, Shape
 from ..arguments import check_is_transform, check_takes
@@ -69,12 +69,18 @@ def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
     except ValueError as error:
         raise StructureError(
             "the mask or labels do not fit the params",
-            expected=f"a tree shaped like params, or a prefix of it: {treedef}",
-            got=f"{optree.tree_structure(labels)}",
-            remedy="pass such a tree, or a function (path, leaf) -> label",
+            expected=f"a tree shaped like params, or a prefix of it: {_outline(params)}",
+            got=_outline(labels),
+            remedy="pass such a tree, as tree_map(fn, params) makes it, or a function (path, leaf) "
+            "-> label",
         ) from error
     rows = zip(leaves, spread, strict=True)
     return treedef.unflatten([None if leaf is None else label for leaf, label in rows])
+
+
+def _outline(tree: PyTree[Any]) -> str:
+    """'dict of kernel, bias'."""
+    return f"{type(tree).__name__} of {first_few(paths(tree), 5)}"
 
 
 @named
