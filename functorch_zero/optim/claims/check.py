@@ -210,13 +210,14 @@ def _check_across(transform: Transform, tree: Tree) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
     answers: list[Any] = []  # the first rank's questions, and their answers
     ranks: list[PretendedRank] = []  # one per run
+    tried: set[Any] = set()  # whole leaves, in all runs
 
     def across_of(cut: TrialCut) -> Any:
         # A test begins anew with the first pieces: see `CutTest.across_of`
         if cut is FIRST_PIECES:
             answers.clear()
             ranks.clear()
-        rank = PretendedRank(tree, cut, test.watch, answers)
+        rank = PretendedRank(tree, cut, test.watch, answers, tried)
         ranks.append(rank)
         # Its answers would let a transform without statistics ask for them
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank

@@ -91,9 +91,18 @@ class PretendedRank(ShapesOnly):
             are.
         watch: that of the transform, which pauses while an answer is made.
         answers: the first rank's questions and the answers, which it writes there.
+        tried: the whole leaves that authors' functions have been tried with, by author, shape and
+            dtype, to which it adds.
     """
 
-    def __init__(self, tree: Tree, cut: TrialCut, watch: OperatorWatch, answers: list[_Answer]):
+    def __init__(
+        self,
+        tree: Tree,
+        cut: TrialCut,
+        watch: OperatorWatch,
+        answers: list[_Answer],
+        tried: set[Any],
+    ):
         # The full shape, which decisions go by, and the range that this rank has of the block
         def here(leaf: Tensor) -> Extent:
             numel = math.prod(block_of(leaf.shape))
@@ -103,6 +112,7 @@ class PretendedRank(ShapesOnly):
 
         self.extents = tree_map(here, tree)
         self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
+        self._tried = tried
         # None: this is the first rank, which asks; the others iterate over a copy
         self._told = None if cut is FIRST_PIECES else iter([*answers])
         # An author's `init` may be slow, and runs once for all leaves of a kind
@@ -189,7 +199,10 @@ class PretendedRank(ShapesOnly):
         if self._is_whole:
             rows = zip(paths(updates), tree_leaves(updates), tree_leaves(params), strict=True)
             for path, update, param in rows:
-                self._check_whole_leaf(part, path, update, param)
+                kind = part, update.shape, update.dtype
+                if kind not in self._tried:
+                    self._tried.add(kind)
+                    self._check_whole_leaf(part, path, update, param)
         return tree_map(torch.clone, updates), state
 
     def _check_whole_leaf(self, part: WholeLeaf, path: str, update: Tensor, param: Tensor) -> None:
