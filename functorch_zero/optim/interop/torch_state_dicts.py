@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...errors import StructureError, explain
+from ...errors import StructureError
 from ...tree import map_with_paths, paths
 from ..contrib.rprop import ScaleByRpropState
 from ..optimizers.adadelta import ScaleByAdaDeltaState
@@ -83,7 +83,6 @@ def import_torch_state(
     by_name = _by_name(state_dict, names)
     # 0-d int64, on the CPU
     count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
-
     taken = {"step"}  # of torch's names
 
     def convert(old: Any) -> Any:
@@ -107,17 +106,15 @@ def import_torch_state(
     for kind in _TORCHS:
         opt_state = replace_states(opt_state, kind, convert)
     for name, entry in by_name.items():
-        for key, value in entry.items():
-            if value is not None and key not in taken:
-                raise StructureError(
-                    explain(
-                        "torch's optimizer keeps something that this state has no place for",
-                        path=name,
-                        expected=f"a state with {key}",
-                        got=type(opt_state).__name__,
-                        remedy="pass what init of the transform with torch's numerics made",
-                    )
-                )
+        left = [key for key, value in entry.items() if value is not None and key not in taken]
+        if left:
+            raise StructureError(
+                "torch's optimizer keeps something that this state has no place for",
+                path=name,
+                expected=f"a state with {', '.join(left)}",
+                got=type(opt_state).__name__,
+                remedy="pass what init of the transform with torch's numerics made",
+            )
     return opt_state
 
 
