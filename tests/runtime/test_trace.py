@@ -3,10 +3,7 @@ docs/maintain/architecture.md tells it, and no file is entered more than three t
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -25,6 +22,7 @@ from functorch_zero.runtime.unit import Enter, PassHooks, UnitEntrance
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.modules import Unit
+from tests.profiling import profiled
 
 PACKAGE = Path(functorch_zero.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "maintain" / "architecture.md"
@@ -64,15 +62,7 @@ class Walk:
         """Calls of functions of the same file in a row are one entry."""
         return [file for file, _ in groupby(self._files)]
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+    def see(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             self._call(frame)
         elif event == "return":
@@ -113,7 +103,7 @@ def walk_of_one_unit(group: Any) -> Walk:
     _, order = step.engine.join([state.params.holding], [True])
     order.record([])
     walk = Walk()
-    with walk.noting():
+    with profiled(walk.see):
         step(state, torch.ones(4, 7))
     return walk
 

@@ -4,9 +4,6 @@ at most 50 stays."""
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +21,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.program.value import Nodes
 from functorch_zero.step.state import State, TrainValue
 from functorch_zero.step.train import train_step
+from tests.profiling import profiled
 
 PACKAGE = Path(functorch_zero.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "maintain" / "architecture.md"
@@ -53,6 +51,11 @@ class Stays:
         self._is_looking = False
 
     @property
+    def given(self) -> set[tuple[str, str]]:
+        """Files and names of all that are given a part, stays or not."""
+        return {*self._order}
+
+    @property
     def names(self) -> list[str]:
         return [*dict.fromkeys(name for file, name in self._order if (file, name) in self._counted)]
 
@@ -60,15 +63,7 @@ class Stays:
     def files(self) -> set[str]:
         return {file for file, _ in self._counted}
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _see(self, frame: FrameType, event: str, result: Any) -> None:
+    def see(self, frame: FrameType, event: str, result: Any) -> None:
         if self._is_looking:  # what the look itself calls
             return
         self._is_looking = True
@@ -145,7 +140,7 @@ def stays_of_one_step(group: Any) -> Stays:
     for _ in range(12):
         state, _ = step(state, torch.ones(4, 7))
     stays = Stays(state)
-    with stays.noting():
+    with profiled(stays.see):
         step(state, torch.ones(4, 7))
     return stays
 
@@ -159,4 +154,5 @@ def test_the_page_tells_the_walk_of_a_state() -> None:
     assert [name for name in told if name not in files] == stays.names
     assert files == stays.files
     assert f"{len(stays.names)} stays in {len(files)} files" in text
+    assert f"{len(stays.given)} functions in {len({file for file, _ in stays.given})} files" in text
     assert len(stays.names) <= MOST
