@@ -36,7 +36,7 @@ def tiers(
     return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
 
 
-def thinned(values: Iterable[Any], n: int = 4, *, rows: bool = False) -> list[Any]:
+def thinned(values: Iterable[Any], n: int = 8, *, rows: bool = False) -> list[Any]:
     """Values for `parametrize`, or `rows`: every n-th is quick, the others are thorough."""
     values = [*values]
     return tiers(values[::n], [value for i, value in enumerate(values) if i % n], rows=rows)
@@ -45,32 +45,33 @@ def thinned(values: Iterable[Any], n: int = 4, *, rows: bool = False) -> list[An
 def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values.
 
-    Quick rows go along the diagonal, and so have each value of each axis. Where the rows whose sum
-    of places is a multiple of n (of 6 where an axis is longer than that) are fewer, those are quick
-    instead, and may lack some values. Of the others, those at an odd sum of places are thorough, as
-    on a chessboard, and the rest full. Of three axes or more, one in as many rows as the shortest
-    has values is thorough, by the sum of places: together they have each pair of values of two
-    axes.
+    Rows along the diagonal have each value of each axis. Where the rows whose sum of places is a
+    multiple of n (of 6 where an axis is longer than that) are fewer, those are taken instead, and
+    may lack some values. Every second of them is quick, from the last, which is level 3 in most
+    tables. The ones between, and of the others those at an odd sum of places, as on a chessboard,
+    are thorough, and the rest full. Of three axes or more, one in as many rows as the shortest has
+    values is thorough, by the sum of places: together they have each pair of values of two axes.
     """
     lists = [[*axis] for axis in axes]
     places = [*itertools.product(*(range(len(values)) for values in lists))]
     steps = range(max(map(len, lists)))
     diagonal = {tuple(k % len(values) for values in lists) for k in steps}
     n = n if len(steps) <= 6 else max(n, 6)
-    quick = min(diagonal, {at for at in places if sum(at) % n == 0}, key=len)
+    few = min(diagonal, {at for at in places if sum(at) % n == 0}, key=len)
+    quick = sorted(few)[::-2]
 
     def rows(chosen: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:
         return [tuple(values[i] for values, i in zip(lists, at, strict=True)) for at in chosen]
 
     every = 2 if len(lists) < 3 else max(2, min(map(len, lists)))
     others = [at for at in places if at not in quick]
-    thorough = [at for at in others if sum(at) % every == 1]
-    full = [at for at in others if sum(at) % every != 1]
+    thorough = [at for at in others if at in few or sum(at) % every == 1]
+    full = [at for at in others if at not in thorough]
     return tiers(rows(sorted(quick)), rows(thorough), rows(full), rows=True)
 
 
 def drawn(
-    *strategies: Any, quick: int = 4, thorough: int = 16, full: int = 500, **named: Any
+    *strategies: Any, quick: int = 2, thorough: int = 16, full: int = 500, **named: Any
 ) -> Callable[[Test], Test]:
     """Hypothesis's `given`, with a number of examples per tier.
 
