@@ -246,7 +246,12 @@ CALLS = {
         StructureError,
         r"path 0.weight, expected \(2, 3\), got float",
     ),
-    "loss: none": Call(lambda: make(loss=1.0), TypeError, r"loss_fn must be a function .*float"),
+    "loss: none": Call(lambda: make(loss=1.0), TypeError, r"loss_fn must be a function.*float"),
+    "loss: without buffers": Call(
+        lambda: make(loss=lambda params, batch: batch.sum()),
+        TypeError,
+        r"loss_fn can't be called .*expected \(params, buffers, batch\), got .*\(params, batch\)",
+    ),
     "accumulate: a float": Call(
         lambda: fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2.0),  # type: ignore[arg-type]
         TypeError,

@@ -204,11 +204,7 @@ def train_step(
     >>> state.params["w"]
     tensor([0.1000, 0.1000, 0.1000], requires_grad=True)
     """
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn must be a function (params, buffers, batch) -> loss, got "
-            f"{type(loss_fn).__name__}"
-        )
+    check_takes(loss_fn, ("params", "buffers", "batch"), 3, by="train_step's loss_fn")
     check_is_transform("optimizer", optimizer)
     if callable(trainable):
         check_takes(trainable, ("path", "leaf"), 2, by="trainable")
