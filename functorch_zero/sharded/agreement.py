@@ -39,12 +39,13 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
     )
 
 
-def difference_in_words(everyone: Sequence[Any]) -> tuple[str, str]:
-    """Of all ranks' facts, which are not equal, the first field that differs, and how."""
+def difference_in_words(everyone: Sequence[Any], field: str = "") -> tuple[str, str]:
+    """Of all ranks' facts, which are not equal, the first field that differs, and how. `field`: of
+    the facts."""
     # Two of the facts are enough to name: rank 0's, and the first that differ
-    other = everyone[first_unlike(everyone)]
+    other = next(theirs for theirs in everyone if theirs != everyone[0])
     like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
-    field, *values = first_difference(everyone[0], other)
+    field, *values = first_difference(everyone[0], other, field)
     ours, theirs = told_apart(*values)
     return field, f"{field} is {ours} on rank 0 and {theirs} on {ranks_text(like_other)}"
 
@@ -57,11 +58,6 @@ def releases_and_ranks(group: Group) -> dict[str, Any]:
         "python": platform.python_version(),
         "ranks": group.size,
     }
-
-
-def first_unlike(values: Sequence[Any]) -> int:
-    """The first rank whose value isn't that of rank 0; there is one."""
-    return next(rank for rank, value in enumerate(values) if value != values[0])
 
 
 def _remedy(field: str) -> str:

@@ -18,11 +18,11 @@ from ...params import as_local, is_on_engine
 from ...step.background import Background
 from ...step.program_step import ProgramStep
 from ...tree import is_within, paths
-from ..agreement import agree, first_difference, first_unlike, releases_and_ranks
+from ..agreement import agree, difference_in_words, releases_and_ranks
 from ..deferred_values import DigestedFill
 from ..equal_batches import EqualBatches
 from ..options import Options
-from ..readable import told_apart, told_story, told_values
+from ..readable import told_story, told_values
 from ..words import exchange_data, tell
 from .ledger import Ledger
 from .value import Nodes
@@ -159,16 +159,13 @@ def _difference(everyone: Sequence[Any], ledger: Ledger, own_rank: int) -> Excep
         for words, error in zip(by_kind, errors, strict=True)
         if any(theirs != words[0] for theirs in words)
     )
-    rank = first_unlike(words)
-    name, ours, other = first_difference(words[0], words[rank])
+    name, difference = difference_in_words(words)
     # Words may leave out the elements that differ
-    one, two = (values[n].get(name) for n in (0, rank))
-    if one is not None and two is not None and one != two:
-        name, ours, other = first_difference(one, two, name)
-    ours, other = told_apart(ours, other)
+    told = [own.get(name) for own in values]
+    if None not in told and any(own != told[0] for own in told):
+        _, difference = difference_in_words(told, name)
     return error(
-        f"in step {ledger.step}, {what}: {name} is {ours} on rank 0 and {other} on rank {rank} "
-        f"(this is rank {own_rank}). Remedy: {remedy}"
+        f"in step {ledger.step}, {what}: {difference} (this is rank {own_rank}). Remedy: {remedy}"
     )
 
 
