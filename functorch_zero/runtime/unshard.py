@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._torch_private import base_of, profiler_enabled, version_of
+from .._torch_private import profiler_enabled, version_of
 from ..compress import decoded, encoded
 from ..groups.protocol import Done, Group, Work
 from ..layout.flat_buffers import blank, unpack
@@ -59,7 +59,6 @@ class ResidentFlats:
 
     Args:
         flats: one (num_pieces * piece,) per bucket.
-        leaves: the whole leaves, if they are at hand already, as views of the flats.
     """
 
     transient = False
@@ -67,12 +66,9 @@ class ResidentFlats:
     under_way: Sequence[Gathering] | None = None
     versions: Sequence[int] = ()
 
-    def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
+    def __init__(self, flats: list[Tensor], buckets: Buckets):
         self.here: list[Tensor] | None = flats
         self._flats, self._buckets = flats, buckets
-        # Leaves that are views of just these flats save making views in every pass
-        bases = {*map(id, map(base_of, leaves))}
-        self._leaves = leaves if bases == {*map(id, flats)} else None
 
     def start(self) -> None:
         pass
@@ -81,7 +77,7 @@ class ResidentFlats:
         return self._flats
 
     def leaves(self) -> Sequence[Tensor]:
-        return [*_views(self._flats, self._buckets)] if self._leaves is None else self._leaves
+        return [*_views(self._flats, self._buckets)]
 
 
 class GatheredFlats:

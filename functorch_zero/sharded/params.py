@@ -120,7 +120,6 @@ def make_unit_flats(
     layout: Layout,
     axes: Axes,
     log: list[str],
-    params: ShardedTree | None = None,
 ) -> list[UnitFlats]:
     """Each unit's whole flats, for one pass.
 
@@ -128,10 +127,8 @@ def make_unit_flats(
         flats: by bucket, pieces at level 3; published flats; else the whole ones (numel,) that hold
             the params between steps.
         log: takes an entry for each gather that is started.
-        params: has leaves that have been cut from the flats already; None: they are cut on use.
     """
     made: list[UnitFlats] = []
-    leaves: list[Tensor] = []  # as held, in tree order, once a unit wants them
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [*map(flats.__getitem__, unit.buckets)]
         if content.is_table:
@@ -141,8 +138,5 @@ def make_unit_flats(
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
             made.append(GatheredFlats(own, content.buckets, group, log, unit.name))
         else:
-            if params is not None and not leaves:
-                leaves = optree.tree_leaves(params.local_tree)
-            held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
-            made.append(ResidentFlats(own, content.buckets, held))
+            made.append(ResidentFlats(own, content.buckets))
     return made

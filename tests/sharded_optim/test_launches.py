@@ -22,9 +22,9 @@ from functorch_zero import optim
 from functorch_zero._torch_private import QuickDispatchMode
 from functorch_zero.groups import CountingGroup, SingleRank
 from functorch_zero.layout import node
+from functorch_zero.layout.piece import Piece
 from functorch_zero.optim.across import norms_of, reduce_leaf
 from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
-from functorch_zero.runtime import unshard
 from functorch_zero.sharded_optim import pointwise
 from tests.modules import Unit
 from tests.tiers import thinned, tiers
@@ -285,29 +285,21 @@ def test_an_update_sees_many_flats_at_a_time(
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_a_step_makes_no_leaves_that_nobody_reads(
+def test_a_step_makes_no_pieces_that_nobody_reads(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither pieces for users, nor, where params are whole, views beside the state's own."""
     model = blocks(2)
     apply, params, buffers = fz.functionalize(model, units=Unit)
     train = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-3))
     step = fz.shard(train, level=level, group=SingleRank())
     state, batch = step.init(params, buffers), torch.randn(4, WIDTH)
     state, _ = step(state, batch)
-    made: list[str] = []
+    made: list[object] = []
 
-    def noted(name: str) -> Callable[..., Any]:
-        original = getattr(node if name == "Piece" else unshard, name)
+    def noted(*args: Any, **named: Any) -> Any:
+        made.append(args)
+        return Piece(*args, **named)
 
-        def run(*args: Any, **named: Any) -> Any:
-            made.append(name)
-            return original(*args, **named)
-
-        return run
-
-    monkeypatch.setattr(node, "Piece", noted("Piece"))
-    if level == 0:
-        monkeypatch.setattr(unshard, "_views", noted("_views"))
+    monkeypatch.setattr(node, "Piece", noted)
     state, _ = step(state, batch)
     assert not made

@@ -46,14 +46,12 @@ def differentiate(run: GradientRun) -> LocalGradient:
     """
     parts = micro_batches(run.call.data, run.call.options.accumulate)
     outcomes: list[Outcome] = []  # of the losses so far
-    trees, axes, layout = run.trees.trees, run.options.axes, run.joined.layout
-    # The only tree's own leaves, as they were cut before
-    held = trees[0] if len(trees) == 1 else None
+    axes, layout = run.options.axes, run.joined.layout
     local, buffers, units = None, run.call.buffers, list[UnitFlats]()
     for i, part in enumerate(parts):
         with run.streams(i), noting_lost_graphs():
             if not units or run.options.reshard_after_forward:
-                units = make_unit_flats(run.flats, layout, axes, run.log, held)
+                units = make_unit_flats(run.flats, layout, axes, run.log)
             local = _run_pass(run, units, part, buffers, outcomes, len(parts))
         buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
     run.reminder.compare_parts(parts, outcomes[0].weight, axes.world.rank)
