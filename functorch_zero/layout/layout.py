@@ -249,17 +249,6 @@ class UnitContent(NamedTuple):
     is_made_on_use: bool  # whether some of its flats are; see there
 
 
-class LossView(NamedTuple):
-    """The leaves as a loss sees them, and their units: columns, in tree order."""
-
-    units: tuple[int, ...]  # the number of the leaf's unit
-    numbers: tuple[int, ...]  # the leaf's number in its unit
-    shapes: tuple[tuple[int, ...], ...]  # of whole leaves
-    stored: tuple[torch.dtype, ...]
-    dtypes: tuple[Dtypes | None, ...]  # as of a `LeafSpec`
-    trainable: tuple[bool, ...]
-
-
 @dataclass(frozen=True, eq=True)
 class Layout:
     """How a tree of leaves is cut over `num_ranks` ranks, or fewer: each bucket says into how many
@@ -279,12 +268,7 @@ class Layout:
     @cached_property
     def in_buckets(self) -> tuple[tuple[int, int], ...]:
         """For each leaf in tree order: (number of its bucket, its number there)."""
-        # (-1, -1): not found yet; `make_layout` has seen that each leaf is in one
-        found: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
-        for b, bucket in enumerate(self.buckets):
-            for k, leaf in enumerate(bucket.leaves):
-                found[leaf] = (b, k)
-        return tuple(found)
+        return _places([bucket.leaves for bucket in self.buckets])
 
     @cached_property
     def contents(self) -> tuple[UnitContent, ...]:
@@ -317,22 +301,14 @@ class Layout:
         )
 
     @cached_property
-    def seen(self) -> LossView:
-        """The leaves as a loss sees them."""
-        # By tree order, from the units' own order
-        # In columns: every pass makes its lazy parameters of them
-        units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
-        for u, content in enumerate(self.contents):
-            for k, n in enumerate(content.leaves):
-                units[n], numbers[n] = u, k
-        return LossView(
-            units=tuple(units),
-            numbers=tuple(numbers),
-            shapes=tuple(leaf.shape for leaf in self.leaves),
-            stored=tuple(leaf.dtype for leaf in self.leaves),
-            dtypes=tuple(leaf.dtypes for leaf in self.leaves),
-            trainable=tuple(leaf.trainable for leaf in self.leaves),
-        )
+    def in_units(self) -> tuple[tuple[int, int], ...]:
+        """For each leaf in tree order: (number of its unit, its number there)."""
+        return _places([content.leaves for content in self.contents])
+
+    @cached_property
+    def trained(self) -> tuple[bool, ...]:
+        """For each leaf in tree order, whether it is trained."""
+        return tuple(leaf.trainable for leaf in self.leaves)
 
     @cached_property
     def rounds(self) -> bool:
@@ -378,7 +354,7 @@ class Layout:
     @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
-        return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
+        return self.treedef.unflatten(self.trained)
 
     def extents(self, piece_number: int) -> PyTree[Extent]:
         """The tree of the parts of leaves in the `piece_number`-th pieces of their buckets."""
@@ -414,6 +390,13 @@ class Layout:
             bucket = self.buckets[b]
             leaves[bucket.name] = [self.leaves[n].path for n in bucket.leaves]
         return {"modules": list(unit.modules), "leaves": leaves}
+
+
+def _places(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """For each leaf in tree order: (the number of its group, its number there). `make_layout` has
+    seen that each is in one."""
+    found = {leaf: (g, k) for g, group in enumerate(groups) for k, leaf in enumerate(group)}
+    return tuple(found[leaf] for leaf in sorted(found))
 
 
 def _by_value(rows: Iterable[tuple[str, str]], most: int = 3) -> str:

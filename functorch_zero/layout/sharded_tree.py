@@ -75,8 +75,8 @@ class Holding:
     @cached_property
     def trained(self) -> Sequence[bool]:
         """Per leaf in tree order, whether it is trained."""
-        trained = self.sharding.layout.seen.trainable
-        return [False] * len(trained) if self.read_only else [*trained]
+        trained = self.sharding.layout.trained
+        return [False] * len(trained) if self.read_only else trained
 
     @cached_property
     def in_pieces(self) -> Holding:

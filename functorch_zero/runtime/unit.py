@@ -53,7 +53,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import filterfalse, repeat
+from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -445,28 +445,19 @@ class Pass:
 
     def lazy_params(self) -> Any:
         """The tree the loss sees."""
-        seen = self._layout.seen
-        entrances: list[Any] = []
-        kinds: list[type[LazyParam]] = []
+        layout, entrances = self._layout, list[Any]()
         for unit in self._units:
-            is_table = unit.content.is_table
-            entrances.append((TableEntrance if is_table else UnitEntrance)(self, unit))
-            kinds.append(LazyTable if is_table else LazyParam)
-        lazy: Sequence[LazyParam] = [
-            *map(
-                make_lazy_param,
-                map(entrances.__getitem__, seen.units),
-                seen.numbers,
-                seen.shapes,
-                seen.stored,
-                seen.dtypes,
-                repeat(self._device),
-                map(kinds.__getitem__, seen.units),
-            )
-        ]
-        if self.anchor is not None:
-            lazy = handed_out(lazy, seen.trainable, [self.anchor], self.on_direct_grads)
-        return self._layout.treedef.unflatten(lazy)
+            made = (TableEntrance if unit.content.is_table else UnitEntrance)(self, unit)
+            entrances.append(made)
+        lazy: list[LazyParam] = []
+        for leaf, (u, k) in zip(layout.leaves, layout.in_units, strict=True):
+            kind = LazyTable if leaf.cut.by_rows else LazyParam
+            form = leaf.shape, leaf.dtype, leaf.dtypes
+            lazy.append(make_lazy_param(entrances[u], k, *form, self._device, kind))
+        if self.anchor is None:
+            return layout.treedef.unflatten(lazy)
+        handed = handed_out(lazy, layout.trained, [self.anchor], self.on_direct_grads)
+        return layout.treedef.unflatten(handed)
 
     # Forward
 
@@ -768,13 +759,13 @@ class Pass:
         self.refuse_aside()
         if not self._loss_returned:
             return (None,)  # a backward of the loss's own
-        seen = self._layout.seen
-        for leaf, grad in enumerate(grads):
+        rows = zip(grads, self._layout.leaves, self._layout.in_units, strict=True)
+        for grad, leaf, (unit, number) in rows:
             if grad is None:
                 continue
-            if seen.units[leaf] not in self._direct:
-                raise _unseen(self._layout.leaves[leaf].path)
-            self._direct[seen.units[leaf]][seen.numbers[leaf]] = grad
+            if unit not in self._direct:
+                raise _unseen(leaf.path)
+            self._direct[unit][number] = grad
             self.reached = True
         return (None,)  # nothing for the anchor
 

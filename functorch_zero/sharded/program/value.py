@@ -321,7 +321,7 @@ def trained_like(tree: ShardedTree, noted: Holding) -> ShardedTree:
     other leaves is copied, where its pieces are of the same elements."""
     theirs, ours = tree.sharding.layout, noted.sharding.layout
     # By identity first: comparing leaves takes longer
-    is_alike = theirs is ours or theirs.seen.trainable == ours.seen.trainable
+    is_alike = theirs is ours or theirs.trained == ours.trained
     if tree.holding == noted:
         if is_alike:
             return tree.held_as(noted)
