@@ -13,7 +13,6 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -162,20 +161,11 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     return [(without_wrappers(path), param) for path, param in pairs]
 
 
-class _Views(NamedTuple):
-    """Views of the params' memory."""
-
-    begins: list[int]  # addresses, which stay the params' own as long as the views
-    pieces: dict[str, Tensor | None]  # (n,), those of other params None
-
-
-@dataclass
-class _Together:
+class _Together(NamedTuple):
     """Params that are updated together."""
 
     across: Sharded
     plan: StatePlan  # of their state
-    views: _Views | None = None  # of the last step
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -412,23 +402,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         Args:
             locals_: the params' tensors on this rank.
         """
-        across, views = one.across, self._views(one, locals_)
-        pieces = self._pieces(locals_) if views is None else views.pieces
+        pieces = self._pieces(locals_)
         # Only to the params themselves, and not to copies, may kernels add their updates
-        update = self.transform.update if views is None else self.transform.update_and_add
-        updates, tree = update(grads, state.tree, pieces, across)
+        are_views = all(map(Tensor.is_contiguous, locals_.values()))
+        update = self.transform.update_and_add if are_views else self.transform.update
+        updates, tree = update(grads, state.tree, pieces, one.across)
         if updates is not None:
             same_structure(pieces, updates, what="the optimizer's updates")
         return updates, state.treedef.flatten_up_to(tree)
-
-    def _views(self, one: _Together, locals_: Mapping[str, Tensor]) -> _Views | None:
-        """Pieces to which a kernel may write; None if some would be copies."""
-        if not all(map(Tensor.is_contiguous, locals_.values())):
-            return None
-        begins = [*map(Tensor.data_ptr, locals_.values())]
-        if one.views is None or one.views.begins != begins:
-            one.views = _Views(begins, self._pieces(locals_))
-        return one.views
 
     def _locals(self, paths: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these params on this rank."""
