@@ -129,8 +129,8 @@ class UnitInPass:
         self.index = index  # in the layout
         self.name, self.path, self.modules = unit.name or "root", unit.path, unit.modules
         self.content, self.flats = content, flats
-        # Its gathered flats: those that stayed from the pass before, others while their values are
-        # looked at
+        # Its flats: those that are here when the pass begins, others while their values are looked
+        # at
         self.untouched: Untouched | None = None
         self.left: set[str] = set()  # modules whose calls have returned
 
@@ -404,19 +404,10 @@ class Pass:
         self.uses: SameUses | None = order.compare(flats, of_units=follows)
         # Those of units where collectives follow from them
         self._words = self.uses.words if self.uses is not None and follows else None
-        # Resident flats, and the units that they are of
-        resident: list[Tensor] = []
-        self._units_of_resident: list[UnitInPass] = []
         for here in self._units:
-            if here.flats.here is None:
-                continue
-            if here.flats.transient:  # they stayed from the pass before
+            if here.flats.here is not None:  # resident, or stayed from the pass before
                 here.untouched = Untouched(here.flats.here, look=look)
-            else:
-                resident += here.flats.here
-                self._units_of_resident += [here] * len(here.flats.here)
-            self._resident.update(map(storage_id, here.flats.here))
-        self._untouched = Untouched(resident, look=look)
+                self._resident.update(map(storage_id, here.flats.here))
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
@@ -424,9 +415,8 @@ class Pass:
         # that of the newest node that saved some
         self._to_ask: dict[Use, Number] = {}
         # Units whose whole gradients are still to be reduced, in the layout's order
-        self._waiting = [unit for unit in self._units if not unit.content.is_table]
-        if not last or reduction is None:
-            self._waiting = []
+        reduces_rest = last and reduction is not None
+        self._waiting = [u for u in self._units if reduces_rest and not u.content.is_table]
         # Per unit with a direct use, the gradients (None so far) of its leaves; in the order of the
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
@@ -909,19 +899,17 @@ class Pass:
             return
         # At once: leaves lead to the node that leads to the pass, a cycle that nobody collects
         leaves, unit.leaves = unit.leaves, None
-        if [*map(storage_id, leaves)] == unit.storages and not any(map(hooks_of, leaves)):
-            return
-        for k, leaf in enumerate(leaves):
-            if storage_id(leaf) != unit.storages[k]:
+        for k, (leaf, storage) in enumerate(zip(leaves, unit.storages, strict=True)):
+            if storage_id(leaf) != storage:
                 raise changed_in_place(self._path_of(unit, k))
             if hooks_of(leaf):
                 raise _hooked(self._path_of(unit, k))
 
     def _check_resident(self) -> None:
         """Raise if the loss has written to resident flats: every later step would use them."""
-        number = self._untouched.first_changed()
-        if number is not None:
-            raise changed_in_place(unit=self._units_of_resident[number].name)
+        for unit in self._units:
+            if unit.untouched is not None and not unit.flats.transient:
+                unit.untouched.check(unit.name)
 
     def _path_of(self, unit: UnitInPass, k: int) -> str:
         """The path of a unit's k-th leaf, in the unit's own order."""
