@@ -19,14 +19,13 @@ from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..model.untouched import Untouched
-from ..optim.across import Tree, WholeLeaf, run_batch
 from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, JOINED, CutTest, name_of
 from ..optim.local import Local
 from ..sharded_optim.across import Sharded
-from ..tree import PyTree, named_leaves, paths
+from ..tree import PyTree, named_leaves
 from .equality import (
     Equality,
     Grade,
@@ -63,9 +62,9 @@ def check_transform(
     compared:
 
     - a pointwise link's on whole leaves, on pieces of them and on all leaves joined, bit by bit;
-    - a whole-leaf function's by themselves and in batches, with inputs unchanged;
-    - the whole transform's updates unsharded with those on ranks, which are threads of this
-      process;
+    - the whole transform's updates unsharded, which leave their inputs unchanged, with those on
+      ranks, which are threads of this process, and on one rank alone: there a whole-leaf function
+      is given all leaves of one shape as a batch, and unsharded each by itself;
     - a fused kernel's with the plain update.
 
     Args:
@@ -201,9 +200,10 @@ def _check_ranks(
     name = name_of(transform)
     story = f"{name} makes other updates on ranks than unsharded"
     # The oracle once; ranks differ only in how many they are
-    expected = _run_unsharded(transform, steps, name, equality or REORDERED)
+    expected = _run_unsharded(transform, steps, name)
     grade = equality or (BITWISE if transform.needs == Needs.POINTWISE else REORDERED)
-    for num_ranks in ranks:
+    # On one rank leaves of one shape are a batch, which several may have apart
+    for num_ranks in dict.fromkeys([1, *ranks]):
         # On donated storage an update writes over its inputs, by other code
         for donate in (False, True):
             by_rank = run_ranks(_on_a_rank(transform, steps, donate), num_ranks)
@@ -242,13 +242,10 @@ def _on_a_rank(
     return run
 
 
-def _run_unsharded(
-    transform: Transform, steps: Steps, name: str, equality: Equality
-) -> list[PyTree[Tensor]]:
-    """The updates of each step in one process, with whole-leaf functions and purity checked on the
-    way."""
+def _run_unsharded(transform: Transform, steps: Steps, name: str) -> list[PyTree[Tensor]]:
+    """The updates of each step in one process, with purity checked on the way."""
     params: Any = steps.params
-    across = _Checking(params, name, equality)
+    across = Local(params)
     state = transform.init(params, across)
     made = []
     for updates in steps.updates:
@@ -271,42 +268,6 @@ def unchanged(inputs: Any, name: str) -> Iterator[None]:
         raise TransformError(
             f"{name} changes its input {[*tensors][changed]} in place. Remedy: return new tensors"
         )
-
-
-class _Checking(Local):
-    """`Local`, which also tries each batched whole-leaf function it is given."""
-
-    def __init__(self, params: Tree, name: str, equality: Equality):
-        super().__init__(params)
-        self._name, self._equality = name, equality
-
-    def run_whole(
-        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        if part.batched:
-            leaves, treedef = optree.tree_flatten(updates)
-            states: list[Any] = treedef.flatten_up_to(state)
-            # One row per leaf
-            rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
-            for path, update, owned, param in rows:
-                self._try(part, path, update, owned.state, param)
-        return super().run_whole(part, updates, state, params)
-
-    def _try(self, part: WholeLeaf, path: str, update: Tensor, state: Any, param: Tensor) -> None:
-        """Compare one leaf's update by itself and in a batch."""
-        # Another update, so that a function that mixes its batch's items shows it
-        other = update * -0.5
-        alone = [run_batch(part, [u], [state], [param])[0] for u in (update, other)]
-        in_batch = run_batch(part, [update, other], [state, state], [param, param])
-        story = "a whole-leaf function, makes something else in a batch of two than alone"
-        with _as_transform_error(f"{self._name}, {story}: leaf {path}"):
-            assert_equal_values(
-                {path: alone},
-                {path: in_batch},
-                grade=self._equality,
-                what="results",
-                dtypes={alone[0].update.dtype},
-            )
 
 
 # A transform's kernel for donated storage
