@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -248,7 +247,6 @@ def _work_of_program(step: ProgramStep, given: Any, batch: Any, others: Mapping[
             "rank's, or a tuple of the step's arguments"
         )
     args = batch if type(batch) is tuple else (batch,)
-    _check_arguments(step, args, batch)
     return _Work(step, given if type(given) is tuple else (given,), args)
 
 
@@ -290,36 +288,6 @@ def _work_of_training(
     )
 
 
-def _check_arguments(step: ProgramStep, args: tuple[Any, ...], batch: Any) -> None:
-    """Raise unless a program takes these arguments beside its value."""
-    try:
-        signature = inspect.signature(step.program)
-    except (TypeError, ValueError):  # a callable that says nothing of its parameters
-        return
-    try:
-        signature.bind(None, *args)  # the value comes first
-    except TypeError as error:
-        got = f"a tuple of {len(batch)}" if type(batch) is tuple else f"a {type(batch).__name__}"
-        raise TypeError(
-            explain(
-                "a program can't be called with this batch",
-                expected=f"the arguments of {_name_of(step.program)} after its value: "
-                + ", ".join([*signature.parameters][1:]),
-                got=f"{got} ({error})",
-                remedy=_TUPLE,
-            )
-        ) from None
-
-
-_TUPLE = (
-    "batch=(x, y) for two arguments; a list or a dict is one argument, as it is in a step's call"
-)
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
 @contextmanager
 def _told_of_lists(batch: Any) -> Iterator[None]:
     """Around a call with the batch: where it fails, and the batch is a list, say that a tuple would
@@ -328,7 +296,10 @@ def _told_of_lists(batch: Any) -> Iterator[None]:
         yield
     except (TypeError, AttributeError) as error:
         if isinstance(batch, list):
-            error.add_note(f"batch=[...] is one argument. Remedy: {_TUPLE}.")
+            error.add_note(
+                "batch=[...] is one argument. Remedy: batch=(x, y) for two arguments; a list or a "
+                "dict is one, as it is in a step's call."
+            )
         raise
 
 
