@@ -111,8 +111,6 @@ class CountingGroup(RecordingGroup):
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be from 0 to size - 1, got rank {rank} and size {size}")
         super().__init__(MirrorGroup(rank, size))
 
 
@@ -126,6 +124,10 @@ class MirrorGroup(Collectives):
     without values are left alone."""
 
     def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"rank must be from 0 to the number of ranks - 1, got rank {rank} of {size} ranks"
+            )
         self.rank = rank
         self.size = size
 

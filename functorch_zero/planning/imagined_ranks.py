@@ -90,18 +90,15 @@ class Recorder(LabelledGroup):
 def lone_rank(rank: int, size: int, shard_size: int | None, same_data: SameData | None) -> Group:
     """Rank `rank` of `size` without the others, for `shard`: of one axis, or of a mesh with
     `shard_size` ranks along its shard axis."""
-    if size < 1:
-        raise ValueError(f"ranks must be at least 1, got {size}")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {size}")
+    group = MirrorGroup(rank, size)
     if shard_size is not None:
-        return HybridGroup(MirrorGroup(rank, size), shard_size=shard_size, same_data=same_data)
+        return HybridGroup(group, shard_size=shard_size, same_data=same_data)
     if same_data is not None:
         raise ValueError(
             f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
             "Remedy: plan(..., shard_size=...)"
         )
-    return MirrorGroup(rank, size)
+    return group
 
 
 def imagined(axes: Axes, watch: MemoryWatch, *, swaps: bool) -> Axes:

@@ -132,5 +132,5 @@ def test_meta_tensors_and_worlds_that_no_machine_has() -> None:
 
 
 def test_the_rank_is_checked() -> None:
-    with pytest.raises(ValueError, match="rank must be from 0 to size - 1"):
+    with pytest.raises(ValueError, match="rank must be from 0 to the number of ranks - 1"):
         CountingGroup(2, rank=2)

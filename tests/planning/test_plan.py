@@ -656,9 +656,9 @@ def test_errors_say_what_to_do() -> None:
         plan(params, optim.sgd(0.1), level=3, ranks=2, units="blocks.*")
     with pytest.raises(TypeError, match=r"before its step: expected fz\.plan\(params, step"):
         plan(optim.sgd(0.1), params, level=3, ranks=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="got rank 0 of 0 ranks"):
         plan(params, optim.sgd(0.1), level=3, ranks=0)
-    with pytest.raises(ValueError, match="rank must be"):
+    with pytest.raises(ValueError, match="got rank 2 of 2 ranks"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, rank=2)
     with pytest.raises(ValueError, match="level must be one of"):
         plan(params, optim.sgd(0.1), level=4, ranks=2)
