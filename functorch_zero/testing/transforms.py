@@ -106,13 +106,14 @@ def hostile_params(*, large: bool = True) -> Any:
     """A tree of shapes on which a wrong transform shows itself, float64.
 
     Some leaves share a bucket, some have one of their own, so that every rank has a part of them.
-    Among them are leaves of equal shape, of one element and of none. If `large`, one is longer than
-    4096 elements with both dims over 128, since optimizers change their ways there.
+    Among them are leaves of equal shape, of 1 to 4 dims, of one element and of none. If `large`,
+    one is longer than 4096 elements with both dims over 128, since optimizers change their ways
+    there.
     """
     # A child of the root is a unit, and so has a bucket of its own
     units: dict[str, dict[str, tuple[int, ...]]] = {
-        "kernel": {"weight": (4, 3, 2, 2)},
-        "stack": {"weight": (2, 3, 4)},
+        "kernel": {"twin": (4, 3, 2, 2), "weight": (4, 3, 2, 2)},
+        "stack": {"twin": (2, 3, 4), "weight": (2, 3, 4)},
         "wide": {"weight": (3, 11)},  # 33 elements: no even number of ranks divides it
         "large": {"weight": (257, 129)},
         # These share a bucket
@@ -122,6 +123,7 @@ def hostile_params(*, large: bool = True) -> Any:
             "one": (1,),
             "scalar": (),
             "twin": (7, 5),
+            "twin_vector": (6,),
             "vector": (6,),
         },
     }
