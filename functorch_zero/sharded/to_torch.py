@@ -8,6 +8,7 @@ the state into torch's state dicts, and back.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import operator
@@ -654,7 +655,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._state.load(given)
         self._num_steps = {path: int(counts[path]) for path in self._params}
         own = ("params", "param_names")
-        self._options.update({key: x for key, x in options.items() if key not in own})
+        others = {key: x for key, x in options.items() if key not in own}
+        # Schedulers write to a learning rate in a tensor, which may be another optimizer's
+        self._options.update(copy.deepcopy(others))
         for hook in after:
             hook(self)
 

@@ -226,6 +226,17 @@ def test_a_state_dict_goes_on(name: str) -> None:
     assert error_of(second, expected(name)) < bound
 
 
+def test_a_learning_rate_in_a_tensor_is_not_shared_with_what_was_loaded() -> None:
+    """As in torch, whose schedulers write to it in place."""
+    model = build()
+    for make in (torch_adamw, lambda model: optim.to_torch(adamw, model, lr=0.1)):
+        first, second = make(model), make(model)
+        first.param_groups[0]["lr"] = torch.tensor(0.2)
+        second.load_state_dict(first.state_dict())
+        first.param_groups[0]["lr"].fill_(0.3)
+        assert float(second.param_groups[0]["lr"]) == float(torch.tensor(0.2))
+
+
 def test_a_state_dict_has_torchs_form() -> None:
     model = build()
     optimizer = optim.to_torch(adamw, model, lr=0.1)
