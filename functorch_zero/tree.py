@@ -469,13 +469,20 @@ def content_digest(leaf: Tensor) -> str:
     if leaf.layout != torch.strided:
         elements = leaf.detach().to_sparse().coalesce()
         return content_digest(elements.indices()) + content_digest(elements.values())
-    plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
-    data = plain.reshape(-1).view(torch.uint8)  # (bytes,) uint8
+    data = in_words(leaf, torch.uint8)  # (bytes,)
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):
         # Weights go on from the 8-byte words before this chunk
         total += _weighted_sum(data[start : start + _CHUNK], start // 8)
     return f"{total & (2**64 - 1):016x}"
+
+
+def in_words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of a tensor's elements as 1-D numbers of this dtype: a view, or a copy where they
+    don't lie side by side."""
+    row = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # A single element keeps whatever stride it had, and then torch refuses a view as another dtype
+    return row.as_strided(row.shape, (1,)).view(dtype)
 
 
 def _weighted_sum(data: Tensor, first: int) -> int:

@@ -26,6 +26,7 @@ from ..model.functionalize import Apply
 from ..optim.base import Transform
 from ..params import Names
 from ..step.state import State, marked
+from ..tree import in_words
 from .agreement import nothing, together
 from .block_io import Target, read_leaves
 from .catalogue import chosen
@@ -578,9 +579,7 @@ def _are_equal(local: LocalLeaf, *sources: Source) -> bool:
         return True
     runs = [_elements(local, source).split(_FEW) for source in sources]
     for one, other in zip(*runs, strict=True):
-        a, b = (
-            x.to("cpu", local.tensor.dtype).contiguous().view(torch.uint8) for x in (one, other)
-        )
+        a, b = (in_words(x.to("cpu", local.tensor.dtype), torch.uint8) for x in (one, other))
         if not torch.equal(a, b):
             return False
     return True

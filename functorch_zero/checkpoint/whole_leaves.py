@@ -18,6 +18,7 @@ from ..sharded.failures import sharing_failures
 from ..sharded.words import exchange_data
 from ..sharded_optim.mail import Mail
 from ..step.state import State
+from ..tree import in_words
 from .agreement import together
 from .contents import LocalLeaf, Step, contents_of, frozen_in, group_of
 
@@ -167,7 +168,7 @@ def _gather(pack: Sequence[LocalLeaf], to: int, group: Group) -> list[Tensor]:
     spans = exchange_data(group, own)
     mail = Mail(group)
     for sent in pack:
-        mail.send(to, sent.tensor.view(torch.uint8))
+        mail.send(to, in_words(sent.tensor, torch.uint8))
     for rank, of_rank in enumerate(spans) if group.rank == to else ():
         for i, (start, n) in enumerate(of_rank):
             mail.expect(rank, (i, start), n)

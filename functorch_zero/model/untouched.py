@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch_private import storage_id, version_of
 from ..errors import StructureError
-from ..tree import PyTree, has_values, paths
+from ..tree import PyTree, has_values, in_words, paths
 
 
 def is_looked_at(call: int) -> bool:
@@ -85,8 +85,7 @@ def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int | None]]:
 def marks_of_values(tensor: Tensor) -> Tensor:
     """1-D integers by which a change of a tensor's values shows: a few words themselves, or sums
     of many."""
-    words = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    words = words.view(_WORDS[min(tensor.element_size(), 8)])
+    words = in_words(tensor, _WORDS[min(tensor.element_size(), 8)])
     return words.clone() if len(words) <= _FEW_WORDS else _sums_of(words)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import explain
 from ..params import as_local
-from ..tree import PyTree, paths, same_structure
+from ..tree import PyTree, in_words, paths, same_structure
 from .causes import Evidence, Wrong, why
 
 Grade = Literal["bitwise", "reordered", "approximate"]
@@ -322,7 +322,7 @@ def compare_within(
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, bit by bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
     # (numel, bytes per element), uint8
-    ours, theirs = (x.contiguous().reshape(-1, 1).view(torch.uint8) for x in (a, b))
+    ours, theirs = (in_words(x, torch.uint8).view(-1, x.element_size()) for x in (a, b))
     return (ours == theirs).all(1).reshape(a.shape)
 
 

@@ -41,6 +41,26 @@ def prove(step: Any, params: Any, level: int) -> None:
     )
 
 
+@pytest.mark.parametrize("level", thinned([3, 0, 1, 2]))
+def test_single_elements_may_have_any_stride(level: int) -> None:
+    """Torch calls them contiguous, and shows no bytes of them."""
+
+    def single(dtype: torch.dtype) -> Tensor:
+        return torch.ones(1, 2, dtype=dtype)[:, 0]
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        squares = sum((p.abs() ** 2).sum() for p in tree_leaves(fz.unshard(params)))
+        return squares, fz.Aux(buffers={"seen": buffers["seen"] + batch.sum()})
+
+    assert single(torch.float64).stride() == (2,)
+    params = [single(dtype).requires_grad_() for dtype in (torch.float64, torch.complex128)]
+    buffers = {"seen": single(torch.float64)}
+    assert_sharded_equals_unsharded(
+        fz.train_step(loss, optim.adamw(0.1)), params, buffers, [torch.ones(2)] * 2,
+        levels=(level,), ranks=(2,), grade="bitwise", per_rank=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
 def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(
