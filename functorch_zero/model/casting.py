@@ -198,6 +198,10 @@ def as_reduced(
 
 def _as_reduced(grad: Tensor, dtypes: Dtypes, storage: torch.dtype) -> Tensor:
     """A gradient, rounded as before the sum over ranks, then as the optimizer is given it."""
+    if grad.layout != torch.strided:
+        # As on ranks: the parts of a row are one number before it is rounded, and a codec's blocks
+        # go over rows
+        grad = grad.coalesce() if isinstance(dtypes.reduce, torch.dtype) else grad.to_dense()
     return rounded(grad.to(dtype_of(dtypes.reduce, storage)), dtypes.reduce).to(storage)
 
 

@@ -490,3 +490,24 @@ def test_train_lm_learns_as_well() -> None:
     assert plain < 2.5
     for name, loss in found.items():
         assert abs(loss / plain - 1) < 0.005, (name, loss, plain)
+
+
+@pytest.mark.parametrize("reduce", [INT8, torch.bfloat16])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+def test_sparse_gradients_are_rounded_as_dense_ones(level: int, reduce: Any) -> None:
+    """The parts of a row add up before."""
+    model = seeded(nn.Embedding(5, 41, sparse=True).double)
+    policy = fz.Precision(reduce=reduce)
+    apply, params, _ = fz.functionalize(model, precision=policy)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        return apply(params, buffers, batch)[0].sin().mean()
+
+    step = fz.train_step(loss_fn, optim.sgd(0.5))
+    whole = torch.tensor([[0, 0, 1], [3, 0, 1]] * 2)
+    # A sum over ranks in bfloat16 is another one
+    ranks = (1,) if reduce == torch.bfloat16 else (1, 2)
+    assert_sharded_equals_unsharded(
+        step, params, {}, [whole], levels=({"weight": level},), ranks=ranks, grade=EXACT,
+        per_rank=True,
+    )  # fmt: skip
