@@ -190,13 +190,15 @@ def _held_like(params: Any, vector: Any) -> Any:
             error.add_note(f"fz.hvp(loss)(params, vector, *args) takes the vector second: {_LIKE}.")
             raise
     same_structure(params, vector, what="the vector", none_is_leaf=True, remedy=_LIKE)
-    vectors = optree.tree_leaves(vector, none_is_leaf=True)
-    for path, leaf, along in zip(paths(params), optree.tree_leaves(params), vectors, strict=True):
+    # None of the params themselves are among the paths and leaves, too
+    names = paths(params, lambda node: node is None)
+    both = (optree.tree_leaves(tree, none_is_leaf=True) for tree in (params, vector))
+    for path, leaf, along in zip(names, *both, strict=True):
         _check_vector(path, leaf, along)
     return apply_updates(zeros, vector)
 
 
-def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
+def _check_vector(path: str, leaf: Tensor | None, along: Any) -> None:
     """Raise unless a leaf of the vector is None, or a tensor like a trained leaf."""
     if along is None:
         return
@@ -207,13 +209,13 @@ def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
             expected="fz.hvp(loss)(params, vector, *args), the vector like the gradients",
             remedy=f"{_LIKE}; params themselves as fz.pieces(params)",
         )
-    expected = tuple(leaf.shape) if leaf.requires_grad else None
+    expected = tuple(leaf.shape) if leaf is not None and leaf.requires_grad else None
     got = tuple(along.shape) if isinstance(along, Tensor) else type(along).__name__
     if got != expected:
         raise StructureError(
             "a leaf of the vector is not like the gradient's",
             path=path,
-            expected=f"shape {expected}" if leaf.requires_grad else "None: the leaf is frozen",
+            expected="None: no leaf is trained there" if expected is None else f"shape {expected}",
             got=got,
             remedy=_LIKE,
         )

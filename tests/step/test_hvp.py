@@ -123,6 +123,18 @@ def test_frozen_leaves_and_missing_directions() -> None:
     assert_equal_values(expected, found, grade="bitwise")
 
 
+def test_nones_of_the_params_themselves() -> None:
+    def cubes(params: Any) -> Tensor:
+        return (params["first"] ** 3).sum() + (params["last"] ** 3).sum()
+
+    first, last = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    params = {"first": first, "free": None, "last": last}
+    _, _, product = fz.hvp(cubes)(params, fz.pieces(params))
+    assert_equal_values({"first": torch.full((2,), 6.0), "free": None, "last": 6 * last}, product)
+    with pytest.raises(StructureError, match=r"path free, expected None.*got \(2,\)"):
+        fz.hvp(cubes)(params, {"first": None, "free": torch.ones(2), "last": None})
+
+
 def test_complex_leaves() -> None:
     """Real and imaginary parts are coordinates of their own."""
     z = torch.randn(4, dtype=torch.complex128)
@@ -156,7 +168,7 @@ def test_a_vector_unlike_the_gradients_is_refused() -> None:
     with pytest.raises(StructureError, match=r"the vector.*norm.bias"):
         fz.hvp(loss)(PARAMS, {k: v for k, v in VECTOR.items() if k != "norm.bias"}, X)
     frozen = tree_map(lambda p: p.detach().requires_grad_(p.dim() == 2), PARAMS)
-    with pytest.raises(StructureError, match=r"layers.0.bias.*None: the leaf is frozen"):
+    with pytest.raises(StructureError, match=r"layers.0.bias.*None: no leaf is trained there"):
         fz.hvp(loss)(frozen, VECTOR, X)
 
 
