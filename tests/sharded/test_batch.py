@@ -31,7 +31,7 @@ from tests.compare import (
 )
 from tests.models import split
 from tests.modules import Net, seeded, towers
-from tests.tiers import crossed, tiers
+from tests.tiers import crossed, thinned, tiers
 
 D = torch.float64
 Batch = dict[str, Tensor]
@@ -224,7 +224,7 @@ def test_a_rank_without_rows_that_receives_a_nan() -> None:
     assert run_ranks(run, 2) == [expected] * 2
 
 
-@pytest.mark.parametrize("options", [{"remat": True}, {"chunks": 3}], ids=str)
+@pytest.mark.parametrize("options", thinned([{"remat": True}, {"chunks": 3}]), ids=str)
 def test_a_rank_without_rows_whose_loss_weighs_nothing(options: dict[str, Any]) -> None:
     """Its loss is left out, and its backward goes the others' way all the same."""
     check(lambda: given(clip_of_own_rows, **options), [8, 0], level=3)
@@ -646,7 +646,8 @@ def over_gloo(run: Callable[[Any], Any], ranks: int = 2) -> list[Any]:
     return launch(process, ranks, start_method="fork", timeout=60)
 
 
-@pytest.mark.parametrize("ranks", tiers([2], [3]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_on_processes(ranks: int) -> None:
     data, sizes = batches(), [5, 3] if ranks == 2 else [5, 3, 0]
     cases = {
@@ -700,7 +701,8 @@ def test_processes_of_which_one_leaves_a_call_out(level: int, at: int) -> None:
     assert len({loss for _, _, loss in found}) == 1
 
 
-@pytest.mark.parametrize("level", tiers([3], [0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 0])
 def test_a_plan_counts_rows(level: int) -> None:
     """What a rank sends, call by call, but for the hosts' words."""
     step, params, buffers = given(clip)

@@ -25,7 +25,7 @@ from functorch_zero.testing import Equality, assert_equal_values, assert_sharded
 from functorch_zero.testing.runs import Start, run_in_parts
 from tests.modules import Net, in_turn, seeded
 from tests.sharded.test_processes import on_processes
-from tests.tiers import FULL, THOROUGH, crossed, thinned, tiers
+from tests.tiers import FULL, THOROUGH, crossed, thinned
 
 INT8, E4M3 = Blocks(torch.int8, 64), Blocks(torch.float8_e4m3fn, 64)
 GATHER, REDUCE = fz.Precision(gather=INT8), fz.Precision(reduce=INT8)
@@ -124,14 +124,13 @@ def test_sharded_is_unsharded(level: int, name: str, world: Any, optimizer: str)
     "options",
     thinned(
         [
+            {"levels": [{"": 3, "twice": 1, "last.bias": 0, "first": 2}]},
             {"reduce_gradients": "once", "levels": [2, 3]},
             {"levels": LEVELS},
-            {"levels": [{"": 3, "twice": 1, "last.bias": 0, "first": 2}]},
             {"levels": [3], "reshard_after_forward": False, "donate": False},
             {"levels": [3], "overlap": "time", "weighted": True},
             {"levels": [0, 1], "overlap": "time", "ranks": [2]},
-        ],
-        2,
+        ]
     ),
     ids=str,
 )
@@ -166,8 +165,7 @@ def test_a_proof_tells_rounded_sums_from_sums_of_rounded() -> None:
             {"levels": [0, 3], "shard_size": 1},
             {"levels": [1, 2], "shard_size": 2, "state_axes": "both", "weighted": True},
             {"levels": [0], "shard_size": 2, "same_data": "shard"},
-        ],
-        2,
+        ]
     ),
     ids=str,
 )
@@ -301,7 +299,7 @@ BYTES = Blocks(torch.int8, 256)
 
 
 @pytest.mark.parametrize(
-    ("level", "share"), tiers([(0, 0.63), (3, 0.26)], [(1, 0.26), (2, 0.26)], rows=True)
+    ("level", "share"), thinned([(3, 0.26), (0, 0.63), (1, 0.26), (2, 0.26)], rows=True)
 )
 def test_bytes(level: int, share: float) -> None:
     """A quarter of all. The sums of level 0 come back as they are: a quarter of one half, and the

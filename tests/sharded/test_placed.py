@@ -139,7 +139,7 @@ def passing_on(kind: str) -> Any:
     return optim.pointwise(init, lambda updates, state, params: update(updates, state, params))
 
 
-@pytest.mark.parametrize("kind", ["pointwise", "statistics", "whole leaf"])
+@pytest.mark.parametrize("kind", thinned(["whole leaf", "pointwise", "statistics"]))
 def test_an_update_that_passes_its_state_on(kind: str, tmp_path: Path) -> None:
     """Nothing is written over before it was read: by another slot, or as the update itself."""
     step = fz.train_step(linear_loss, passing_on(kind))
@@ -250,7 +250,7 @@ def test_a_placed_state_is_carried_to_other_ranks(tmp_path: Path) -> None:
     assert_equal_values(state.params, last.params, grade="reordered")
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", thinned([False, True]))
 def test_what_lies_elsewhere_is_moved(donate: bool, tmp_path: Path) -> None:
     """A copy, as `tree_map`, pickle or a step without the place makes it."""
 
@@ -317,8 +317,9 @@ class Weighed(File):
         return super().leave(tensor, into)
 
 
-@pytest.mark.parametrize("level", tiers([3], [1, 0]))
-@pytest.mark.parametrize("donate", tiers([False], [True]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 1, 0])
+@pytest.mark.parametrize("donate", [False, True])
 def test_a_plan_has_the_bytes_that_a_step_moves(level: int, donate: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     apply, params, _ = fz.functionalize(nn.Sequential(attention(), attention()), units=Unit)
@@ -420,7 +421,7 @@ def test_params_and_gradients_in_files(
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [3, 1])
+@pytest.mark.parametrize("level", thinned([3, 1]))
 def test_replaced_params_are_moved(level: int, tmp_path: Path) -> None:
     """By `tree_map`, by a checkpoint, and by a whole state."""
 
@@ -462,7 +463,7 @@ def attention() -> Unit:
     return Unit(forward, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", thinned([False, True]))
 @pytest.mark.parametrize("level", thinned([3, 0, 1]))
 def test_saved_tensors_in_a_place(level: int, keeps: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -594,7 +595,7 @@ CHAINS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def warm() -> None:
     """The first step of a process makes things that stay."""
     peak_of(optim.sgd(0.1), 3, None)
@@ -609,6 +610,7 @@ def warm() -> None:
         rows=True,
     ),
 )
+@pytest.mark.usefixtures("warm")
 def test_the_peak_falls_by_the_state(name: str, level: int, donate: bool, tmp_path: Path) -> None:
     optimizer, place = CHAINS[name], {"state": File(tmp_path)}
     plain = peak_of(optimizer, level, None, donate=donate)
@@ -620,14 +622,12 @@ def test_the_peak_falls_by_the_state(name: str, level: int, donate: bool, tmp_pa
     assert plain - placed == pytest.approx(state if donate else 2 * state, abs=bound)
 
 
-IN_PROGRAMS = tiers(
-    [("unfused", True)],
-    [("unfused", False), ("clipped", False), ("muon", True), ("muon", False)],
-    rows=True,
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "donate"),
+    [("unfused", True), ("unfused", False), ("clipped", False), ("muon", True), ("muon", False)],
 )
-
-
-@pytest.mark.parametrize(("name", "donate"), IN_PROGRAMS)
+@pytest.mark.usefixtures("warm")
 def test_no_second_state_of_a_program_is_in_memory(name: str, donate: bool, tmp_path: Path) -> None:
     """Without a fused kernel, or without donation, a program makes a new state: in its place, by
     buckets or whole leaves, and neither it nor the old one is ever in memory."""
@@ -640,8 +640,10 @@ def test_no_second_state_of_a_program_is_in_memory(name: str, donate: bool, tmp_
 
 
 @pytest.mark.parametrize(
-    ("level", "accumulate"), tiers([(3, 1)], [(0, 2), (1, 2), (2, 2), (3, 2)], [(0, 1)], rows=True)
+    ("level", "accumulate"),
+    tiers(thorough=[(3, 1), (0, 2), (1, 2), (2, 2), (3, 2)], full=[(0, 1)], rows=True),
 )
+@pytest.mark.usefixtures("warm")
 def test_the_peak_falls_by_params_and_gradients(
     level: int, accumulate: int, tmp_path: Path
 ) -> None:
@@ -660,7 +662,9 @@ def test_the_peak_falls_by_params_and_gradients(
         assert found <= max(plain - placed, others + working) + UNIT, kind
 
 
-@pytest.mark.parametrize("level", thinned([3, 0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 0])
+@pytest.mark.usefixtures("warm")
 def test_the_peak_falls_by_what_is_saved(level: int, tmp_path: Path) -> None:
     rows = 384
     optimizer, saved = optim.sgd(0.1), NUM_UNITS * rows * WIDTH * 4  # bytes of the outputs of tanh

@@ -214,7 +214,7 @@ LOOKUPS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(LOOKUPS))
+@pytest.mark.parametrize("name", thinned(LOOKUPS, 16))
 def test_lookups(name: str) -> None:
     prove(LOOKUPS[name], batches=make_batches(2))
 
@@ -228,7 +228,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(MESHES, 2))
+@pytest.mark.parametrize("name", thinned(MESHES))
 def test_on_a_mesh(name: str) -> None:
     prove(ranks=(4,), shard_size=2, **MESHES[name])
 
@@ -259,7 +259,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(SETTINGS))
+@pytest.mark.parametrize("name", thinned(SETTINGS, len(SETTINGS)))
 def test_settings(name: str) -> None:
     prove(**SETTINGS[name])
 
@@ -271,6 +271,13 @@ def apart(of_table: optim.Transform) -> optim.Transform:
 
 
 IN_ROWS: dict[str, dict[str, Any]] = {
+    "masked": {
+        "optimizer": optim.chain(
+            optim.masked(optim.add_decayed_weights(0.1), lambda path, leaf: path != "emb"),
+            optim.inject_hyperparams(optim.rows.adagrad_by_row)(0.1),
+        ),
+        "accumulate": 2,
+    },
     "of one kind": {
         "optimizer": optim.chain(optim.clip_by_global_norm(0.1), optim.rows.sgd(0.1)),
         "weighted": True,
@@ -290,20 +297,13 @@ IN_ROWS: dict[str, dict[str, Any]] = {
             optim.rows.adagrad(0.1), optim.add_decayed_weights(0.1), optim.trace(0.9)
         ),
     },
-    "masked": {
-        "optimizer": optim.chain(
-            optim.masked(optim.add_decayed_weights(0.1), lambda path, leaf: path != "emb"),
-            optim.inject_hyperparams(optim.rows.adagrad_by_row)(0.1),
-        ),
-        "accumulate": 2,
-    },
     "a norm in front": {
         "optimizer": optim.chain(optim.contrib.clip_by_block_rms(0.1), optim.rows.adagrad(0.1)),
     },
 }
 
 
-@pytest.mark.parametrize("name", thinned(IN_ROWS, 2))
+@pytest.mark.parametrize("name", thinned(IN_ROWS))
 def test_gradients_in_rows(name: str) -> None:
     """Optimizers that see rows alone, among others that are given dense updates."""
     prove(**IN_ROWS[name])
@@ -509,7 +509,8 @@ def test_a_compiled_unit_is_refused() -> None:
         sharded(sharded.init(params, {}), make_batches(1)[0])
 
 
-def test_a_program_reads_gradients_of_tables() -> None:
+@pytest.mark.parametrize("ranks", thinned([2, 1]))
+def test_a_program_reads_gradients_of_tables(ranks: int) -> None:
     """They are rows until it does."""
     apply, params = made()
     loss_of, optimizer = predicting(apply, summed), apart(optim.rows.adagrad(0.1))
@@ -536,7 +537,7 @@ def test_a_program_reads_gradients_of_tables() -> None:
         params,
         make_batches(),
         levels=({"": 3, "params.emb": "table"},),
-        ranks=(1, 2),
+        ranks=(ranks,),
         donate=True,
     )
 
@@ -602,7 +603,8 @@ def test_beside_another_exchange(level: int) -> None:
     assert_equal_updates(train(step, params, {}, batches), runs[0])
 
 
-@pytest.mark.parametrize("ranks", thinned([3, 1, 2], 3))
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [3, 1, 2])
 def test_checkpoints_between_levels(tmp_path: Path, ranks: int) -> None:
     """Saved by two ranks with a table, loaded by any number at any level, and trained on."""
     apply, params = made()

@@ -340,6 +340,7 @@ def test_names_are_those_of_the_plain_module() -> None:
         assert names == [name for name, _ in plain.named_parameters()]
 
 
+@pytest.mark.thorough
 def test_a_compiled_step() -> None:
     models = build(), build()
     for model in models:
@@ -363,6 +364,7 @@ def train_by_a_kernel() -> None:
     torch.testing.assert_close(leaves_of(models[0]), leaves_of(models[1]))
 
 
+@pytest.mark.thorough
 def test_a_compiled_transform() -> None:
     """torch.compile refused views of params that require gradients. In a process of its own, with
     which inductor's helpers end."""

@@ -21,7 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, tokens
 from tests.modules import Net, in_turn, seeded
-from tests.tiers import tiers
+from tests.tiers import thinned, tiers
 
 RANKS = 2
 STEPS = 3
@@ -111,7 +111,7 @@ DEPTHS = tiers([4], [6])
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", thinned([1, 2]))
 def test_levels_1_and_2(level: int, depth: int) -> None:
     found, layout = plain_counts(level, depth)
     for counts in found:
@@ -149,7 +149,8 @@ def test_level_3_without_regathering(depth: int) -> None:
         assert counts.total == pytest.approx(2) and counts.small == WORDS_AND_VALUES
 
 
-@pytest.mark.parametrize("level", tiers([3], [1, 2]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 1, 2])
 def test_the_optimizers_own(level: int) -> None:
     """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at
     most."""
@@ -164,6 +165,7 @@ def test_the_optimizers_own(level: int) -> None:
             assert {kind: n for kind, n in found.items() if kind != "all_to_all"} == expected
 
 
+@pytest.mark.thorough
 def test_level_0_needs_nothing_for_an_optimizer() -> None:
     for optimizer in (optim.lamb(0.01), optim.muon(0.01), optim.adafactor(0.01)):
         for counts in step_counts(0, optimizer)[0]:
@@ -210,7 +212,9 @@ def in_order(order: list[int]) -> Net:
 
 @pytest.mark.parametrize(
     "order",
-    [[0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 2]],
+    thinned(
+        [[0, 1, 0, 1, 2], [0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1, 2, 2]],
+    ),
 )
 def test_units_used_more_than_once(order: list[int]) -> None:
     """Gathered once for uses in a row, and for each use in backward but the first, which finds it
@@ -264,8 +268,9 @@ def train_calls(level: int) -> Counter[tuple[str, int]]:
     return calls_of(train_step(loss_fn, optim.sgd(0.1)), level, params, buffers)
 
 
-@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
-@pytest.mark.parametrize("num", tiers([2], [1, 3]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [0, 3, 1, 2])
+@pytest.mark.parametrize("num", [2, 1, 3])
 def test_a_program_of_several_gradients(num: int, level: int) -> None:
     """No gather and no scatter of a state beside those of its gradients and updates."""
     loss_fn, params, _ = build()
