@@ -40,7 +40,7 @@ from tests.tiers import THOROUGH, drawn, thinned, tiers
 LEVELS = (0, 1, 2, 3)
 
 
-@drawn(data=st.data())
+@drawn(data=st.data(), quick=1)
 def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     case = data.draw(fst.modules())
     shard_size, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))
@@ -216,6 +216,7 @@ def test_gradients_that_come_after_the_last_ones_are_summed_apart() -> None:
     assert kinds == ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
 
 
+@THOROUGH
 def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
     def run(group: Any) -> Any:
         step, params, buffers = build(optim.muon(0.02), trainable=lambda path, leaf: True)
@@ -366,7 +367,7 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
         assert_equal_updates(expected, runs[0][i])
 
 
-@pytest.mark.parametrize("failing", tiers([1, 4], [0, 2, 3, 5]))
+@pytest.mark.parametrize("failing", tiers([4], [0, 1, 2, 3, 5]))
 def test_replicas_that_are_a_step_behind_finish_it(failing: int) -> None:
     """A rank fails in a donating step. A replica that is in the step before, whose storage is
     written over by then, finishes it, so that all ranks try the same step again."""

@@ -217,7 +217,7 @@ class Value(NamedTuple):
     table: Tensor
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", thinned([False, True]))
 @pytest.mark.parametrize("level", thinned(LEVELS))
 def test_a_program(level: int, donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step, written as a program."""
@@ -290,10 +290,13 @@ def test_all_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("case", "line"),
-    [
-        (Case(step_options={"nonfinite": "raise"}), "step/nonfinite.py"),
-        (Case(weight=lambda x: x[:, 0].sum().item()), "step/train"),
-    ],
+    thinned(
+        [
+            (Case(weight=lambda x: x[:, 0].sum().item()), "step/train"),
+            (Case(step_options={"nonfinite": "raise"}), "step/nonfinite.py"),
+        ],
+        rows=True,
+    ),
 )
 def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = waits(case, 3, monkeypatch)
@@ -302,12 +305,18 @@ def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("case", "line"),
-    [
-        (Case(step_options={"nonfinite": "skip"}), "step/nonfinite.py"),
-        (Case(step_options={"loss_scale": fz.LossScale(8.0)}), "step/nonfinite.py"),
-        (Case(lambda: optim.apply_if_finite(optim.adamw(1e-3), 3)), "optim/wrappers/wrappers.py"),
-        (Case(mesh={"same_data": "shard"}), "sharded/average.py"),
-    ],
+    thinned(
+        [
+            (Case(step_options={"nonfinite": "skip"}), "step/nonfinite.py"),
+            (Case(step_options={"loss_scale": fz.LossScale(8.0)}), "step/nonfinite.py"),
+            (
+                Case(lambda: optim.apply_if_finite(optim.adamw(1e-3), 3)),
+                "optim/wrappers/wrappers.py",
+            ),
+            (Case(mesh={"same_data": "shard"}), "sharded/average.py"),
+        ],
+        rows=True,
+    ),
 )
 def test_a_step_that_waits_once(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host counts the steps that are taken, for schedules and corrections of bias. And ranks of
@@ -358,7 +367,7 @@ def test_it_is_asked_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps == ["asked", "reduced", "waited"] * (LAST + 1)
 
 
-@pytest.mark.parametrize("kind", ["local", "attribute"])
+@pytest.mark.parametrize("kind", thinned(["attribute", "local"]))
 def test_constant_tables_that_nobody_asks_about(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/begin/levels.md advises."""
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)

@@ -649,7 +649,7 @@ COMPILED = "compiled units"  # the slow one
 QUICK = [name for name in OPTIONS if name != COMPILED]
 
 
-@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 8))
+@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 16))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
@@ -680,7 +680,7 @@ def test_as_many_as_go_together(seed: int) -> None:
     check(drawn_case(chosen.names, rng.choice))
 
 
-@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::24]], [[*PAIRS][::4]], [[*PAIRS]]), ids=len)
+@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::96]], [[*PAIRS][::4]], [[*PAIRS]]), ids=len)
 def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
     """At construction, at any level."""
     group = CountingGroup(2)

@@ -61,7 +61,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", thinned([False, True]))
 @pytest.mark.parametrize("level", tiers([3], [1, 0, 2]))
 @pytest.mark.parametrize("name", thinned([*OPTIMIZERS]))
 def test_every_kind_by_unit(name: str, level: int, donate: bool, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_every_kind_by_unit(name: str, level: int, donate: bool, tmp_path: Path)
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS))
 def test_only_what_is_named(kind: str, tmp_path: Path) -> None:
     """Places are asked for tensors of their unit alone, the saved ones, too."""
     forward, params = model()
@@ -159,7 +159,7 @@ def two_nets() -> Any:
     return fz.program_step(program, init=init), (params, params)
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", thinned([True, False]))
 @pytest.mark.parametrize("level", thinned([3, 1, 0]))
 def test_a_program_names_trees_by_the_arguments_of_init(
     level: int, donate: bool, tmp_path: Path

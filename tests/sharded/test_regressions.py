@@ -132,7 +132,8 @@ def test_one_step_serves_trees_with_other_units() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 2, 1, 0])
 def test_without_donation_old_states_go_without_gc(level: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     apply, params, buffers = fz.functionalize(model)
@@ -211,8 +212,8 @@ def _widened() -> optim.Transform:
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize(
     "parts",
-    [[_trace_by_path], [_widened], [_widened, lambda: optim.trace(0.9)]],
-    ids=["state", "updates", "updates before a pointwise part"],
+    thinned([[_widened, lambda: optim.trace(0.9)], [_trace_by_path], [_widened]]),
+    ids=["updates before a pointwise part", "state", "updates"],
 )
 def test_a_dtype_may_be_chosen_by_path(parts: list[Any], level: int) -> None:
     optimizer = optim.chain(*(part() for part in parts), optim.scale(-0.1))

@@ -363,7 +363,7 @@ class Averaged:
         return result, Finished(work, finish), {"mean": mean, "count": count}
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", thinned([3, 0]))
 def test_pieces_and_what_is_the_same_are_carried(level: int, tmp_path: Path) -> None:
     batches = make_batches(4)
 
@@ -422,7 +422,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("line", MESHES)
+@pytest.mark.parametrize("line", thinned(MESHES))
 def test_a_mesh_is_shown(line: str) -> None:
     def run(group: Any) -> str:
         step = fz.shard(adamw_step(), level=3, group=HybridGroup(group, **MESHES[line]))

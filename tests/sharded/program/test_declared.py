@@ -170,7 +170,9 @@ def trained_by(optimizer: Any, name: str, entry: str = "net") -> Any:
 
 
 @pytest.mark.parametrize("entry", ["net", "model"])
-@pytest.mark.parametrize(("old", "new"), [("a", "b"), ("a b", "b"), ("b", "a b")])
+@pytest.mark.parametrize(
+    ("old", "new"), thinned([("a b", "b"), ("a", "b"), ("b", "a b")], rows=True)
+)
 @pytest.mark.parametrize("name", ["full_matrix_adagrad", "lbfgs"])
 def test_a_tensor_of_all_leaves_is_not_kept(name: str, old: str, new: str, entry: str) -> None:
     """Where it keeps its shape, its elements are those of other leaves."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +28,7 @@ from functorch_zero.optim.base import init_empty
 from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.local import part
-from tests.tiers import crossed, tiers
+from tests.tiers import crossed, thinned, tiers
 
 torch.manual_seed(0)
 FIRST = {
@@ -164,13 +164,11 @@ def compiled(function: Callable[[Tensor], Tensor], backend: str, grads: Any) -> 
     return tree_map(torch.compile(function, backend=backend, dynamic=False), grads)
 
 
-def rows(table: dict[str, Any], quick: Sequence[tuple[str, int]] = ()) -> list[Any]:
-    """Names and levels. A compiler takes seconds, so its rows are thorough but for the quick
-    ones."""
+def rows(table: dict[str, Any]) -> list[Any]:
+    """Names and levels. A compiler takes seconds, so its rows are thorough."""
     slow = [(name, level) for name in table if "compiled" in name for level in LEVELS]
     others = [name for name in table if "compiled" not in name]
-    thorough = [row for row in slow if row not in quick]
-    return [*crossed(others, LEVELS), *tiers(quick, thorough, rows=True)]
+    return [*crossed(others, LEVELS), *tiers(thorough=slow, rows=True)]
 
 
 # Right where ranks hold whole leaves; of parts refused, in these words
@@ -246,7 +244,7 @@ def promoted(g: Tensor) -> Tensor:
     return g / torch.tensor(3.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("name", "level"), rows(WRONG, [("compiled", 1)]))
+@pytest.mark.parametrize(("name", "level"), rows(WRONG))
 def test_functions_that_are_not_elementwise(name: str, level: int) -> None:
     change, story = WRONG[name]
     if level == 0:  # gradients are whole
@@ -485,7 +483,7 @@ def test_a_single_leaf_in_the_value(level: int) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", thinned([3, 0]))
 def test_buffers_that_differ_between_ranks_are_refused(level: int) -> None:
     """In one of their elements, also the last."""
 
@@ -676,7 +674,7 @@ def test_leaves_in_init() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([3, 0], [1]))
 def test_held_leaves_that_are_whole_may_be_used_at_will(level: int) -> None:
     """One rank alone may log one."""
     logged = []

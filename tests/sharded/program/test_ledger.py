@@ -104,7 +104,7 @@ def each_fault(level: int) -> dict[str, str]:
     return {name: told(group, fault, level) for name, fault in FAULTS.items()}
 
 
-@pytest.mark.parametrize("level", tiers([1], [3], [0, 2]))
+@pytest.mark.parametrize("level", tiers(thorough=[1, 3], full=[0, 2]))
 def test_a_rank_that_makes_another_call_ends_no_process(level: int) -> None:
     """Over gloo its collective would meet that of another call, and end a process by SIGABRT."""
     for found in launch(each_fault, 2, level, start_method="fork", timeout=100):

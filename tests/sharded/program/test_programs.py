@@ -569,7 +569,8 @@ def test_a_program_cuts_a_tree_like_another_and_has_an_oracle(level: int) -> Non
     assert_sharded_equals_unsharded(step, net, batches, levels=[level], ranks=[2])
 
 
-@pytest.mark.parametrize("level", thinned([3, 1]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", [3, 1])
 def test_trees_that_are_cut_in_each_step_are_forgotten(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

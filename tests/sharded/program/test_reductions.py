@@ -154,6 +154,7 @@ def test_the_tensors_follow_each_gradient() -> None:
         assert int(count) == (6 if name.startswith("second") else 0)
 
 
+@pytest.mark.thorough
 def test_what_is_kept_goes_to_other_ranks(tmp_path: Path) -> None:
     batches = make_batches(5)
 
