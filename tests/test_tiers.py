@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,23 @@ def test_crossed_tables_have_all_rows(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(2, 3, 4), (7, 4, 3), (4, 5, 4, 3)])
-def test_without_the_full_tier_they_have_all_pairs(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("quick", [None, 1])
+def test_without_the_full_tier_they_have_all_pairs(
+    lengths: tuple[int, ...], quick: int | None
+) -> None:
     axes = [range(length) for length in lengths]
-    table = [row for row in crossed(*axes) if FULL not in getattr(row, "marks", ())]
+    table = [row for row in crossed(*axes, quick=quick) if FULL not in getattr(row, "marks", ())]
     rows = [getattr(row, "values", row) for row in table]
     for i, j in itertools.combinations(range(len(axes)), 2):
         assert {(row[i], row[j]) for row in rows} == {*itertools.product(axes[i], axes[j])}
+
+
+def test_with_few_quick_rows_the_others_are_thorough() -> None:
+    def marked(rows: list[Any], mark: pytest.MarkDecorator) -> set[Any]:
+        return {row.values for row in rows if mark in getattr(row, "marks", ())}
+
+    axes = range(4), range(4)
+    plain, few = crossed(*axes), crossed(*axes, quick=1)
+    assert plain[:2] == [(1, 1), (3, 3)] and few[0] == (3, 3)
+    assert marked(few, THOROUGH) == marked(plain, THOROUGH) | {(1, 1)}
+    assert marked(few, FULL) == marked(plain, FULL)

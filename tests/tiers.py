@@ -42,15 +42,16 @@ def thinned(values: Iterable[Any], n: int = 8, *, rows: bool = False) -> list[An
     return tiers(values[::n], [value for i, value in enumerate(values) if i % n], rows=rows)
 
 
-def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
+def crossed(*axes: Iterable[Any], n: int = 3, quick: int | None = None) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values.
 
     Rows along the diagonal have each value of each axis. Where the rows whose sum of places is a
     multiple of n (of 6 where an axis is longer than that) are fewer, those are taken instead, and
     may lack some values. Every second of them is quick, from the last, which is level 3 in most
-    tables. The ones between, and of the others those at an odd sum of places, as on a chessboard,
-    are thorough, and the rest full. Of three axes or more, one in as many rows as the shortest has
-    values is thorough, by the sum of places: together they have each pair of values of two axes.
+    tables, up to `quick` of them. The others of these are thorough, and of the remaining rows those
+    at an odd sum of places, as on a chessboard; the rest are full. Of three axes or more, one in as
+    many rows as the shortest has values is thorough, by the sum of places: together they have each
+    pair of values of two axes.
     """
     lists = [[*axis] for axis in axes]
     places = [*itertools.product(*(range(len(values)) for values in lists))]
@@ -58,16 +59,16 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     diagonal = {tuple(k % len(values) for values in lists) for k in steps}
     n = n if len(steps) <= 6 else max(n, 6)
     few = min(diagonal, {at for at in places if sum(at) % n == 0}, key=len)
-    quick = sorted(few)[::-2]
+    chosen = sorted(few)[::-2][:quick]
 
-    def rows(chosen: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:
-        return [tuple(values[i] for values, i in zip(lists, at, strict=True)) for at in chosen]
+    def rows(those: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:
+        return [tuple(values[i] for values, i in zip(lists, at, strict=True)) for at in those]
 
     every = 2 if len(lists) < 3 else max(2, min(map(len, lists)))
-    others = [at for at in places if at not in quick]
+    others = [at for at in places if at not in chosen]
     thorough = [at for at in others if at in few or sum(at) % every == 1]
     full = [at for at in others if at not in thorough]
-    return tiers(rows(sorted(quick)), rows(thorough), rows(full), rows=True)
+    return tiers(rows(sorted(chosen)), rows(thorough), rows(full), rows=True)
 
 
 def drawn(
