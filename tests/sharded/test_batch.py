@@ -277,7 +277,7 @@ EDGES = {"the sum itself": the_sum_itself, "written to": written_to, "not used":
          "complex": complex_rows}  # fmt: skip
 
 
-@pytest.mark.parametrize(("loss", "level"), crossed(EDGES, LEVELS, n=5))
+@pytest.mark.parametrize(("loss", "level"), crossed(EDGES, LEVELS, n=5, quick=1))
 def test_results_used_in_other_ways(loss: str, level: str) -> None:
     check(lambda: given(EDGES[loss]), [3, 3, 2], level=LEVELS[level])
 
@@ -291,7 +291,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("options", "level"), crossed(OPTIONS, (0, 1, 2, 3), n=5))
+@pytest.mark.parametrize(("options", "level"), crossed(OPTIONS, (0, 1, 2, 3), n=5, quick=1))
 def test_options_of_shard(options: str, level: int) -> None:
     check(lambda: given(clip, remat=True), [3, 3, 2, 0], level=level, **OPTIONS[options])
 
@@ -407,7 +407,8 @@ def test_chunks_take_and_give_trees() -> None:
 # The proof, evaluations, programs
 
 
-@pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("levels", [(0, 3), (1, 2)])
 def test_the_proof_without_per_rank(levels: tuple[int, ...]) -> None:
     step, params, buffers = given(clip)
     fz.testing.assert_sharded_equals_unsharded(
@@ -669,7 +670,8 @@ def test_on_processes(ranks: int) -> None:
         assert_equal_updates(train(*make(), data), found[0][key])
 
 
-@pytest.mark.parametrize(("level", "at"), tiers([(0, 0)], [(0, 2), (1, 0), (3, 2)], rows=True))
+@pytest.mark.thorough
+@pytest.mark.parametrize(("level", "at"), [(0, 0), (0, 2), (1, 0), (3, 2)])
 def test_processes_of_which_one_leaves_a_call_out(level: int, at: int) -> None:
     """An error on both within seconds; then both go on alike."""
 

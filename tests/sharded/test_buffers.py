@@ -156,7 +156,7 @@ def test_in_a_step(rule: Any, level: int) -> None:
     assert run_ranks(run, 2) == expected[rule]
 
 
-@pytest.mark.parametrize("rows", [[4, 0], [0, 4], [0, 0]])
+@pytest.mark.parametrize("rows", thinned([[0, 0], [4, 0], [0, 4]]))
 @pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
 def test_a_batch_without_weight_changes_no_buffer(rule: Any, rows: list[int]) -> None:
     """The mean of no rows is NaN, and BatchNorm counts a batch of none; nor do its ranks count in

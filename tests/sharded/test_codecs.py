@@ -298,9 +298,8 @@ def one_layer(precision: Any, level: int, ranks: int, **options: Any) -> tuple[A
 BYTES = Blocks(torch.int8, 256)
 
 
-@pytest.mark.parametrize(
-    ("level", "share"), thinned([(3, 0.26), (0, 0.63), (1, 0.26), (2, 0.26)], rows=True)
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("level", "share"), [(3, 0.26), (0, 0.63), (1, 0.26), (2, 0.26)])
 def test_bytes(level: int, share: float) -> None:
     """A quarter of all. The sums of level 0 come back as they are: a quarter of one half, and the
     other half."""

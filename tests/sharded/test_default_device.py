@@ -72,7 +72,7 @@ def values(tree: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "level"), crossed([*OPTIMIZERS], [*OPTIONS], [None, 0, 3])
+    ("optimizer", "options", "level"), crossed([*OPTIMIZERS], [*OPTIONS], [None, 0, 3], quick=1)
 )
 def test_training(optimizer: str, options: str, level: int | None) -> None:
     def run(group: Any, context: Any) -> Any:

@@ -617,6 +617,7 @@ def test_checked_ranks_that_call_different_things_are_told() -> None:
         assert f"rank 0: a call: {own}; rank 1: a call: {other}. " in text
 
 
+@pytest.mark.thorough
 def test_a_short_loop_that_goes_on_to_something_else() -> None:
     """S3, S4. To `gather`, while the others are in a step. Unchecked, gloo may end a process
     there."""

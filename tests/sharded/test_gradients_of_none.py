@@ -93,7 +93,7 @@ def assert_moved_alike(model: nn.Module, wanted: list[Tensor]) -> None:
         assert (whole(p) - q).abs().max() <= 1e-11 * moved, name
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, 3))
 def test_as_torchs_optimizers(name: str) -> None:
     model = build()
     come_and_go(model, optim.to_torch(OPTIMIZERS[name][0], model, lr=0.1))

@@ -94,7 +94,7 @@ OPTIMIZERS_HERE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "donate"), crossed(["fused", "unfused", "clipped", "muon"], [True, False])
+    ("name", "donate"), crossed(["fused", "unfused", "clipped", "muon"], [True, False], quick=1)
 )
 def test_a_few_buckets_are_here_at_a_time(name: str, donate: bool) -> None:
     """1 + ahead, of NUM_UNITS."""

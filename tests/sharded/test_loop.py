@@ -75,6 +75,7 @@ def test_all_stop_together_and_evaluate_all_batches(level: int) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_on_processes() -> None:
     steps, losses, params = expected()
     for found in launch(lambda: loop(ProcessGroup(), 3), 3, start_method="fork", timeout=100):

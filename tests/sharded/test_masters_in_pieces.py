@@ -280,7 +280,7 @@ SCRIPTS: dict[str, Script] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "donate", "level", "ranks"), crossed(SCRIPTS, (True, False), (1, 2), (2, 3))
+    ("name", "donate", "level", "ranks"), crossed(SCRIPTS, (True, False), (1, 2), (2, 3), quick=3)
 )
 def test_changes_between_steps(name: str, donate: bool, level: int, ranks: int) -> None:
     """Losses see params as they are, and not as they were published."""
@@ -485,7 +485,7 @@ def test_pieces_and_whole_copies_are_of_masters(level: int) -> None:
 ENDS = [(1, 2), (2, 2), (2, 3), (3, 2), (0, 3)]
 
 
-@pytest.mark.parametrize(("before", "after"), crossed(ENDS, ENDS, n=5))
+@pytest.mark.parametrize(("before", "after"), crossed(ENDS, ENDS, n=5, quick=1))
 def test_checkpoints(before: Any, after: Any, tmp_path: Path) -> None:
     """From one level and number of ranks to others, masters to the bit; and the run goes on."""
     step, params, batches = built(optimizer=optim.adamw(0.01))

@@ -196,12 +196,12 @@ def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> Counter[st
     return found
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2, quick=1))
 def test_the_host_never_waits(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not waits(CASES[name], level, monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2, quick=1))
 def test_nor_in_an_evaluation(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, evaluation, state = prepared(CASES[name], level, monkeypatch)
     for number in range(LAST + 1):

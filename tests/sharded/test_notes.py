@@ -11,6 +11,7 @@ from torch import nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
+from tests.tiers import thinned
 
 DENSE = "sparse ones, of an embedding, are made dense"
 TABLES = "of tables, the rows that a loss looks up travel"
@@ -41,7 +42,7 @@ def without_units(made: Any) -> list[str]:
     return [note for note in made.notes if not note.startswith("units found")]
 
 
-@pytest.mark.parametrize("heavy", MODELS)
+@pytest.mark.parametrize("heavy", thinned([*MODELS][::-1]))
 def test_descriptions_and_plans(heavy: str) -> None:
     apply, params, _ = fz.functionalize(MODELS[heavy])
     step = step_of(apply)

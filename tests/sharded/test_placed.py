@@ -96,7 +96,9 @@ def swapping() -> Any:
 @pytest.mark.parametrize(
     ("name", "donate"),
     crossed(
-        ["schedule_free", "muon", "swaps", "adafactor", "waits", "wraps", "lamb"], [True, False]
+        ["schedule_free", "muon", "swaps", "adafactor", "waits", "wraps", "lamb"],
+        [True, False],
+        quick=1,
     ),
 )
 def test_states_of_every_kind(name: str, donate: bool, tmp_path: Path) -> None:
@@ -392,7 +394,7 @@ def test_wrong_places_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "donate", "accumulate"), crossed([3, 1, 0, 2], [True, False], [1, 2])
+    ("level", "donate", "accumulate"), crossed([3, 1, 0, 2], [True, False], [1, 2], quick=1)
 )
 def test_params_and_gradients_in_files(
     level: int, donate: bool, accumulate: int, tmp_path: Path

@@ -85,7 +85,9 @@ def two_updates(params: Any, transform: Transform) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "level", "ranks"), crossed(TRANSFORMS, LEVELS, RANKS, n=5))
+@pytest.mark.parametrize(
+    ("name", "level", "ranks"), crossed(TRANSFORMS, LEVELS, RANKS, n=5, quick=2)
+)
 def test_updates_of_a_transform_that_draws(name: str, level: Any, ranks: int) -> None:
     transform = TRANSFORMS[name]()
     expected = two_updates(started(), transform)

@@ -57,7 +57,7 @@ def part(x: Tensor, group: Any) -> Tensor:
     return x.tensor_split(group.size)[group.rank] if group.size > 1 else x
 
 
-@pytest.mark.parametrize(("optimizer", "level"), crossed(OPTIMIZERS, LEVELS, n=3))
+@pytest.mark.parametrize(("optimizer", "level"), crossed(OPTIMIZERS, LEVELS, n=3, quick=1))
 def test_trains_other_leaves(optimizer: str, level: Any) -> None:
     first, second = steps_of(optimizer)
 
@@ -126,7 +126,7 @@ def loss_of_grown(params: Any, buffers: Any, x: Tensor) -> Tensor:
     return output.square().mean() + params["scale"].square().sum() + params["pad"].sum()
 
 
-@pytest.mark.parametrize(("optimizer", "level"), crossed(OPTIMIZERS, [3, 0, 1, 2], n=4))
+@pytest.mark.parametrize(("optimizer", "level"), crossed(OPTIMIZERS, [3, 0, 1, 2], n=4, quick=1))
 def test_more_leaves(optimizer: str, level: Any) -> None:
     if level == 3 and optimizer == "muon":
         level = {"": 3, "scale": 1}

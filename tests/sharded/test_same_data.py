@@ -4,6 +4,7 @@ step on the parts there are, and to nothing else."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
@@ -62,16 +63,22 @@ def make_batches(num: int = 3, rows: int = ROWS) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "over"),
+    ("mesh", "over", "levels"),
     tiers(
-        [(MESHES[0], "both")],
-        [(MESHES[4], "both"), *((mesh, ("shard", "both")[i % 2]) for i, mesh in enumerate(MESHES))],
-        [(mesh, over) for mesh in MESHES for over in ("shard", "both")],
+        [(MESHES[0], "both", [3])],
+        [
+            (MESHES[0], "both", [0, 1, 2]),
+            (MESHES[4], "both", LEVELS),
+            *((mesh, ("shard", "both")[i % 2], LEVELS) for i, mesh in enumerate(MESHES)),
+        ],
+        [(mesh, over, LEVELS) for mesh in MESHES for over in ("shard", "both")],
         rows=True,
     ),
 )
 @pytest.mark.parametrize("sync", tiers(["mean"], ["rank0", "local"]))
-def test_equals_the_unsharded_step(mesh: tuple[int, int, SameData], over: str, sync: Any) -> None:
+def test_equals_the_unsharded_step(
+    mesh: tuple[int, int, SameData], over: str, levels: Sequence[int], sync: Any
+) -> None:
     ranks, shard_size, same_data = mesh
     step, params, buffers = build(accumulate=2)
     assert_sharded_equals_unsharded(
@@ -79,7 +86,7 @@ def test_equals_the_unsharded_step(mesh: tuple[int, int, SameData], over: str, s
         params,
         buffers,
         make_batches(),
-        levels=LEVELS,
+        levels=levels,
         ranks=(ranks,),
         per_rank=True,
         shard_size=shard_size,
@@ -327,6 +334,7 @@ def test_ranks_must_name_the_same_axis() -> None:
     run_ranks(run, 4)
 
 
+@THOROUGH
 def test_equal_gradients_are_not_sent() -> None:
     """Along the axis of the same data: one slice each, and no collective."""
     meshes = [(None, "shard"), *((axis, over) for axis in BOTH_AXES for over in ("shard", "both"))]

@@ -99,7 +99,7 @@ def step_using(take: Take, leaf_of: Callable[[Any, Any], Tensor]) -> Any:
 OTHER = {"v": torch.linspace(1, 2, 80, dtype=torch.float64, requires_grad=True)}
 
 
-@pytest.mark.parametrize(("way", "level"), crossed(USING_A_LEAF, [0, 1, 2, 3]))
+@pytest.mark.parametrize(("way", "level"), crossed(USING_A_LEAF, [0, 1, 2, 3], quick=1))
 def test_a_loss_that_uses_a_single_leaf(way: str, level: int) -> None:
     """A leaf of the gradients, or one of params: right where it is whole."""
     leaves: list[tuple[Callable[[Any, Any], Tensor], bool]] = [
@@ -200,7 +200,8 @@ CHOICES = REFUSED_CHOICES | PASSING_CHOICES
 
 
 @pytest.mark.parametrize(
-    ("name", "level"), [*crossed(REFUSED_CHOICES, LEVELS), *crossed(PASSING_CHOICES, LEVELS)]
+    ("name", "level"),
+    [*crossed(REFUSED_CHOICES, LEVELS, quick=2), *crossed(PASSING_CHOICES, LEVELS, quick=2)],
 )
 def test_choices(name: str, level: int) -> None:
     """Of parts others than elementwise ones are refused, however often it was called before."""

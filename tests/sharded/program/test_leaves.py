@@ -168,7 +168,7 @@ def rows(table: dict[str, Any]) -> list[Any]:
     """Names and levels. A compiler takes seconds, so its rows are thorough."""
     slow = [(name, level) for name in table if "compiled" in name for level in LEVELS]
     others = [name for name in table if "compiled" not in name]
-    return [*crossed(others, LEVELS), *tiers(thorough=slow, rows=True)]
+    return [*crossed(others, LEVELS, quick=3), *tiers(thorough=slow, rows=True)]
 
 
 # Right where ranks hold whole leaves; of parts refused, in these words
@@ -574,7 +574,7 @@ DISPLACED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(DISPLACED, LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed(DISPLACED, LEVELS, quick=1))
 def test_displaced_params_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """They never reach the next value: gradients at them are means over ranks."""
 
@@ -617,7 +617,7 @@ STATES: dict[str, tuple[Any, Callable[[Any, Tensor], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(STATES, LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed(STATES, LEVELS, quick=1))
 def test_numbers_in_a_state_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
     """No operator of the program touches a leaf of the state."""
     optimizer, change = STATES[name]

@@ -94,7 +94,7 @@ def check_conserved(sharded: Any, state: Any, batches: list[Tensor]) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [False, True]))
+@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [False, True], quick=1))
 def test_gradients_of_a_tree_are_sent_or_kept(level: int, donate: bool) -> None:
     batches = make_batches()
 
@@ -119,7 +119,7 @@ class Counted(Summed):
         return result, work, {"count": kept["count"] + 1}
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS, quick=1))
 def test_every_program_runs_with_a_reduction_that_keeps(name: str, level: int) -> None:
     """Displaced params, copies, teachers and products by vectors among them."""
     case = CASES[name]()

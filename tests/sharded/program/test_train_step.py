@@ -44,7 +44,7 @@ def test_a_step_sends_two_messages(level: int, asked: str, donate: bool) -> None
         assert num == 2 + ("metrics" in options)
 
 
-@pytest.mark.parametrize(("level", "donate"), crossed([3, 0, 1, 2], [True, False]))
+@pytest.mark.parametrize(("level", "donate"), crossed([3, 0, 1, 2], [True, False], quick=1))
 def test_a_state_that_one_rank_has_changed(level: int, donate: bool) -> None:
     """Nothing is sent at the end of a step. What a step is given is in its gradient's words, which
     come before the first write: in a step that isn't looked at (3), too."""
