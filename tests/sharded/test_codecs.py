@@ -113,7 +113,7 @@ WORLDS = ((1, None), (2, None), (3, None), (6, 3))
 
 
 @pytest.mark.parametrize(
-    ("level", "name", "world", "optimizer"), crossed(LEVELS, POLICIES, WORLDS, OPTIMIZERS)
+    ("level", "name", "world", "optimizer"), crossed(LEVELS, POLICIES, WORLDS, OPTIMIZERS, quick=2)
 )
 def test_sharded_is_unsharded(level: int, name: str, world: Any, optimizer: str) -> None:
     (ranks, shard_size), (made, grade) = world, OPTIMIZERS[optimizer]
@@ -173,6 +173,7 @@ def test_replicas_of_shards(options: Any) -> None:
     check(BOTH, ranks=[4], **options)
 
 
+@THOROUGH
 def test_recomputed_units() -> None:
     check(BOTH, [3], model={"remat": True})
 

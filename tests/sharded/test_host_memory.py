@@ -44,7 +44,7 @@ ALL: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("donate", thinned([True, False]))
 @pytest.mark.parametrize("level", tiers([3], [0]))
-@pytest.mark.parametrize("name", thinned([*ALL]))
+@pytest.mark.parametrize("name", thinned([*ALL], len(ALL)))
 def test_states_of_every_kind(name: str, level: int, donate: bool) -> None:
     step = fz.train_step(linear_loss, ALL[name](), metrics=["grad_norm", "update_norm"])
 
@@ -139,7 +139,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", [*READS])
+@pytest.mark.parametrize("how", thinned([*READS], 2))
 def test_a_state_is_read_once_it_has_left(how: str) -> None:
     plain, state = layers(optim.adamw(0.1))
     state, _ = plain(state, torch.ones(2, WIDTH))

@@ -85,7 +85,9 @@ def check(case: Case, results: list[Any]) -> None:
         assert moved == {*of_hessian} - {*case.unused}
 
 
-@pytest.mark.parametrize(("name", "level", "ranks"), crossed(CASES, LEVELS, [2, 1, 3], n=4))
+@pytest.mark.parametrize(
+    ("name", "level", "ranks"), crossed(CASES, LEVELS, [2, 1, 3], n=4, quick=1)
+)
 def test_ranks(name: str, level: int, ranks: int) -> None:
     case = CASES[name]
     sizes = uneven(ROWS, ranks)

@@ -649,7 +649,7 @@ COMPILED = "compiled units"  # the slow one
 QUICK = [name for name in OPTIONS if name != COMPILED]
 
 
-@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 16))
+@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], len(OPTIONS)))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 

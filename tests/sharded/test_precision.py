@@ -590,6 +590,7 @@ def peak(precision: Any, level: int) -> int:
     return found
 
 
+@pytest.mark.thorough
 def test_units_in_use_are_held_in_their_compute_dtype() -> None:
     """In units of a layer in float32: the one at work and its gradient; or, in halves, a gradient
     before and after it is multiplied by a share, and the layer on its way. A quarter is

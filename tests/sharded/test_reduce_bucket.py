@@ -245,7 +245,7 @@ def test_the_same_bits(kind: str) -> None:
             assert_equal_values(expected, params, grade="bitwise")
 
 
-@pytest.mark.parametrize(("level", "ranks"), crossed((0, 1, 2), (1, 2, 3)))
+@pytest.mark.parametrize(("level", "ranks"), crossed((0, 1, 2), (1, 2, 3), quick=1))
 def test_as_the_unsharded_step(level: int, ranks: int) -> None:
     step, params, buffers = build(accumulate=2)
     whole = [{"x": torch.cat([part["x"] for part in parts])} for parts in batches(3)]

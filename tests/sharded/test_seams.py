@@ -443,6 +443,7 @@ def test_one_axis_or_a_mesh_of_one_replica_has_no_line(shard_size: int | None) -
     assert "mesh" not in str(planned)
 
 
+@pytest.mark.thorough
 def test_processes_give_what_threads_give(tmp_path: Path) -> None:
     batches = make_batches()
 

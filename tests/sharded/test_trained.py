@@ -23,7 +23,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 Change = Callable[[Tensor], Tensor]
 FROZEN = "embed"
@@ -181,7 +181,7 @@ def test_states_that_went_elsewhere_train_the_same(edit: Any, level: int | None)
     check_against_torch("adamw", level, 2, lambda leaf: leaf, edit)
 
 
-@pytest.mark.parametrize("level", [None, 1, 3])
+@pytest.mark.parametrize("level", tiers([None, 3], [1]))
 def test_a_checkpoint_trains_what_its_state_trained(level: int | None, tmp_path: Any) -> None:
     def edit(state: Any, step: Any) -> Any:
         checkpoint.save(tmp_path, step, state)
@@ -241,7 +241,7 @@ def alternating(make: Any, x: Any, carry: Any, num: int = 2) -> Any:
     return tree_map(lambda leaf: leaf.detach() - torch.eye(4), fz.unshard(of_g.params))
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", thinned([False, True]))
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_params_go_from_a_step_to_another_that_trains_other_leaves(
     level: int, donate: bool
@@ -337,7 +337,7 @@ def test_what_tree_map_made_of_donated_params_is_refused(level: int, read: bool)
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", thinned([3, 0, 1]))
 def test_a_copy_that_shares_only_frozen_leaves_is_kept(level: int) -> None:
     """Nobody writes to a frozen leaf, so that a copy may have it in common with donated params."""
     copies = {
