@@ -178,7 +178,8 @@ def test_recomputed_units() -> None:
     check(BOTH, [3], model={"remat": True})
 
 
-@pytest.mark.parametrize("level", thinned(LEVELS))
+@THOROUGH
+@pytest.mark.parametrize("level", LEVELS)
 def test_weights_of_zero(level: int) -> None:
     check(BOTH, [level], weighted=True, accumulate=2)
 

@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("cases", tiers([CASES[-2:-1]], [CASES[::3]], [CASES]), ids=len)
+@pytest.mark.parametrize("cases", tiers(thorough=[CASES[::3]], full=[CASES]), ids=len)
 def test_a_failed_step_is_tried_again_on_processes(cases: list[Any]) -> None:
     """S1, S2. One after the other in the same processes, so each starts from a group that has
     failed before."""

@@ -654,7 +654,7 @@ def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
 
-@drawn(cases(), quick=3, thorough=16)
+@drawn(cases())
 def test_pairs(case: Case) -> None:
     check(case)
 

@@ -4,7 +4,7 @@ what is refused."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -368,14 +368,16 @@ def test_leaves_in_bfloat16_are_seeded_by_a_power_of_two() -> None:
     torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=0)  # one number beside
 
 
-@pytest.mark.parametrize("ranks", tiers([2], [3]))
-def test_against_the_whole_batch(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "levels"), tiers([(2, [3])], [(2, [0, 1, 2]), (3, LEVELS)], rows=True)
+)
+def test_against_the_whole_batch(ranks: int, levels: Sequence[int]) -> None:
     bound = Equality(
         "approximate",
         0.06,
         "gradients of each part are rounded to bfloat16, of parts above their mean",
     )
-    check(*gpt_step(POLICIES["norms"]), ranks=(ranks,), per_rank=False, grade=bound)
+    check(*gpt_step(POLICIES["norms"]), ranks=(ranks,), levels=levels, per_rank=False, grade=bound)
 
 
 @pytest.mark.thorough
