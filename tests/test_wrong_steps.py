@@ -25,7 +25,6 @@ from tests.test_wrong_input import (
     APPLY,
     BUFFERS,
     DEEPER,
-    LEVELS,
     NARROWER,
     NESTED,
     NET,
@@ -40,6 +39,9 @@ from tests.test_wrong_input import (
     loss_fn,
     make,
 )
+from tests.tiers import tiers
+
+EACH_LEVEL = tiers([None, 3], [0])  # None: the unsharded step
 
 
 class Numbers(NamedTuple):
@@ -466,8 +468,12 @@ STEPS = {
 }
 
 
+ROWS = [(name, level) for name, row in STEPS.items() for level in row.levels]
+
+
 @pytest.mark.parametrize(
-    ("name", "level"), [(name, level) for name, row in STEPS.items() for level in row.levels]
+    ("name", "level"),
+    tiers([row for row in ROWS if row[1] != 0], [row for row in ROWS if row[1] == 0], rows=True),
 )
 def test_steps(name: str, level: int | None) -> None:
     row = STEPS[name]
@@ -506,7 +512,7 @@ FAILING: dict[str, Callable[[int | None, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @pytest.mark.parametrize("where", FAILING)
 @pytest.mark.parametrize(
     "batch", [{"x": X.numpy()}, {"x": X.float()}, {"x": X[:, :2]}], ids=["numpy", "dtype", "shape"]
@@ -520,7 +526,7 @@ def test_a_failing_function_names_its_batch(batch: Any, where: str, level: int |
     assert note.startswith(f"The {function} was given this batch: x: {kind}")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int | None) -> None:
     def loss(params: Any, teacher: Any, x: Tensor, y: Tensor) -> Tensor:
         return loss_fn(params, {}, x) + (x @ y).mean()
@@ -546,7 +552,7 @@ RULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_trained_leaves_that_their_own_states_follow(rule: str, level: int | None) -> None:
     step: Any = fz.train_step(loss_fn, optim.adamw(0.1), trainable=RULES[rule])
@@ -557,7 +563,7 @@ def test_rules_of_trained_leaves_that_their_own_states_follow(rule: str, level: 
         state, _ = step(state.replace(params=tree_map(torch.detach, state.params)), X)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_states_print_shapes_and_no_values(level: int | None) -> None:
     step = make(level=level)
     state = step.init(PARAMS, BUFFERS)
@@ -574,7 +580,7 @@ def test_states_print_shapes_and_no_values(level: int | None) -> None:
         assert len(text) < 1000
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_loss_that_runs_backward_gets_a_note(level: int | None) -> None:
     def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
         value = loss_fn(params, buffers, x)
@@ -587,7 +593,7 @@ def test_a_loss_that_runs_backward_gets_a_note(level: int | None) -> None:
     assert "Remedy: return the loss without .backward()" in note
 
 
-@pytest.mark.parametrize("constructor", [optim.pointwise, optim.with_statistics])
+@pytest.mark.parametrize("constructor", tiers([optim.pointwise], [optim.with_statistics]))
 def test_states_of_numbers_and_text(constructor: Any) -> None:
     whole = fz.train_step(loss_fn, counting(constructor))
     state = whole.init(PARAMS)
@@ -634,7 +640,7 @@ def test_a_state_is_compared_once_with_that_of_init() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", tiers([True], [False]))
 def test_sparse_gradients(tied: bool) -> None:
     """An embedding's gradient is dense to the optimizer, also where the head adds a dense one."""
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 5, bias=False)).double()
@@ -663,7 +669,7 @@ WRONG_LEAVES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @pytest.mark.parametrize("name", WRONG_LEAVES)
 def test_a_program_with_leaves_that_are_none(name: str, level: int | None) -> None:
     leaf, words = WRONG_LEAVES[name]
@@ -681,7 +687,7 @@ def test_a_program_without_leaves(level: int) -> None:
         fz.value_and_grad(lambda tree, x: x.sum())(tree, X)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_params_that_are_lazily_conjugated(level: int | None) -> None:
     """A view with the conjugate bit is stored as any other tensor."""
     weight = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
@@ -699,7 +705,7 @@ def test_params_that_are_lazily_conjugated(level: int | None) -> None:
     assert not torch.equal(results[0], weight.conj())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_deep_copy_of_params_in_a_loss(level: int | None) -> None:
     """It is new leaves, to which no gradient of the step flows."""
 
@@ -716,7 +722,7 @@ def test_a_deep_copy_of_params_in_a_loss(level: int | None) -> None:
         first(make(lambda p, b, x: loss_fn(deepcopy(p), b, x), level=level))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_a_0d_param_is_a_loss(level: int | None) -> None:
     params = {"w": torch.tensor(2.0, requires_grad=True)}
     step = make(lambda params, buffers, batch: params["w"], optim.sgd(0.5), level)
@@ -726,7 +732,7 @@ def test_a_0d_param_is_a_loss(level: int | None) -> None:
     assert leaf.item() == 1.5
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", EACH_LEVEL)
 def test_new_leaves_that_require_grad(level: int | None) -> None:
     """Params and moments replaced by others that require grad: right, and in no graph."""
     step, plain = make(level=level), make()

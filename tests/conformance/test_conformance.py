@@ -1,7 +1,7 @@
 """Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
 
 A row has 32 cells: level, number of ranks, dtype. The thorough tier runs one cell per row, in turn.
-The quick tier runs one of every sixth row, in fewer steps: over 96 rows these are all pairs of a
+The quick tier runs one of every eighth row, in fewer steps: over 128 rows these are all pairs of a
 level and a number of ranks. The full tier runs every cell of every row.
 """
 
@@ -35,7 +35,7 @@ from tests.tiers import FULL, THOROUGH, tiers
 
 LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
 NUM_STEPS, QUICK_STEPS = 5, 2
-EVERY = 6  # every sixth row is quick
+EVERY = 8  # every eighth row is quick
 
 
 class Case(NamedTuple):
@@ -56,7 +56,7 @@ def all_cases() -> list[Case]:
 
 
 def quick_case(row: int) -> Case:
-    """The quick cell of a row, one of every sixth, on the next pair of a level and a number."""
+    """The quick cell of a row, one of every eighth, on the next pair of a level and a number."""
     pair = 5 * (row // EVERY) % 16
     return all_cases()[2 * pair + pair // 2 % 2]._replace(steps=QUICK_STEPS)
 
@@ -232,7 +232,7 @@ OTHERS = sorted(
 )  # some of the known are in testing/test_transforms.py
 
 
-@pytest.mark.parametrize("name", tiers(OTHERS[::24], OTHERS[::6], sorted(TABLE)))
+@pytest.mark.parametrize("name", tiers(OTHERS[:1], OTHERS[::6], sorted(TABLE)))
 def test_claims_hold(name: str) -> None:
     """Whole, cut at random and joined, pointwise parts give the same bits.
 

@@ -3,6 +3,7 @@ says why not."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from tests.fuzz.optimizers import TABLED, TWINS, Twins
 from tests.fuzz.run import DEFECTS, drawn, outcome, shrink
 from tests.tiers import thinned, tiers
 
-SEEDS_PER_TEST = 10
-QUICK, COVERING, THOROUGH = 20, 60, 300  # seeds up to these
+SEEDS_PER_TEST = 5
+QUICK, COVERING, THOROUGH = 5, 60, 300  # seeds up to these
 
 # Programs that once showed a defect, or that are refused for a good reason, with their outcomes
 KEPT = {
@@ -93,11 +94,16 @@ def test_drawn_programs_go_without_known_defects(name: str) -> None:
 # The fuzzer itself
 
 
+@functools.cache
+def first_cases() -> list[Case]:
+    return [draw(seed) for seed in range(COVERING)]
+
+
 @pytest.mark.parametrize("axis", [*AXES, "blocks", "optimizer"])
 def test_the_first_seeds_cover_all_values(axis: str) -> None:
     found: set[Any] = set()
-    for seed in range(COVERING):
-        value = getattr(draw(seed), axis)
+    for case in first_cases():
+        value = getattr(case, axis)
         found.update(value if axis == "blocks" else [value])
     blocks = {*BLOCKS} - REFUSED
     wanted = {"blocks": blocks, "optimizer": {*TWINS}}.get(axis) or {*AXES[axis]}

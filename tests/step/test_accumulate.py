@@ -14,7 +14,7 @@ from functorch_zero.groups import CountingGroup, SingleRank, counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import drawn, tiers
+from tests.tiers import THOROUGH, drawn, thinned, tiers
 
 
 def make(weighted, accumulate, dropout=0.0):
@@ -45,7 +45,7 @@ def weighing(dtype):
     return fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.float16])
+@pytest.mark.parametrize("dtype", thinned([torch.uint8, torch.int16, torch.int64, torch.float16]))
 def test_weights_add_up_in_any_dtype(dtype):
     """The sum of two weights of 200 is none that fits into uint8."""
     params = {"w": torch.ones((), dtype=torch.float64, requires_grad=True)}
@@ -87,7 +87,8 @@ def make_batches(size, count=3):
 
 
 @pytest.mark.parametrize(
-    ("weighted", "accumulate", "size"), [(True, 3, 17), (False, 2, 12), (True, 4, 12)]
+    ("weighted", "accumulate", "size"),
+    thinned([(True, 3, 17), (False, 2, 12), (True, 4, 12)], rows=True),
 )
 def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
     whole, params, buffers = make(weighted, 1)
@@ -107,7 +108,7 @@ def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
 
 @pytest.mark.parametrize(
     ("weighted", "accumulate", "size", "ranks"),
-    tiers([(True, 2, 13, (1, 3))], [(True, 2, 13, (2,)), (False, 3, 36, (1, 2, 3))], rows=True),
+    tiers([(True, 2, 13, (2,))], [(True, 2, 13, (1, 3)), (False, 3, 36, (1, 2, 3))], rows=True),
 )
 def test_sharded_equals_unsharded(weighted, accumulate, size, ranks):
     step, params, buffers = make(weighted, accumulate)
@@ -257,7 +258,7 @@ def test_in_pieces_or_whole():
             )
 
 
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("level", tiers([3], [2]))
 def test_a_unit_that_is_entered_twice_is_reduced_once_when_whole(level):
     torch.manual_seed(0)
     apply, params, buffers = fz.functionalize(Shared().double())
@@ -297,6 +298,7 @@ def test_whole_gradients_stay_and_pieces_do_not():
     assert peak("every_microbatch") < 5 and peak("once") > 8
 
 
+@THOROUGH
 @drawn(data=st.data())
 def test_any_data_on_any_rank_at_any_level(data):
     """Ranks that have run out pass an empty batch; some_rows of each rank and step are drawn, none
@@ -336,7 +338,7 @@ def test_any_data_on_any_rank_at_any_level(data):
         torch.testing.assert_close(seen, metrics, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
+@pytest.mark.parametrize("levels", tiers(thorough=[(0, 3), (1, 2)]), ids=str)
 def test_an_empty_batch_on_real_processes(levels):
     step, params, buffers = make(True, 2)
     batches = make_batches(9, 3)

@@ -22,7 +22,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.runs import split
 from tests.local import local_leaves
-from tests.tiers import THOROUGH, crossed, thinned
+from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
@@ -156,7 +156,7 @@ def test_an_overflow_on_one_rank_is_counted_on_all(level: int) -> None:
     assert run_ranks(run, 3) == [[0.0, 1.0, 1.0]] * 3
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", tiers([3], [1, 2]))
 def test_all_norms_cost_one_collective(level: int) -> None:
     case, calls = models.mlp(), []
     for metrics in ([], ["grad_norm"], NORMS, [*NORMS, "learning_rate"]):
@@ -249,7 +249,7 @@ MEANS = {
 
 @pytest.mark.parametrize(
     ("case", "name", "level"),
-    crossed([models.frozen_mlp(), models.mixed()], MEANS, [*LEVELS, MIXED], n=3),
+    crossed([models.frozen_mlp(), models.mixed()], MEANS, [*LEVELS, MIXED], n=3, quick=1),
     ids=lambda value: value.name if isinstance(value, models.Case) else str(value),
 )
 def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:

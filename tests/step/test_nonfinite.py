@@ -24,7 +24,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from tests.local import local_leaves
 from tests.modules import Net
-from tests.tiers import crossed, drawn, thinned
+from tests.tiers import THOROUGH, crossed, drawn, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 F16 = torch.float16
@@ -74,7 +74,7 @@ def copied(state: State) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("level", "who", "kind"), crossed(LEVELS, [(), (1,), (0, 1, 2)], BAD), ids=str
+    ("level", "who", "kind"), crossed(LEVELS, [(), (1,), (0, 1, 2)], BAD, quick=1), ids=str
 )
 def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
     step, params, buffers = build(nonfinite="skip")
@@ -220,7 +220,7 @@ def history(step: Any, state: State, batches: Any) -> tuple[list[tuple[float, fl
     return found, state
 
 
-@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3), quick=3)
+@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3), quick=1)
 def test_the_scales_history_is_one_processs(
     level: int, ranks: int, power: int, interval: int
 ) -> None:
@@ -324,8 +324,10 @@ LOST = Equality(
 )
 
 
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize(("ranks", "grade"), [(2, "reordered"), (4, "reordered"), (3, LOST)])
+@pytest.mark.parametrize("level", tiers([3], [1]))
+@pytest.mark.parametrize(
+    ("ranks", "grade"), thinned([(2, "reordered"), (4, "reordered"), (3, LOST)], rows=True)
+)
 def test_sharded_is_unsharded_with_a_scale(level: int, ranks: int, grade: Any) -> None:
     step, params, buffers = half_step(LossScale(initial=2.0**12, interval=2))
     batches = models.mlp().batches(3, 12)
@@ -333,6 +335,7 @@ def test_sharded_is_unsharded_with_a_scale(level: int, ranks: int, grade: Any) -
     assert_sharded_equals_unsharded(step, params, buffers, batches, per_rank=True, **options)
 
 
+@THOROUGH
 def test_overflow_on_one_process() -> None:
     """Over gloo: one rank's batch overflows, and all skip."""
     step, params, buffers = half_step(LossScale(initial=2.0**12))
@@ -358,7 +361,8 @@ def test_overflow_on_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((3, 3), (3, 3)), ((3, 3), (1, 2)), ((None, 1), (3, 2))]
+    ("before", "after"),
+    thinned([((3, 3), (1, 2)), ((3, 3), (3, 3)), ((None, 1), (3, 2))], rows=True),
 )
 def test_the_scale_is_in_checkpoints(tmp_path: Path, before: Any, after: Any) -> None:
     """A run that stops and goes on, at another level and number of ranks too, has the history of

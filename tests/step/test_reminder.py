@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import warnings
 from typing import Any
@@ -18,7 +17,7 @@ from functorch_zero.errors import LostBuffersWarning, UnequalBatchesWarning
 from functorch_zero.groups import HybridGroup, counted, run_ranks
 from functorch_zero.sharded.words import tell
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 F64 = torch.float64
 PARAMS = {"w": torch.ones(3, dtype=F64, requires_grad=True)}
@@ -279,7 +278,11 @@ def differentiate_twice(loss: Any, accumulate: int) -> None:
 @pytest.mark.parametrize(
     ("run", "accumulate"),
     # A loss of `value_and_grad` is told of once, whoever calls it
-    [*itertools.product([train_whole, train_on_ranks], [1, 2]), (differentiate_twice, 2)],
+    tiers(
+        [(train_whole, 1), (differentiate_twice, 2)],
+        [(train_whole, 2), (train_on_ranks, 1), (train_on_ranks, 2)],
+        rows=True,
+    ),
 )
 def test_lost_buffers_are_told_once(run: Any, accumulate: int) -> None:
     for loss in LOST.values():

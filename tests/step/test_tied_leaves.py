@@ -15,6 +15,7 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.shared_elements import sharing_pairs
+from tests.tiers import THOROUGH, tiers
 
 
 def same(w: Tensor) -> Any:
@@ -82,7 +83,11 @@ def tree(params: Any, level: int | None, group: Any) -> None:
 
 
 # A whole tree is the user's own: only `shard_tree` copies it
-USES = [*itertools.product([train, program], [None, 0, 3]), (tree, 0), (tree, 3)]
+USES = tiers(
+    [*itertools.product([train, program], [None, 3]), (tree, 3)],
+    [(train, 0), (program, 0), (tree, 0)],
+    rows=True,
+)
 
 
 @pytest.mark.parametrize(("use", "level"), USES)
@@ -116,6 +121,7 @@ def test_others_are_not(kind: str, use: Any, level: int | None) -> None:
     run_ranks(lambda group: use(params, level, group), 1 if level is None else 2)
 
 
+@THOROUGH
 def test_many_views_of_one_flat() -> None:
     leaves = list(torch.zeros(20_000).split(2))
     assert list(sharing_pairs(leaves)) == []
