@@ -54,7 +54,7 @@ def solo_step(*, donate: bool) -> tuple[Any, State]:
     return step, trained(step, params, buffers, 1)
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_training_goes_on_and_the_old_state_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, donate: bool
 ) -> None:
@@ -111,7 +111,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_io, "write_all", full)
 
 
-@pytest.mark.parametrize("asked", ["result", "save", "async_save", "wait"])
+@pytest.mark.parametrize("asked", tiers(["save", "async_save"], ["result", "wait"]))
 def test_a_failure_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_mistake_is_told_to_all_ranks(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and "rank 1: TypeError: user must" in texts[0]
 
 
-@pytest.mark.parametrize("name", ["step", "save", "async_save", "load"])
+@pytest.mark.parametrize("name", tiers(["step", "load"], ["save", "async_save"]))
 def test_a_failure_that_one_rank_has_heard_of_is_raised_on_all(tmp_path: Path, name: str) -> None:
     """Else that one goes on alone, to wait for the others. Then the call is made once more."""
     base, params, buffers = make_step()

@@ -17,7 +17,7 @@ from functorch_zero.checkpoint import CorruptError, block_io, save_job
 from functorch_zero.checkpoint.checksums import CHECKSUMS
 from functorch_zero.checkpoint.legacy import ROWS, RUN, WORDS, sums64
 from tests.checkpoints import assert_same, load_on, rows_of, save_on
-from tests.tiers import thinned
+from tests.tiers import tiers
 
 ROW = 8 * WORDS
 TABLE = ROWS * ROW
@@ -95,7 +95,7 @@ def test_what_must_be_seen(name: str) -> None:
         assert seen(data)
 
 
-@pytest.mark.parametrize("name", thinned(sorted(CHECKSUMS), 2))
+@pytest.mark.parametrize("name", tiers(thorough=sorted(CHECKSUMS)))
 def test_a_checkpoint_with_either_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

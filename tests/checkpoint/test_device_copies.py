@@ -20,6 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.update import PreparedUpdate
 from tests.checkpoints import assert_same, load_on, make_step, trained
 from tests.models import ZOO
+from tests.tiers import tiers
 
 
 class Played:
@@ -91,7 +92,7 @@ class Event:
 HOLDS = "the caller's waits for the copies'"
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_the_next_update_waits_for_the_copies_of_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:

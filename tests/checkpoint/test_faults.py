@@ -102,7 +102,7 @@ def in_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("at", thinned(range(1, NUM_CALLS + 2), 9))
+@pytest.mark.parametrize("at", tiers([10], [at for at in range(1, NUM_CALLS + 2) if at != 10]))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
     be saved into."""
@@ -128,7 +128,7 @@ def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     assert not leftovers(root) and checkpoint.verify(root) == {1: [], 2: [], 3: []}
 
 
-@pytest.mark.parametrize("at", thinned(range(1, 9), 4))
+@pytest.mark.parametrize("at", tiers([5], [1, 2, 3, 4, 6, 7, 8]))
 def test_killed_while_cleaning_up(saved: Any, tmp_path: Path, at: int) -> None:
     """The save that finds leftovers, or `keep`, is killed in its turn."""
     root = tmp_path / "root"
@@ -162,7 +162,7 @@ def test_only_our_own_leftovers_are_deleted(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == 1
 
 
-@pytest.mark.parametrize("export", [checkpoint.export_weights, checkpoint.export_dcp])
+@pytest.mark.parametrize("export", tiers([checkpoint.export_weights], [checkpoint.export_dcp]))
 def test_the_leftover_of_a_killed_export_is_deleted_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[..., Path]
 ) -> None:
@@ -351,7 +351,7 @@ def test_two_writers(saved: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "at"), tiers([(0, 2)], [(1, 2), (0, 7)], [(1, 1), (1, 3)], rows=True)
+    ("rank", "at"), tiers(thorough=[(0, 2), (1, 2), (0, 7)], full=[(1, 1), (1, 3)], rows=True)
 )
 def test_one_process_is_killed(tmp_path: Path, rank: int, at: int) -> None:
     """C2, over gloo: the other rank gets an error, and does not wait."""
@@ -443,9 +443,18 @@ def damage(name: str) -> Callable[[Path, Path], str]:
 
 
 DAMAGES: list[str] = damage("flip the body").names  # type: ignore[attr-defined]
+QUICK_DAMAGES = [
+    "flip the body",
+    "another step's file",
+    "another step's manifest",
+    "another step's rows",
+    "rows that are a pipe",
+]
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    "name", tiers(QUICK_DAMAGES, [name for name in DAMAGES if name not in QUICK_DAMAGES])
+)
 def test_damage_is_an_error_that_names_the_file(saved: Any, tmp_path: Path, name: str) -> None:
     """C4. And without a count, the step before is loaded, with a warning, when the damage shows
     without reading all."""

@@ -134,7 +134,7 @@ def test_dims_lie_in_memory_as_they_did(name: str, path: str, order: tuple[int, 
     assert leaf.stride() == torch.empty_permuted(leaf.shape, order).stride()
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 3, rows=True), ids=str)
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, 12, rows=True), ids=str)
 def test_training_goes_on(name: str, layout: Layout) -> None:
     """The next step is the unsharded one's, by the fixture's grade; and it is finite, and not
     zero."""
@@ -156,7 +156,7 @@ def test_training_goes_on(name: str, layout: Layout) -> None:
         assert_equal_values(want.finite, got.finite, grade="bitwise", what="finite")
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", thinned(FIXTURES, 5))
 def test_it_is_saved_the_same_today(name: str, tmp_path: Path) -> None:
     """The same leaves under the same paths, by the same training: a checkpoint of today would load
     yesterday, which goes by paths and not by their order."""

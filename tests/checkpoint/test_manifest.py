@@ -135,7 +135,7 @@ def load_hostile(root: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", ["saved", "old"])
-@drawn(data=st.data(), quick=8, thorough=100)
+@drawn(data=st.data(), quick=4, thorough=100)
 def test_any_value_in_any_place(
     request: pytest.FixtureRequest, version: str, data: st.DataObject
 ) -> None:

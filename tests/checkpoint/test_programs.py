@@ -20,7 +20,7 @@ from functorch_zero.step.state import State
 from functorch_zero.testing import assert_equal_values
 from tests.checkpoints import assert_same
 from tests.programs.cases import CASES
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 
 class Value(NamedTuple):
@@ -115,7 +115,8 @@ def check_goes_on(expected: list[State], saved: State, found: tuple[State, State
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "level"), crossed(["even", "uneven", "frozen"], [2, 3, 1], [1, 2, 3, 0])
+    ("kind", "ranks", "level"),
+    crossed(["even", "uneven", "frozen"], [2, 3, 1], [1, 2, 3, 0], quick=1),
 )
 def test_a_tree_in_pieces_loads_anywhere(tmp_path: Path, kind: str, ranks: int, level: int) -> None:
     """At other levels, on other numbers of ranks and in one process, there and back."""
@@ -136,7 +137,7 @@ def test_a_tree_in_pieces_loads_anywhere(tmp_path: Path, kind: str, ranks: int, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "axes", "level"), crossed(["even", "frozen"], ["shard", "both"], [1, 3, 0, 2])
+    ("kind", "axes", "level"), crossed(["even", "frozen"], ["shard", "both"], [1, 3, 0, 2], quick=1)
 )
 def test_on_a_mesh(tmp_path: Path, kind: str, axes: Any, level: int) -> None:
     """Replicas of shards, with gradients cut over one axis or both, and from there to one axis."""
@@ -217,7 +218,7 @@ def test_a_tree_of_no_updates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "level"), crossed(["adahessian", "gan"], [2, 3], [1, 2, 3, 0], n=4)
+    ("name", "ranks", "level"), crossed(["gan", "adahessian"], [3, 2], [1, 2, 0, 3], n=4, quick=1)
 )
 def test_cases(tmp_path: Path, name: str, ranks: int, level: int) -> None:
     """Two trees, also in pieces: saved after two steps, the third moves params as without a
@@ -258,7 +259,7 @@ def test_cases(tmp_path: Path, name: str, ranks: int, level: int) -> None:
         assert_equal_values(want, got)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("level", tiers([3], [0, 1]))
 def test_trees_that_begin_as_one(tmp_path: Path, level: int) -> None:
     """A program's init may return a tree twice. Where one is trained, the other keeps its values,
     though both lie in one storage in the state that is loaded into."""

@@ -147,6 +147,7 @@ def received(root: Path, num_ranks: int, num_leaves: int) -> int:
     return sum(num_ranks * max(sizes) for sizes in zip(*payloads, strict=True))
 
 
+@THOROUGH
 def test_bytes_received_at_a_save(tmp_path: Path) -> None:
     """They grow with ranks, and not with leaves."""
     for num_ranks in (2, 4, 8):

@@ -149,7 +149,7 @@ TREES = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@drawn(TREES, quick=8, thorough=60, full=500)
+@drawn(TREES, thorough=60, full=500)
 def test_what_a_value_holds_comes_back_to_the_bit(rest: Any) -> None:
     assert_comes_back(rest)
 

@@ -15,6 +15,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.local import part
+from tests.tiers import tiers
 
 X = torch.randn(8, 3, dtype=torch.float64)
 optimizer = optim.adamw(0.1)
@@ -50,7 +51,7 @@ def init(student: Any, teacher: Any) -> Any:
 step = fz.program_step(program, init=init)
 
 
-@pytest.mark.parametrize("level", [0, 1, 3, {"student": 3, "teacher": 0}], ids=str)
+@pytest.mark.parametrize("level", tiers([{"student": 3, "teacher": 0}], [0, 1, 3]), ids=str)
 def test_values_are_the_same_at_every_level(level: Any) -> None:
     first = step.init(student, teacher, values=VALUES)
     expected, _ = step(first, X)

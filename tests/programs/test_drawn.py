@@ -200,7 +200,7 @@ def programs(draw: st.DrawFn) -> Drawn:
     )
 
 
-@drawn(programs(), quick=3, thorough=30, full=200)
+@drawn(programs(), quick=1, thorough=30, full=200)
 def test_programs(program: Drawn) -> None:
     trees: list[Any] = [net.params() for net in program.nets.values()]
     assert_sharded_equals_unsharded(

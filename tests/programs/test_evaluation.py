@@ -35,7 +35,7 @@ def score(value: Any, noise: Tensor, real: Tensor) -> Any:
 LEVELS = [0, 1, 2, 3, {"gen": 3, "disc": 1}]
 
 
-@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 7], n=3))
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 7], n=3, quick=1))
 def test_metrics_and_rows(level: Any, ranks: int) -> None:
     evaluate = fz.eval_step(score, metrics=["weight"])
     state, _ = CASE.step(CASE.step.init(*TREES), BATCH)

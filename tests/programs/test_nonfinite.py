@@ -63,7 +63,7 @@ def step_of(**options: Any) -> Any:
     return fz.program_step(program, init=lambda net: {"net": net, "opt": sgd.init(net)})
 
 
-@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [True, False], n=2))
+@pytest.mark.parametrize(("level", "donate"), crossed(LEVELS, [True, False], n=2, quick=1))
 def test_refused_on_all_ranks(level: int, donate: bool) -> None:
     """With the same words everywhere, in a step that is looked at and in one that isn't; the state
     is as it was, and the ranks go on."""

@@ -14,7 +14,7 @@ from functorch_zero.groups import HybridGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.programs.case import Case
 from tests.programs.cases import BY_RANK, BY_VALUES, CASES, OF_ONE_THREAD
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 LEVELS = [0, 1, 2, 3]
 LIKE_ONE_PROCESS = CASES | BY_VALUES  # on any number of ranks
@@ -60,7 +60,7 @@ def updates(first: torch.nn.Module, after: Any) -> dict[str, torch.Tensor]:
     return {path: (after[path] - leaf).detach() for path, leaf in first.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", thinned(ALL, 9))
 def test_one_process(name: str) -> None:
     case = ALL[name]()
     check(case, run(case, case.step), ranks=1)
@@ -73,8 +73,7 @@ def check_ranks(name: str, level: Any, ranks: int) -> None:
     )
 
 
-# Each program at one level in the quick tier, and each level with a quarter of the programs
-@pytest.mark.parametrize(("name", "level"), crossed([*LIKE_ONE_PROCESS], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*BY_VALUES, *CASES], LEVELS, quick=2))
 def test_ranks(name: str, level: int) -> None:
     check_ranks(name, level, ranks=2)
 
@@ -117,7 +116,7 @@ def test_levels_by_tree(name: str, level: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "level", "ranks"),
-    crossed(BY_RANK, [*LEVELS, {"gen": 3, "disc": 1}], [1, 2, 3, 5], n=5),
+    crossed(BY_RANK, [*LEVELS, {"gen": 3, "disc": 1}], [1, 2, 3, 5], n=5, quick=1),
 )
 def test_by_rank(name: str, level: Any, ranks: int) -> None:
     case = BY_RANK[name]()
@@ -125,6 +124,7 @@ def test_by_rank(name: str, level: Any, ranks: int) -> None:
         check(case, result, ranks)
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", BY_RANK)
 def test_by_rank_beside_the_unsharded_program(name: str) -> None:
     case = BY_RANK[name]()
@@ -160,7 +160,7 @@ def loop_on_rank(group: Any, case: Case, level: Any) -> Result:
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [*crossed(LOOPS, [0, 2, 3]), *tiers(thorough=product(LOOPS, [1, BY_LEAF]), rows=True)],
+    [*crossed(LOOPS, [0, 2, 3], quick=1), *tiers(thorough=product(LOOPS, [1, BY_LEAF]), rows=True)],
 )
 def test_loops_without_a_step(name: str, level: Any) -> None:
     case = CASES[name]()

@@ -60,7 +60,7 @@ WHOLE: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("since", [0, 5])  # the step 5 is not looked at closely
-@pytest.mark.parametrize(("name", "level"), crossed([*WHOLE], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*WHOLE], LEVELS, quick=2))
 def test_a_gradient_by_what_is_not_sharded_is_refused(name: str, level: int, since: int) -> None:
     def program(value: Any, x: Tensor) -> Any:
         net, helper, number = value

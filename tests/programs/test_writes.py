@@ -17,7 +17,7 @@ from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.tiers import thinned
+from tests.tiers import thinned, tiers
 
 FIRST = {
     "w": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_(),
@@ -92,7 +92,7 @@ def test_on_ranks(name: str, level: int, donate: bool) -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", tiers([3], [1]))
 def test_in_a_step_that_is_not_looked_at(level: int, donate: bool) -> None:
     """Step 3. A step that donates finds writes to what it doesn't use up."""
     step = writing(WRITES["a leaf"][1], at=lambda count: count == 3)
@@ -186,7 +186,7 @@ def adds_an_entry(value: Any, x: Tensor) -> Any:
     return {"net": net, "opt": opt, "count": value["count"] + 1}, {"loss": mean}
 
 
-@pytest.mark.parametrize("program", [assigns, adds_an_entry])
+@pytest.mark.parametrize("program", tiers([adds_an_entry], [assigns]))
 def test_a_program_may_change_dicts_of_its_value(program: Any) -> None:
     """They are its own: their next leaves count, and the state that was given stays as it is."""
     step = fz.program_step(program, init=init)
