@@ -17,6 +17,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.testing import assert_equal_updates
 from tests.places import Away
+from tests.tiers import tiers
 
 NAMES = ("0.weight", "1.weight")
 # A unit each, and so a bucket
@@ -77,7 +78,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 @pytest.mark.parametrize("change", CHANGES)
 def test_leaves_in_other_places(change: str, level: int) -> None:
     """Of two equal shapes: a flat is that of its own bucket alone, and written to once."""

@@ -12,7 +12,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import unshard
 from functorch_zero.testing import assert_sharded_equals_unsharded, run_ranks
 from tests.modules import Net, Residual
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def net() -> Net:
     return model
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "options", tiers([{}], [{"reshard_after_forward": False}, {"reduce_gradients": "once"}])
 )

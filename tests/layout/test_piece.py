@@ -455,7 +455,7 @@ def test_an_error_names_the_leaf_and_the_line() -> None:
         (part(1, "head.weight") * 2).sum()
 
 
-@pytest.mark.parametrize("backend", tiers(["eager"], ["aot_eager"]))
+@pytest.mark.parametrize("backend", tiers(thorough=["eager", "aot_eager"]))
 def test_compiled(backend: str) -> None:
     compiled = torch.compile(lambda x: (2 * x).sin() / x.numel(), backend=backend)
     made = compiled(part(1))

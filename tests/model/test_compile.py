@@ -128,7 +128,7 @@ def test_buffers_and_dropout(remat: bool) -> None:
     assert_sharded_equals_unsharded(*step, batches_of(), levels=(0, 3), ranks=(2,), per_rank=True)
 
 
-@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
+@pytest.mark.parametrize("level", tiers(thorough=[0, 1, 2, 3]))
 def test_the_same_collectives(level: int) -> None:
     """At level 3, too: regions save lazy parameters, not gathered leaves."""
     calls = []

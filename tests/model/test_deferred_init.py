@@ -22,7 +22,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import THOROUGH, crossed, tiers
+from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -91,7 +91,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiers(["gpt", "conv", "recursive"], ["inits", "attention"]))
 def test_a_value_depends_on_seed_and_path_only(name: str) -> None:
     """Made alone, in another order, or all together, it is the same; so are the units and buckets
     it is made with."""
@@ -156,7 +156,7 @@ def prepared(units: Any = Block, trainable: Any = None) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 3]))
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 3], quick=1))
 def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
     start, end = train(*prepared())
     for got_start, got_end in run_ranks(
@@ -333,7 +333,9 @@ WIDTH, DEPTH, RANKS = 512, 12, 24
 UNIT = WIDTH * WIDTH * 8
 
 
-@pytest.mark.parametrize(("level", "held"), [(3, 2 * DEPTH / RANKS), (2, DEPTH * (1 + 1 / RANKS))])
+@pytest.mark.parametrize(
+    ("level", "held"), thinned([(3, 2 * DEPTH / RANKS), (2, DEPTH * (1 + 1 / RANKS))], rows=True)
+)
 def test_the_peak_is_one_unit(level: int, held: float) -> None:
     """Beside what the rank keeps, params and momentum: a unit, and a megabyte or so for digests."""
     model = on_meta(

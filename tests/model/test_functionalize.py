@@ -23,6 +23,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.model.functionalize import Apply, functionalize
 from functorch_zero.params import Params
 from tests.models import GPT, MLP, Block, ConvNet, Shared
+from tests.tiers import tiers
 
 ROWS = {"mlp": (MLP, (4, 7)), "convnet": (ConvNet, (4, 1, 6, 6)), "shared": (Shared, (4, 5))}
 
@@ -604,7 +605,7 @@ def test_objects_that_modules_hold_are_copied_with_them() -> None:
     assert torch.equal(apply(params, buffers, x)[0], model(x))
 
 
-@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("decorated", tiers([True], [False]))
 def test_functions_about_the_copy_keep_no_weights_alive(decorated: bool) -> None:
     """A hook is made anew over the copy; the original one may go, and its model with it."""
 

@@ -130,7 +130,7 @@ def test_each_leaf_alone_has_the_values_of_a_module_with_values(name: str) -> No
     check({path: values.fill({path: leaf})[path] for path, leaf in params.items()}, name)
 
 
-@pytest.mark.parametrize(("level", "ranks"), crossed((0, 1, 2, 3), [1, 2]))
+@pytest.mark.parametrize(("level", "ranks"), crossed((0, 1, 2, 3), [1, 2], quick=1))
 def test_sharded_values_are_those_of_a_module_with_values(level: int, ranks: int) -> None:
     """Frozen leaves are made apart from trained ones: each in its turn."""
 

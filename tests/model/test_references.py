@@ -289,7 +289,7 @@ def test_further_references_see_the_values_of_the_call(name: str, remat: bool) -
             assert torch.allclose(got, p, rtol=1e-12), path
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, [0, 1, 2, 3], n=6))
+@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, [0, 1, 2, 3], n=6, quick=2))
 def test_further_references_sharded(name: str, level: int) -> None:
     assert_equal_on_ranks(lambda: step_of(name), batches(), even(4, 2), level=level)
 

@@ -214,6 +214,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False) if self.checkpoints else self.net(x)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("remat", "levels"),
     tiers(

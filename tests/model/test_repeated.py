@@ -58,7 +58,7 @@ def test_they_are_the_modules_that_one_would_choose(name: str) -> None:
         assert chosen and all(path.endswith(ALONE.get(name, "none")) for path in others), others
 
 
-@pytest.mark.parametrize("name", tiers(["unet"], sorted(TREES.keys() - {"unet"})))
+@pytest.mark.parametrize("name", tiers(thorough=sorted(TREES)))
 def test_the_peak_is_that_of_the_best_choice(name: str) -> None:
     model, units = in_a_wrapper(name)
     found, chosen = peak(model), peak(model, units)
@@ -287,7 +287,7 @@ def step_of(name: str, **options: Any) -> tuple[Any, Any, Any, list[Any]]:
     return fz.train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), params, buffers, batches
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(WAYS, [3, 2, 1, 0], n=8))
+@pytest.mark.parametrize(("name", "level"), crossed(WAYS, [3, 2, 1, 0], n=8, quick=2))
 def test_odd_uses_stay_right(name: str, level: int) -> None:
     step, params, buffers, batches = step_of(name)
     assert sum(unit.name.startswith("net.layers") for unit in params.units) >= 3

@@ -23,7 +23,7 @@ from tests.compare import (
 )
 from tests.models import even
 from tests.modules import Net, in_turn, seeded
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -173,12 +173,12 @@ def check(head: Head, level: int, *, precision: Any = None, ranks: int = 2, **op
     assert_equal_on_ranks(step, batches(), even(12, ranks), level=level, **options)
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*HEADS], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*HEADS], LEVELS, quick=2))
 def test_a_custom_function_outside_its_unit(name: str, level: int) -> None:
     check(HEADS[name], level)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([2], [1]))
 def test_when_gathered_leaves_are_kept(ranks: int) -> None:
     check(twice, 3, ranks=ranks, reshard_after_forward=False)
 
@@ -280,7 +280,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*INNER], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*INNER], LEVELS, quick=1))
 def test_a_backward_of_the_loss_own(name: str, level: int) -> None:
     check(INNER[name], level)
 

@@ -26,7 +26,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
 )
 from tests.modules import Net, Residual, seeded
-from tests.tiers import crossed, tiers
+from tests.tiers import crossed, thinned, tiers
 
 NUM_STEPS = 3
 
@@ -145,7 +145,7 @@ def calls_of_an_evaluation(level: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("run", "level"),
-    crossed([calls_of_training, calls_of_a_program, calls_of_an_evaluation], [3, 0, 1, 2]),
+    crossed([calls_of_training, calls_of_a_program, calls_of_an_evaluation], [3, 0, 1, 2], quick=1),
 )
 def test_collectives_are_those_of_a_cpu(
     run: Callable[[int], list[Any]],
@@ -163,7 +163,9 @@ def test_collectives_are_those_of_a_cpu(
     assert run(level) == expected
 
 
-@pytest.mark.parametrize("run", [calls_of_training, calls_of_a_program, calls_of_an_evaluation])
+@pytest.mark.parametrize(
+    "run", thinned([calls_of_training, calls_of_a_program, calls_of_an_evaluation])
+)
 def test_backward_runs_in_the_thread_of_the_loss(
     run: Callable[[int], list[Any]], device_thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +236,7 @@ def loss_of(apply: Any) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_exchanges_that_run_again(level: int, device_thread: DeviceThread) -> None:
     """In one process they are done again in backward; ranks receive the same once more."""
     apply, params, buffers = exchanging()

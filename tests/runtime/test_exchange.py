@@ -18,7 +18,7 @@ from functorch_zero.groups import counted, labelled, run_ranks
 from functorch_zero.runtime.unit import Pass
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.modules import Net, seeded, towers
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 D = torch.float64
 LEVELS: dict[str, Any] = {
@@ -161,7 +161,9 @@ def test_losses_that_exchange(level: str, loss: str, sizes: list[int], remat: bo
     check(LOSSES[loss], LEVELS[level], sizes, remat=remat)
 
 
-@pytest.mark.parametrize(("loss", "level"), crossed(["apart", "in a checkpoint"], [*LEVELS]))
+@pytest.mark.parametrize(
+    ("loss", "level"), crossed(["apart", "in a checkpoint"], [*LEVELS], quick=1)
+)
 def test_a_rank_whose_loss_makes_no_use_of_what_it_got(level: str, loss: str) -> None:
     """Others have gradients for it all the same, and wait for its zeros."""
     check(LOSSES[loss], LEVELS[level], [4, 4])
@@ -180,7 +182,7 @@ def test_a_region_that_runs_again_starts_no_collective() -> None:
     assert run_ranks(run, 2) == [5, 5]
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_the_seed_carries_weights_in_the_losss_dtype(level: int) -> None:
     """A float32 loss of float64 leaves: a factor of packed gradients would be the receiver's."""
 

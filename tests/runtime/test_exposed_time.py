@@ -106,10 +106,11 @@ def test_time_hides_a_reduction_behind_a_whole_units_backward(clock: Clock) -> N
 
 @pytest.mark.parametrize(
     ("state_axes", "exposed"),
-    [
-        ("shard", 3 * 1.5),
-        ("both", 3 * 0.75 + UNITS * 0.75),  # and after the update, all pieces travel back
-    ],
+    tiers(
+        [("both", 3 * 0.75 + UNITS * 0.75)],  # and after the update, all pieces travel back
+        [("shard", 3 * 1.5)],
+        rows=True,
+    ),
 )
 def test_sums_over_replicas_run_beside_backward(
     clock: Clock, state_axes: Any, exposed: float

@@ -155,7 +155,7 @@ def test_one_process(given: Given, mode: Mode, precision: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mode", "precision", "level"), crossed(GIVEN, MODES, PRECISIONS, LEVELS)
+    ("given", "mode", "precision", "level"), crossed(GIVEN, MODES, PRECISIONS, LEVELS, quick=2)
 )
 def test_every_level(given: Given, mode: Mode, precision: Any, level: int) -> None:
     tolerance = 1e-12 if precision is None else 1e-5

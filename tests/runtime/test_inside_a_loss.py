@@ -414,7 +414,7 @@ def test_the_page_lists_these() -> None:
     assert rows("Refused") == [*REFUSED]
 
 
-@pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS, n=4))
+@pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS, n=4, quick=3))
 def test_equal(row: str, level: int) -> None:
     ranks = 1 if row in ON_ONE_RANK else 2
     assert_equal_on_ranks(lambda: step_of(EQUAL[row]), batches(), even(8, ranks), level=level)

@@ -206,7 +206,7 @@ def several(num: int, *, moving: bool) -> Callable[..., Any]:
     return program
 
 
-@pytest.mark.parametrize("num", tiers([2], [4]))
+@pytest.mark.parametrize("num", tiers(thorough=[2, 4]))
 def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
     one = program_peak(several(1, moving=False), deep)
     kept = program_peak(several(num, moving=False), deep)
@@ -214,14 +214,14 @@ def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
     assert kept - one == pytest.approx((num - 1) * PIECES, abs=0.1)
 
 
-@pytest.mark.parametrize("num", tiers([2], [4]))
+@pytest.mark.parametrize("num", tiers(thorough=[2, 4]))
 def test_a_displaced_tree_costs_its_pieces(num: int) -> None:
     one = program_peak(several(1, moving=False), deep)
     moved = program_peak(several(num, moving=True), deep)
     assert moved - one == pytest.approx(2 * (num - 1) * PIECES, abs=0.15)
 
 
-@pytest.mark.parametrize("order", tiers([(1, 0)], [(0, 1)]))
+@pytest.mark.parametrize("order", tiers(thorough=[(1, 0), (0, 1)]))
 def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
     """Two networks: the passes come one after the other, and only pieces of the first are kept."""
 
@@ -236,7 +236,7 @@ def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "pieces"), tiers([(half, PIECES / 2)], [(deep, PIECES)], rows=True)
+    ("first", "pieces"), tiers(thorough=[(half, PIECES / 2), (deep, PIECES)], rows=True)
 )
 def test_a_tree_updated_before_the_last_gradient_costs_its_pieces(
     first: Callable[[], nn.Module], pieces: float
@@ -265,6 +265,7 @@ def frozen_deep() -> nn.Module:
     return deep().requires_grad_(False)
 
 
+@THOROUGH
 def test_a_teacher_in_the_loss_is_never_whole() -> None:
     """A moving average of the student: its units come and go as the student's do."""
 

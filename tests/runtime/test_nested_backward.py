@@ -21,7 +21,7 @@ from tests.compare import (
 )
 from tests.models import even
 from tests.modules import Net
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -109,7 +109,7 @@ KINDS = ("once", "twice", "beside", "nested")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", tiers([1], [2]))
 def test_one_process_trains_as_torch_does(kind: str, accumulate: int) -> None:
     run = train(*step_of(kind, accumulate=accumulate), batches())
     torch.testing.assert_close(dict(run.states[-1].params), by_torch(kind))
@@ -122,12 +122,12 @@ def test_with_a_policy_in_one_process() -> None:
     torch.testing.assert_close(got, by_torch("beside"), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "level", "accumulate"), crossed(KINDS, LEVELS, (1, 2)))
+@pytest.mark.parametrize(("kind", "level", "accumulate"), crossed(KINDS, LEVELS, (1, 2), quick=1))
 def test_every_level(kind: str, level: int, accumulate: int) -> None:
     check(kind, level, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("level", tiers([3], [2]))
 def test_gradients_reduced_once(level: int) -> None:
     check("twice", level, accumulate=2, reduce_gradients="once")
 

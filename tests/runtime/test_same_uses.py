@@ -117,7 +117,7 @@ def check_told(found: Sequence[tuple[Any, ...]], at: int, word: str) -> None:
                 torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("other", "level", "at"), crossed(OTHERS, LEVELS, FOUND_AT, n=3))
+@pytest.mark.parametrize(("other", "level", "at"), crossed(OTHERS, LEVELS, FOUND_AT, n=3, quick=2))
 def test_ranks_that_use_other_units_are_told(other: str, level: str, at: int) -> None:
     route, word = OTHERS[other]
     found = run_ranks(lambda group: told(group, route, at, LEVELS[level]), RANKS)
@@ -133,7 +133,7 @@ def test_evaluations_that_use_other_units_are_told(other: str, at: int) -> None:
     check_told(found, at, word)
 
 
-@pytest.mark.parametrize("at", FOUND_AT)
+@pytest.mark.parametrize("at", tiers([2], [0]))
 def test_ranks_of_a_mesh_that_use_other_units_are_told(at: int) -> None:
     def run(group: Any) -> Any:
         return told(HybridGroup(group, shard_size=2), OTHERS["another"][0], at, 3)
@@ -157,7 +157,7 @@ def test_ranks_that_leave_the_last_way_to_different_units_are_told() -> None:
     assert "expected layers.1, as in the last pass, got layers.2" in texts[0]
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", tiers([1], [0]))
 def test_at_levels_0_and_1_ranks_may_use_other_units(level: int) -> None:
     def run(group: Any) -> Any:
         routes = [USUAL, (0, 3, 2) if group.rank else USUAL, (1,) if group.rank else ()]
@@ -253,7 +253,7 @@ def exchanges(group: Any, routes: Sequence[Route], level: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("level", "first", "left"), tiers([(1, 0, 0), (3, 5, 3)], [(0, 0, 0), (2, 1, 0)], rows=True)
+    ("level", "first", "left"), tiers([(3, 5, 3)], [(0, 0, 0), (1, 0, 0), (2, 1, 0)], rows=True)
 )
 def test_steps_that_follow_the_last_one_exchange_nothing(level: int, first: int, left: int) -> None:
     """`left`: those of a step after the place where it leaves the last one's way. After it ranks

@@ -103,7 +103,7 @@ def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(
     check(skipping, lambda: skipping_net(regions), half_chosen, level, 3, sizes=uneven(12, 3))
 
 
-@pytest.mark.parametrize("inner", tiers([True], [False]))
+@pytest.mark.parametrize("inner", tiers(thorough=[True, False]))
 def test_units_left_out_with_params_that_stay(inner: bool) -> None:
     """Nothing is gathered in backward, so ranks may differ in what it reaches, also inside the
     loss."""

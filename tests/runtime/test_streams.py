@@ -16,6 +16,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.runtime import unit
 from tests.modules import Net
+from tests.tiers import tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -77,7 +78,7 @@ def test_a_unit_on_another_stream_is_refused(streams: Streams, level: int) -> No
     assert streams.current == "default"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 @pytest.mark.parametrize("name", ["default", "side"])
 def test_all_on_one_stream(streams: Streams, level: int, name: str) -> None:
     with streams.use(name):

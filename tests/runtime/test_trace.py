@@ -23,6 +23,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.modules import Unit
 from tests.profiling import profiled
+from tests.tiers import tiers
 
 PACKAGE = Path(functorch_zero.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "maintain" / "architecture.md"
@@ -108,7 +109,7 @@ def walk_of_one_unit(group: Any) -> Walk:
     return walk
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([2], [1]))
 def test_no_file_is_entered_often(ranks: int) -> None:
     for walk in run_ranks(walk_of_one_unit, ranks):
         assert walk.collectives == ["all_gather", "all_gather", "reduce_scatter"]

@@ -313,7 +313,7 @@ def batches(num: int = 2) -> list[dict[str, Tensor]]:
 ROWS = batches()[0]["x"]
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(WRONG, LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed(WRONG, LEVELS, quick=4))
 def test_what_is_not_linear_is_refused(name: str, level: int) -> None:
     (model, words), ranks = WRONG[name], 2 + level % 2
 
@@ -326,7 +326,7 @@ def test_what_is_not_linear_is_refused(name: str, level: int) -> None:
         run_ranks(run, ranks)
 
 
-@pytest.mark.parametrize(("name", "weighted"), crossed(WRONG, (False, True)))
+@pytest.mark.parametrize(("name", "weighted"), crossed(WRONG, (False, True), quick=1))
 def test_one_rank_is_one_process(name: str, weighted: bool) -> None:
     """Its backward has the seed of one process."""
     model, _ = WRONG[name]
@@ -337,7 +337,7 @@ def test_one_rank_is_one_process(name: str, weighted: bool) -> None:
     assert_equal_on_ranks(parts, batches(), [12], level=3)
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, LEVELS, quick=3))
 def test_what_is_linear_is_right(name: str, level: int) -> None:
     ranks = 2 + level % 2
 

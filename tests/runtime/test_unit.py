@@ -123,7 +123,7 @@ FORWARD = (
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own use of it
-@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS, n=6))
+@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS, n=6, quick=1))
 def test_torch_func_inside(transform: str, level: int) -> None:
     ranks = 1 if level == 3 and any(name in transform for name in FORWARD) else 2
     check(derivatives(transform), MLP, rows(7, 3), level, ranks)
@@ -193,7 +193,9 @@ def next_token(apply: Any) -> Loss:
     return loss_fn
 
 
-@pytest.mark.parametrize(("where", "level"), crossed(["around", "inside", "all"], LEVELS, n=4))
+@pytest.mark.parametrize(
+    ("where", "level"), crossed(["around", "inside", "all"], LEVELS, n=4, quick=1)
+)
 def test_checkpoint(where: str, level: int) -> None:
     check(next_token, lambda: checkpointed(where), tokens, level, 2, units=Block)
 
@@ -229,7 +231,7 @@ def l2(params: Any) -> Tensor:
     return sum(p.square().sum() for p in optree.tree_leaves(params))
 
 
-@pytest.mark.parametrize(("when", "level"), crossed(["before", "after", "only"], LEVELS))
+@pytest.mark.parametrize(("when", "level"), crossed(["before", "after", "only"], LEVELS, quick=1))
 def test_l2_penalty(when: str, level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -294,6 +296,7 @@ def test_touching_params_in_many_ways(level: int) -> None:
         ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"],
         LEVELS,
         n=4,
+        quick=1,
     ),
 )
 def test_params_in_other_trees(how: str, level: int) -> None:
