@@ -17,7 +17,7 @@ from functorch_zero.optim import Transform, pointwise, with_statistics
 from functorch_zero.optim.base import init_empty
 from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.sharded.program import engine
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, tiers
 
 STEPS = 4  # of each run; of an `in_place` 3
 OF_OURS = 8 * STEPS  # calls on leaves of our own: five cuts, and three at other magnitudes
@@ -72,7 +72,7 @@ def test_no_more_calls_for_more_leaves() -> None:
     assert totals == [3 * STEPS * (2 * MOST + 2 * 64 + 640)] * 3
 
 
-@pytest.mark.parametrize("num_layers", [2, 400])
+@pytest.mark.parametrize("num_layers", tiers([2], [400]))
 def test_the_calls_of_an_update_with_statistics(num_layers: int) -> None:
     """Whole leaves and two pieces of them, and nothing else."""
     calls = Calls()
@@ -113,9 +113,13 @@ class Operators(TorchDispatchMode):
 CLIPPED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("optimizer", "most"),
-    tiers([(CLIPPED, 14_000)], [(optim.lamb(1e-3), 15_000), (optim.muon(1e-3), 26_500)], rows=True),
+    tiers(
+        thorough=[(CLIPPED, 14_000), (optim.lamb(1e-3), 15_000), (optim.muon(1e-3), 26_500)],
+        rows=True,
+    ),
 )
 def test_the_operators_of_the_first_init(
     optimizer: Transform, most: int, monkeypatch: pytest.MonkeyPatch

@@ -27,12 +27,12 @@ from functorch_zero.sharded_optim.state_plan import StatePlan, plan_state
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
 from tests.local import local_leaves
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, tiers
 
 RANKS = 3
 # But for those of rows, of which `test_rows.py` has what a rank holds and sends
 NAMES = [name for name in TABLE if TABLE[name].make().needs != Needs.WHOLE_ROWS]
-QUICK = NAMES[::20]
+QUICK = NAMES[::60]
 NOT_QUICK = [name for name in NAMES if name not in QUICK]
 # Rows of each kind of needs
 DEEP = [
@@ -247,6 +247,7 @@ def test_the_deep_rows_are_of_each_kind() -> None:
     assert {TABLE[name].make().needs for name in DEEP} == {*Needs} - {Needs.WHOLE_ROWS}
 
 
+@THOROUGH
 def test_more_leaves_are_not_more_collectives() -> None:
     for make in (lambda: optim.lamb(0.1), lambda: optim.adafactor(), lambda: optim.muon(0.1)):
         counts = []

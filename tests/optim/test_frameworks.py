@@ -17,6 +17,7 @@ from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.local import Local
 from functorch_zero.tree import paths
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
+from tests.tiers import thinned
 
 
 class Pair(NamedTuple):
@@ -104,7 +105,7 @@ def torch_steps(optimizer: torch.optim.Optimizer, own: list[Tensor], grads: list
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", thinned(CLASSES))
 def test_torchs_classes(name: str) -> None:
     """Params move as the class itself moves them, and the class is seen to be pointwise."""
     made, options = CLASSES[name]

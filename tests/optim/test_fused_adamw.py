@@ -10,7 +10,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 
 def loss_fn(params, buffers, batch):
@@ -30,13 +30,13 @@ def decay(count):
     return 0.1 * 0.5**count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.float64]))
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        optim.adamw(decay, weight_decay=0.1),
-        optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05, b1=0.8, eps=1e-6)),
-    ],
+    tiers(
+        [optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05, b1=0.8, eps=1e-6))],
+        [optim.adamw(decay, weight_decay=0.1)],
+    ),
 )
 def test_a_fused_kernel_gives_the_pure_chains_updates(optimizer, dtype):
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*IN_PARTS], [3, 0]))
+@pytest.mark.parametrize(("name", "level"), crossed([*IN_PARTS], [3, 0], quick=1))
 def test_a_kernel_runs_for_some_of_the_leaves(name, level, monkeypatch):
     """On donated storage, with the pure chain's numbers; one call per transform, of all its
     leaves."""
@@ -150,7 +150,7 @@ def test_no_kernel_runs_where_updates_are_measured(monkeypatch):
     assert metrics["update_norm"] > 0
 
 
-@pytest.mark.parametrize("odd", ["expanded", "negative"])
+@pytest.mark.parametrize("odd", tiers(["negative"], ["expanded"]))
 def test_a_kernel_is_given_dense_updates(odd):
     """It reads memory, and functions in place write to it."""
 

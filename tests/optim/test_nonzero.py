@@ -22,7 +22,7 @@ from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.testing import assert_equal_updates, assert_sharded_equals_unsharded
 from functorch_zero.tree import named_leaves
 from tests.modules import Net, seeded
-from tests.tiers import THOROUGH, crossed
+from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 F64 = torch.float64
 RATE, DECAY = 0.1, 0.2
@@ -130,7 +130,7 @@ def assert_updates(expected: list[Any], states: list[Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", thinned(TWINS))
 def test_torch_optim_in_one_process(name: str) -> None:
     theirs, ours = TWINS[name]
     assert_updates(with_torch(theirs), run(*step_of(optim.apply_if_nonzero(ours()))))
@@ -146,7 +146,7 @@ def part_of(group: Any) -> Callable[[Batch], Batch]:
     return lambda batch: tree_map(rows, batch)
 
 
-@pytest.mark.parametrize(("name", "level", "ranks"), crossed(TWINS, range(4), (1, 2, 3)))
+@pytest.mark.parametrize(("name", "level", "ranks"), crossed(TWINS, range(4), (1, 2, 3), quick=1))
 def test_torch_optim_on_ranks(name: str, level: int, ranks: int) -> None:
     theirs, ours = TWINS[name]
     step, params = step_of(optim.apply_if_nonzero(ours()))
@@ -160,7 +160,8 @@ def test_torch_optim_on_ranks(name: str, level: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "level", "ranks"), crossed([optim.lamb, optim.muon, optim.adamw], range(4), (2, 3))
+    ("make", "level", "ranks"),
+    crossed([optim.lamb, optim.muon, optim.adamw], range(4), (2, 3), quick=1),
 )
 def test_sharded_is_unsharded(make: Any, level: int, ranks: int) -> None:
     step, params = step_of(optim.apply_if_nonzero(make(0.01)))
@@ -179,7 +180,7 @@ def test_state_of_a_leaf_that_rests() -> None:
             assert torch.equal(mu, new_mu) == (not moves)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", tiers([2], [1, 3]))
 def test_one_element_on_one_rank_is_enough(ranks: int) -> None:
     """However small it is, and if it is no number. An exact zero is none."""
     optimizer = optim.apply_if_nonzero(optim.sgd(1.0, weight_decay=0.5))
@@ -238,7 +239,8 @@ def test_a_norm_of_all_leaves_comes_before() -> None:
 
 # A unit that one rank alone uses is refused at levels 2 and 3
 @pytest.mark.parametrize(
-    ("half", "level"), [("micro-batch", 0), ("micro-batch", 3), ("rank", 0), ("rank", 1)]
+    ("half", "level"),
+    tiers([("micro-batch", 3), ("rank", 1)], [("micro-batch", 0), ("rank", 0)], rows=True),
 )
 def test_a_leaf_that_half_of_the_batch_reaches(half: str, level: int) -> None:
     theirs, ours = TWINS["adamw"]

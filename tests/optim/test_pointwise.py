@@ -186,7 +186,7 @@ def test_what_is_not_the_same_in_place_is_found() -> None:
             check_transform(transform)
 
 
-@pytest.mark.parametrize("chunk", tiers([3], [8]))
+@pytest.mark.parametrize("chunk", tiers(thorough=[3, 8]))
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few
     elements here."""
@@ -227,7 +227,7 @@ def test_purity(name: str) -> None:
         state = new
 
 
-@pytest.mark.parametrize("name", thinned(POINTWISE, 9))
+@pytest.mark.parametrize("name", thinned(POINTWISE, 45))
 def test_claims(name: str) -> None:
     check_claims(POINTWISE[name](), hostile_tree())
 

@@ -35,7 +35,7 @@ from tests.reference import (
     trajectory,
 )
 from tests.reference import whole as oracles
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 D = torch.float64
 SHAPES = HOSTILE | {"empty": (0, 3), "without columns": (4, 0)}
@@ -189,6 +189,7 @@ def usual(make: Callable[[Any], optim.Transform]) -> optim.Transform:
     return optim.chain(optim.clip_by_global_norm(0.05), apart)
 
 
+@THOROUGH
 @pytest.mark.parametrize(("name", "level"), crossed(EVERY, [3, 1, 0, 2]))
 def test_beside_other_optimizers(name: str, level: int) -> None:
     """With the norm of all, donated and not, in micro-batches."""
@@ -266,6 +267,7 @@ def test_tables(name: str, level: int) -> None:
     assert not any("at owners" in text for _, text in found)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("before", "after"),
     tiers([((3, 2), (1, 3))], [((-1, 1), (3, 3)), ((3, 3), (-1, 1))], rows=True),

@@ -29,7 +29,7 @@ from tests.reference import (
     trajectory,
 )
 from tests.reference import statistics as oracles
-from tests.tiers import crossed, thinned
+from tests.tiers import crossed, thinned, tiers
 
 PARAMS = tensors(HOSTILE, 0)
 GRADIENTS = gradients_for(HOSTILE)
@@ -102,7 +102,10 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+SLOW = ("lbfgs", "lbfgs, not scaled")
+
+
+@pytest.mark.parametrize("name", tiers([name for name in TABLE if name not in SLOW], SLOW))
 def test_the_oracle(name: str) -> None:
     transform, oracle = TABLE[name]
     assert_same(run(transform, PARAMS, GRADIENTS), trajectory(oracle(), PARAMS, GRADIENTS))
@@ -186,7 +189,7 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTAX, 9))
+@pytest.mark.parametrize("name", tiers(thorough=OPTAX))
 def test_optax_agrees(name: str) -> None:
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time

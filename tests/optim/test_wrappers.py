@@ -99,7 +99,7 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(WRAPPED, 4))
+@pytest.mark.parametrize("name", thinned(WRAPPED, 12))
 def test_pure_and_as_claimed(name: str) -> None:
     transform, params = WRAPPED[name](), hostile_tree()
     check_claims(transform, params)
@@ -134,7 +134,7 @@ OTHER_PLACES = [(name, PLACES[(i + k) % 3]) for i, name in enumerate(WRAPPED) fo
 
 @pytest.mark.parametrize(
     "case",
-    tiers(ONE_PLACE_EACH[::3], ONE_PLACE_EACH[1::3] + ONE_PLACE_EACH[2::3], OTHER_PLACES),
+    tiers(thinned(ONE_PLACE_EACH), full=OTHER_PLACES),
     ids=str,
 )
 def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:

@@ -120,7 +120,7 @@ TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 )
 @pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
 @pytest.mark.parametrize(
-    "kept", thinned([*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()], 4)
+    "kept", thinned([*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()], 12)
 )
 def test_donation_does_not_change_what_a_transform_keeps(kept, levels, ranks, mask):
     torch.manual_seed(0)
@@ -175,8 +175,8 @@ def keeps_a_mean_twice():
     return optim.pointwise(init, update)
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
-@pytest.mark.parametrize("level", tiers((0, 3), (1, 2)))
+@pytest.mark.parametrize("ranks", tiers([2], [1]))
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_results_that_share_storage_are_not_written_over_each_other(level, ranks):
     torch.manual_seed(0)
     params = {
@@ -208,7 +208,7 @@ def test_results_that_share_storage_are_not_written_over_each_other(level, ranks
 
 
 @pytest.mark.parametrize("name", ("kernel", "chain", "masked"))
-@pytest.mark.parametrize("level", tiers((0, 3), (1, 2)))
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_moments_that_share_elements_are_not_written_over_each_other(level, name):
     """A state whose owner has put views of one tensor in the place of both moments."""
     optimizer = {
@@ -253,7 +253,7 @@ def pass_on(updates, state, params, across):
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), crossed(["muon", "soap", "full_matrix_adagrad"], range(3), n=3)
+    ("name", "seed"), crossed(["muon", "soap", "full_matrix_adagrad"], range(3), n=3, quick=1)
 )
 def test_what_owners_send_back_is_not_taken_for_a_bucket(name, seed):
     """The received pieces once lay in a buffer that had a bucket's size, and padding there was

@@ -16,6 +16,7 @@ from functorch_zero.layout.home import Home, Homes
 from functorch_zero.sharded import publish
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.testing import assert_equal_updates
+from tests.tiers import tiers
 
 PARAMS = {f"w{i}": torch.randn(64, 64) for i in range(2)} | {
     f"b{i}": torch.randn(64) for i in range(2)
@@ -57,9 +58,9 @@ def build(kind: str, optimizer: optim.Transform) -> Any:
     return fz.program_step(program, init=lambda p: (p, optimizer.init(p)))
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", tiers([3], [1]))
 @pytest.mark.parametrize("kind", ["train", "program"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", tiers(["params_ema", "muon"], ["adamw", "chain"]))
 def test_flats_are_known(monkeypatch: pytest.MonkeyPatch, name: str, kind: str, level: int) -> None:
     group = fz.groups.CountingGroup(2)
     step = fz.shard(build(kind, OPTIMIZERS[name]()), level=level, group=group, donate=True)
@@ -137,7 +138,7 @@ AUTHORS = {
 }
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 @pytest.mark.parametrize("name", AUTHORS)
 def test_a_tensor_that_an_author_returns_twice(name: str, level: int) -> None:
     """What is made of one of both isn't written over the other."""
