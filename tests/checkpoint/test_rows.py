@@ -27,7 +27,7 @@ from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, rows_of, save_on
-from tests.tiers import THOROUGH, crossed
+from tests.tiers import THOROUGH, crossed, tiers
 
 STEP = "step-000000000002"
 LIMITS = {  # where each is, and a file that it limits
@@ -37,12 +37,13 @@ LIMITS = {  # where each is, and a file that it limits
 }
 
 
+@pytest.mark.parametrize("more", tiers([()], [(0, 1)]), ids=str)
 @pytest.mark.parametrize("kind", LIMITS)
 def test_what_is_written_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, more: tuple[int, ...]
 ) -> None:
     """Around the size at which a file is too large: it is found and loaded, or `save` raises on all
-    ranks, and there is nothing."""
+    ranks, and there is nothing. `more`: limits by as much above the size."""
     saved = save_on(tmp_path / "free", 2, 3)
     name, modules, file = LIMITS[kind]
     folder = tmp_path / "free" / STEP
@@ -52,7 +53,7 @@ def test_what_is_written_can_be_read(
     else:
         size = (folder / file).stat().st_size
     outcomes = set()
-    for number, limit in enumerate([size - 1, size, size + 1, 2 * size]):
+    for number, limit in enumerate([size - 1, *(size + n for n in more), 2 * size]):
         root = tmp_path / str(number)
         with monkeypatch.context() as patch:
             for module in modules:
