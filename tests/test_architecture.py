@@ -4,6 +4,7 @@ are used, and the cost of importing the package."""
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import os
 import re
@@ -111,17 +112,25 @@ ORACLES_LAYOUT = "layout.sharding"
 DOORS = {"__init__", "__main__"}
 
 
-@cache
+@cache  # several tests read every file
 def parsed(source: str) -> ast.Module:
-    """Several tests read every file."""
     return ast.parse(source)
+
+
+@cache  # a walk takes as long as parsing
+def nodes_of(source: str) -> list[ast.AST]:
+    return [*ast.walk(parsed(source))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_for_this_module_only() -> Iterator[None]:
-    """The collector would walk them in all later tests."""
+    """The collector would walk them again and again while they grow, which takes three times as
+    long as parsing, and in all later tests."""
+    gc.disable()
     yield
+    gc.enable()
     parsed.cache_clear()
+    nodes_of.cache_clear()
 
 
 def modules() -> list[Path]:
@@ -142,14 +151,14 @@ def folder_of(module: str) -> str:
 @cache  # several tests ask of every file
 def imports_of(path: Path) -> set[str]:
     """The modules of this package that a file imports, wherever in it."""
-    return imports_in(parsed(path.read_text()), path)
+    return imports_in(nodes_of(path.read_text()), path)
 
 
-def imports_in(tree: ast.AST, path: Path) -> set[str]:
-    """The same of a part of the file."""
+def imports_in(nodes: Iterable[ast.AST], path: Path) -> set[str]:
+    """The same of some nodes of the file."""
     here = [PACKAGE, *path.relative_to(ROOT).parts[:-1]]
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             base = [*base, *(node.module or "").split(".")]
@@ -233,7 +242,7 @@ def test_no_import_cycles() -> None:
 def test_the_check_of_import_cycles_can_fail() -> None:
     inside = "def f():\n    from .. import optim\n    return optim"
     place = ROOT / "optim" / "arguments.py"
-    assert imports_in(parsed(inside), place) == {"optim"}
+    assert imports_in(nodes_of(inside), place) == {"optim"}
     graph: dict[str, set[str]] = {"optim": {"optim.arguments"}, "optim.arguments": set()}
     assert cycle_in(graph) == ()
     graph["optim.arguments"] = {"optim"}
@@ -243,8 +252,11 @@ def test_the_check_of_import_cycles_can_fail() -> None:
 @cache
 def runtime_imports(path: Path) -> set[str]:
     """The same without imports that only a type checker follows; those in functions among them."""
-    body = [node for node in parsed(path.read_text()).body if not is_for_types(node)]
-    return imports_in(ast.Module(body, []), path) - {"", "__init__"}
+    source = path.read_text()
+    blocks = [node for node in parsed(source).body if is_for_types(node)]
+    for_types = {node for block in blocks for node in ast.walk(block)}
+    nodes = (node for node in nodes_of(source) if node not in for_types)
+    return imports_in(nodes, path) - {"", "__init__"}
 
 
 def is_for_types(node: ast.stmt) -> bool:
@@ -297,7 +309,7 @@ def test_a_folder_of_the_library_has_an_entry_in_the_sets() -> None:
 def uses_torch_distributed(source: str) -> bool:
     if "distributed" not in source:  # most files, which needn't be parsed
         return False
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -489,10 +501,10 @@ def test_the_check_of_copies_to_devices_gives_no_false_alarm() -> None:
 
 def private_torch_names(source: str) -> set[str]:
     """The private names of torch that a file imports, uses, or has in a string, in full."""
-    tree = parsed(source)
-    known = meanings(tree)
+    nodes = nodes_of(source)
+    known = meanings(nodes)
     found = {*known.values()}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             found.add(in_full(node, known))
             if ast.unparse(node.value) != "self":
@@ -504,11 +516,11 @@ def private_torch_names(source: str) -> set[str]:
     return {name for name in found if PRIVATE_NAME.fullmatch(name)}
 
 
-def meanings(tree: ast.Module) -> dict[str, str]:
+def meanings(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """The dotted names that a file's own names stand for: "c10d" for
     "torch.distributed.distributed_c10d"."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             known |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -656,6 +668,7 @@ USED = {
 }  # fmt: skip
 
 
+@THOROUGH
 def test_the_oracle_reaches_nothing_sharded() -> None:
     """The oracle must not contain the code that it proves, whether imported at once or on use."""
     reached = modules_after(UNSHARDED_STEP + PROGRAM)
@@ -721,7 +734,7 @@ FACTORIES = {
 def made_on_the_default_device(source: str) -> list[int]:
     """The lines of calls of torch's factories that name no device."""
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
