@@ -36,6 +36,7 @@ def test_the_smallest_level_that_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert [row.split()[-1] for row in rows] == ["no", "yes", "yes", "yes"]
 
 
+@THOROUGH
 def test_activations_count_and_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{WIDE} --memory 80 --activations 60 --ranks 2 64") == 1
     of_2, _, of_64 = capsys.readouterr().out.partition(" 64 ranks;")

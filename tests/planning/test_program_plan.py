@@ -27,7 +27,7 @@ from tests.local import part
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.case import Case, applied, net
 from tests.programs.cases import BY_RANK, CASES, gan
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, tiers
 
 
 def run(case: Case, ranks: int, **options: Any) -> list[tuple[Any, ...]]:
@@ -66,11 +66,13 @@ def check(case: Case, ranks: int, **options: Any) -> None:
 
 
 PLANNED = CASES | BY_RANK
-FEW = [("sam", 1), ("byol", 2)]
+FEW = [("byol", 2), ("sam", 1)]
 OTHERS = [(name, level) for name in PLANNED for level in range(4) if (name, level) not in FEW]
 
 
-@pytest.mark.parametrize(("name", "level"), tiers(FEW, OTHERS[::3], OTHERS, rows=True))
+@pytest.mark.parametrize(
+    ("name", "level"), tiers(FEW[:1], FEW[1:] + OTHERS[::3], OTHERS, rows=True)
+)
 def test_collectives_and_bytes_are_those_of_a_run(name: str, level: int) -> None:
     check(PLANNED[name](), 2 + level % 2, level=level)
 
@@ -85,7 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(["by name"], [*OPTIONS][1:]))
+@pytest.mark.parametrize("name", tiers(thorough=OPTIONS))
 def test_options(name: str) -> None:
     check(gan(), 4 if "shard_size" in OPTIONS[name] else 2, **OPTIONS[name])
 
@@ -187,6 +189,7 @@ PLACED = tiers(
 )
 
 
+@THOROUGH
 def test_the_peak_falls_by_what_lies_elsewhere() -> None:
     """In the plan as on a rank, in whose group copies of halves take some room, too."""
     planned, measured = [], []
