@@ -19,7 +19,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.collectives import CHECKS, check_all, several_at_once
 from tests.models import ZOO, split
-from tests.tiers import tiers
+from tests.tiers import thinned
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
@@ -59,7 +59,7 @@ def noting_groups(noted: list[tuple[str, str]]) -> Iterator[None]:
         ProcessGroup._launch = launch_now  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("ranks", tiers([3], [2]))
+@pytest.mark.parametrize("ranks", thinned([2, 3]))
 def test_collectives(ranks: int) -> None:
     """Those of the backend itself, with reduce-scatters among the others and apart."""
 
@@ -137,7 +137,7 @@ def trained(group: Any, level: int, **options: Any) -> tuple[list[Any], set[str]
     return leaves, {kind for kind, runs in noted if runs == "apart"}
 
 
-@pytest.mark.parametrize("shape", ["one axis", "replicas"])
+@pytest.mark.parametrize("shape", thinned(["one axis", "replicas"]))
 def test_a_step_reduces_apart(shape: str) -> None:
     """And has the numbers that it has over gloo."""
 

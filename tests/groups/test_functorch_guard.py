@@ -8,6 +8,7 @@ from torch.func import grad, vmap
 
 import functorch_zero as fz
 from functorch_zero import optim
+from tests.tiers import thinned
 
 
 def apply_raw(transform):
@@ -34,7 +35,7 @@ def per_row(inner):
 
 
 @pytest.mark.parametrize("transform", [grad, per_row])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", thinned([2, 1]))
 def test_a_raw_collective_inside_a_transform_raises(transform, ranks):
     for message in fz.launch(apply_raw, ranks, transform, start_method="fork", timeout=60):
         assert "inside a torch.func transform" in message and "Remedy" in message

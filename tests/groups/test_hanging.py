@@ -72,6 +72,7 @@ def outcome(fn: Callable[[], object]) -> Ended:
     return Ended("", "", time.monotonic() - begin)
 
 
+@THOROUGH
 def test_collectives() -> None:
     def fn() -> Any:
         group = on_device()
@@ -83,7 +84,7 @@ def test_collectives() -> None:
     assert on_ranks(fn, 3) == [({"cpu": "gloo", "cuda": "hanging"}, {"cuda": "hanging"})] * 3
 
 
-@pytest.mark.parametrize("patience", tiers([AHEAD], [float("inf")]))
+@pytest.mark.parametrize("patience", tiers(thorough=[AHEAD, float("inf")]))
 def test_all_leave_and_come_back(patience: float) -> None:
     """Twice. The hosts wait for the device, or for each other."""
 
@@ -265,6 +266,7 @@ def test_a_world_with_a_device() -> None:
     assert on_ranks(fn, 2) == ["gloo"] * 2
 
 
+@THOROUGH
 def test_asking_whether_a_rank_is_there_leaves_nothing_behind() -> None:
     """Each question is a message that is never sent."""
 
@@ -397,6 +399,7 @@ asked.wait()
 """
 
 
+@THOROUGH
 def test_no_watch_runs_when_the_process_ends() -> None:
     """Python would end its thread by force, wherever it is."""
     command = [sys.executable, "-W", "error", "-c", LEAVING]
@@ -550,8 +553,9 @@ WAIT, RUN = "wait for the device", "run ahead"
 @pytest.mark.parametrize(
     ("level", "place", "hosts"),
     tiers(
-        [(1, "loss", RUN), (3, "backward", WAIT)],
+        [(3, "backward", WAIT)],
         [
+            (1, "loss", RUN),
             (1, "loss", WAIT),
             (3, "loss", WAIT),
             (1, "backward", WAIT),
@@ -701,7 +705,7 @@ def test_a_step_of_replicas_is_tried_again() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "hosts"),
-    tiers([("killed", WAIT), ("late", RUN)], [("killed", RUN), ("late", WAIT)], rows=True),
+    tiers([("killed", WAIT)], [("late", RUN), ("killed", RUN), ("late", WAIT)], rows=True),
 )
 def test_a_rank_is_lost_in_a_step(fault: str, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All others name it. After that there is nothing to try again."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from functorch_zero.groups import ProcessGroup, launch, rendezvous
 from functorch_zero.groups.addresses import Way, way_to
 from functorch_zero.groups.launchers import Task, this_task
-from tests.tiers import THOROUGH, tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the ranks are forked")
 
@@ -112,7 +112,7 @@ BOTH = [(0, 2, 3.0), (1, 2, 3.0)]
 LAUNCHERS = {"slurm": slurm, "open mpi": open_mpi, "mpich": mpich, "by name": by_name}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", thinned(LAUNCHERS))
 def test_tasks_are_the_ranks_of_one_job(launcher: str) -> None:
     more = {"MASTER_PORT": free_port()} if launcher == "by name" else {}
     environments = [LAUNCHERS[launcher](rank, **more) for rank in range(2)]
@@ -135,20 +135,25 @@ def test_two_launches_in_one_job() -> None:
     assert started(twice, slurm(0), slurm(1)) == [[[0], [0]], [[1], [1]]]
 
 
+NO_LAUNCHERS: list[tuple[Environment, int | None, list[int]]] = [
+    # Left over, or of a single pod: nobody beside it would start ranks, too
+    (by_name(0, 1), 2, [2, 2]),
+    (by_name(0, 1, MASTER_ADDR=""), None, [1]),
+    ({"RANK": "", "WORLD_SIZE": ""}, 2, [2, 2]),
+    ({"RANK": "16"}, 2, [2, 2]),  # a script's own
+    ({"WORLD_SIZE": "1"}, 2, [2, 2]),
+    (slurm(0, 1), 2, [2, 2]),  # srun --pty bash
+    (slurm(0, 1), 1, [1]),
+    # salloc's shell, sbatch's script
+    ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, 2, [2, 2]),
+    ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, 2, [2, 2]),
+]
+
+
 @pytest.mark.parametrize(
     ("environment", "ranks", "expected"),
     [
-        # Left over, or of a single pod: nobody beside it would start ranks, too
-        (by_name(0, 1), 2, [2, 2]),
-        (by_name(0, 1, MASTER_ADDR=""), None, [1]),
-        ({"RANK": "", "WORLD_SIZE": ""}, 2, [2, 2]),
-        ({"RANK": "16"}, 2, [2, 2]),  # a script's own
-        ({"WORLD_SIZE": "1"}, 2, [2, 2]),
-        (slurm(0, 1), 2, [2, 2]),  # srun --pty bash
-        (slurm(0, 1), 1, [1]),
-        # salloc's shell, sbatch's script
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, 2, [2, 2]),
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, 2, [2, 2]),
+        *thinned(NO_LAUNCHERS, 5, rows=True),
         # Equal or an error
         (slurm(1, 4), 2, "ValueError: .*ranks=2.*Slurm.*4.*SLURM_STEP_NUM_TASKS=4.*Remedy"),
         (by_name(1, 4), 2, "ValueError: .*ranks=2.*RANK=1 and WORLD_SIZE=4.*left over"),
@@ -289,7 +294,7 @@ def test_a_time_limit_holds_under_a_launcher(tmp_path: Path) -> None:
 # Hosts that other hosts can't reach
 
 
-@pytest.mark.parametrize("bad", [0, 1])  # rank 0 serves the store
+@pytest.mark.parametrize("bad", thinned([0, 1]))  # rank 0 serves the store
 @pytest.mark.parametrize(
     ("found", "told", "text"),
     [

@@ -137,7 +137,7 @@ def test_words_in_torchs_store() -> None:
 
         def wait() -> None:
             with pytest.raises(RuntimeError, match="timeout"):
-                torchs.wait(["never"], timedelta(seconds=0.4))
+                torchs.wait(["never"], timedelta(seconds=0.1))
 
         thread = threading.Thread(target=wait)
         thread.start()

@@ -17,6 +17,7 @@ import torch
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import Group, ThreadGroup, run_ranks
 from tests.collectives import CHECKS
+from tests.tiers import THOROUGH, thinned
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -105,6 +106,7 @@ def test_runs_are_repeatable() -> None:
     assert traces[0] == traces[1] == traces[2]
 
 
+@THOROUGH
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its threads")
 def test_no_rank_is_still_ending_afterwards() -> None:
     """A process forked beside a thread that ends may wait for MKL's lock for good."""
@@ -334,7 +336,7 @@ def test_ranks_that_wait_for_each_others_calls() -> None:
 @pytest.mark.skipif(
     sys.gettrace() is not None, reason="coverage may be interrupted while it holds its lock"
 )
-@pytest.mark.parametrize("stuck", ["loops", "waits"])
+@pytest.mark.parametrize("stuck", thinned(["waits", "loops"]))
 def test_the_time_limit_ends_every_thread(stuck: str) -> None:
     def fn(group: ThreadGroup) -> None:
         while group.rank == 1 and stuck == "loops":
