@@ -78,7 +78,7 @@ def check(fault: Any, ranks: int = 3, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "story", "options"),
-    thinned(FAULTS, rows=True),
+    thinned(FAULTS, 16, rows=True),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_fault_is_found_with_its_cause(
@@ -107,7 +107,7 @@ IN_HALF = [loops.Summed, loops.NotDivided, loops.MissingOnARank, loops.SquaresSu
             *((loops.Float32, f, o, s) for f, s, o in FAULTS if f not in OF_LAST_PLACES),
             *((loops.Autocast, f, o | BFLOAT16, s) for f, s, o in FAULTS if f in IN_HALF),
         ],
-        6,
+        18,
         rows=True,
     ),
 )

@@ -21,7 +21,7 @@ from functorch_zero.sharded.program import gradient as gradient_module
 from functorch_zero.step.program_step import ProgramStep
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from functorch_zero.testing.runs import Start, run_in_parts, split
-from tests.tiers import crossed, thinned, tiers
+from tests.tiers import crossed, tiers
 
 F64 = torch.float64
 ROWS = 25  # 2 and 3 ranks get unequal parts
@@ -129,7 +129,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "level", "ranks"), crossed([*PROGRAMS], [0, 1, 2, 3], [1, 2, 3]))
+@pytest.mark.parametrize(
+    ("name", "level", "ranks"), crossed([*PROGRAMS], [0, 1, 2, 3], [1, 2, 3], quick=2)
+)
 def test_losses_that_see_their_rank(name: str, level: int, ranks: int) -> None:
     """Parts are unequal, and nobody is warned: pytest raises warnings."""
     program = PROGRAMS[name]()
@@ -138,7 +140,7 @@ def test_losses_that_see_their_rank(name: str, level: int, ranks: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", thinned(PROGRAMS, 2))
+@pytest.mark.parametrize("name", tiers(thorough=PROGRAMS))
 def test_whole_batches_are_no_oracle_of_them(name: str) -> None:
     """Else the proofs above would show nothing about parts."""
     with pytest.raises(AssertionError, match="updates differ") as caught:
@@ -182,7 +184,7 @@ def test_a_sum_is_averaged_like_any_loss() -> None:
 @pytest.mark.filterwarnings("ignore::functorch_zero.errors.UnequalBatchesWarning")
 @pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("weights", [[None] * 3, [5.0, 0.0, 2.0]])
+@pytest.mark.parametrize("weights", tiers([[5.0, 0.0, 2.0]], [[None] * 3]))
 def test_the_oracle_by_hand(weights: list[float | None], accumulate: int, rule: str) -> None:
     """Of a training step: a part of weight 0 counts for nothing, and its loss is NaN."""
 
@@ -272,7 +274,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), crossed([*MISTAKES], [0, 3]))
+@pytest.mark.parametrize(("name", "level"), crossed([*MISTAKES], [0, 3], quick=1))
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str, level: int) -> None:
     break_it, make, story = MISTAKES[name]
     break_it(monkeypatch)

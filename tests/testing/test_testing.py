@@ -36,6 +36,7 @@ from functorch_zero.testing import (
     assert_sharded_equals_unsharded,
     models,
 )
+from tests.tiers import THOROUGH, thinned
 
 F64 = torch.float64
 
@@ -204,6 +205,7 @@ def linear_step(optimizer: Transform) -> Any:
     return train_step(loss_fn, optimizer), start, {}, [{"x": r[:, :5], "y": r[:, 5:]} for r in rows]
 
 
+@THOROUGH
 def test_a_right_step_passes() -> None:
     assert_sharded_equals_unsharded(*linear_step(optim.adamw(0.01)))
     assert_sharded_equals_unsharded(
@@ -229,27 +231,31 @@ def perturbed(tree: Any, by: float = 1e-3) -> Any:
 
 @pytest.mark.parametrize(
     ("change", "story"),
-    [
-        (
-            lambda s, rank: s.replace(
-                params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}
+    thinned(
+        [
+            (
+                lambda s, rank: s.replace(
+                    params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}
+                ),
+                r"updates.*leaf w",
             ),
-            r"updates.*leaf w",
-        ),
-        (
-            lambda s, rank: s.replace(params={**s.params, "b": s.params["b"] + 1e-9}),
-            r"updates.*leaf b",
-        ),
-        (
-            lambda s, rank: s.replace(opt_state=perturbed(s.opt_state, 1e-9)),
-            r"opt_state.*leaf .*mu.w",
-        ),
-        (lambda s, rank: s.replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
-        (
-            lambda s, rank: s.replace(params=perturbed(s.params, rank * 1e-16)),
-            "rank 0's results and this rank's",
-        ),
-    ],
+            (
+                lambda s, rank: s.replace(params={**s.params, "b": s.params["b"] + 1e-9}),
+                r"updates.*leaf b",
+            ),
+            (
+                lambda s, rank: s.replace(opt_state=perturbed(s.opt_state, 1e-9)),
+                r"opt_state.*leaf .*mu.w",
+            ),
+            (lambda s, rank: s.replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
+            (
+                lambda s, rank: s.replace(params=perturbed(s.params, rank * 1e-16)),
+                "rank 0's results and this rank's",
+            ),
+        ],
+        3,
+        rows=True,
+    ),
 )
 def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
     break_steps(monkeypatch, change)
@@ -314,6 +320,7 @@ def test_unequal_parts_need_a_weight() -> None:
     )
 
 
+@THOROUGH
 def test_dropout_is_compared_per_rank() -> None:
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
         return torch.nn.functional.dropout(batch["x"] @ params["w"], 0.5).square().mean()
@@ -324,7 +331,7 @@ def test_dropout_is_compared_per_rank() -> None:
     )
 
 
-@pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
+@pytest.mark.parametrize("rule", thinned(["local", "mean", "rank0"]))
 def test_buffers_by_every_rule(rule: str) -> None:
     case = models.convnet()
     step, start, buffers = case.step(optim.sgd(0.1))
@@ -362,7 +369,7 @@ def amplifying() -> Transform:
     return with_statistics(init_empty, update)
 
 
-@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("per_rank", thinned([False, True]))
 def test_round_off_is_told_from_a_defect(per_rank: bool) -> None:
     # The state of `reduce_on_plateau` holds an infinity, which has no distance from itself
     optimizer = optim.chain(amplifying(), optim.reduce_on_plateau())
@@ -416,6 +423,7 @@ def averaged_program(optimizer: Transform) -> Any:
     return step, params, [(batch["x"], batch["y"]) for batch in batches]
 
 
+@THOROUGH
 def test_a_right_program_passes() -> None:
     assert_sharded_equals_unsharded(*averaged_program(optim.lamb(0.01)))
     assert_sharded_equals_unsharded(
@@ -578,6 +586,7 @@ def slow_average(scale: float, *, moves_on_ranks: bool) -> Any:
     return step, params, read, [(batch["x"], batch["y"]) for batch in batches]
 
 
+@THOROUGH
 def test_a_tree_that_is_read_must_move_visibly() -> None:
     # One last place of 1.0: ranks on which it rests would pass
     for moves in (True, False):
