@@ -74,7 +74,7 @@ def script_of(page: Path, folder: Path) -> Path:
 
 
 WITH_CODE = [page for page in PAGES if blocks(page.read_text())[0].strip()]
-QUICK = WITH_CODE[::12]  # the README is the first
+QUICK = WITH_CODE[::24]  # the README is the first
 OTHERS = [page for page in WITH_CODE if page not in QUICK]
 
 

@@ -52,7 +52,7 @@ def test_train_lm_knows_its_optimizers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(["clip", "lora", "pinn", "recommender", "train_lm"], ["finetune"])
+    "name", tiers(["clip", "pinn", "recommender", "train_lm"], ["finetune", "lora"])
 )
 def test_no_steps_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -64,7 +64,9 @@ def test_no_steps_are_refused(
     assert "argument --steps: must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("level", "optimizer"), tiers([("3", "muon")], [("1", "lamb")], rows=True))
+@pytest.mark.parametrize(
+    ("level", "optimizer"), tiers(thorough=[("3", "muon"), ("1", "lamb")], rows=True)
+)
 def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
     out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)
     before, after = held_out_losses(out)
@@ -110,6 +112,7 @@ def test_digits(run_example: RunExample) -> None:
     assert held == sorted(held, reverse=True) and held[3] < 0.6 * held[0]
 
 
+@THOROUGH
 def test_custom_transform(run_example: RunExample) -> None:
     assert "equal" in run_example("custom_transform.py")
 
@@ -126,6 +129,7 @@ def test_clip_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExam
     assert one == three and one.startswith("loss ")
 
 
+@THOROUGH
 def test_recommender_prints_the_same_losses_on_any_number_of_ranks(run_example: RunExample) -> None:
     """At level 0 the embeddings are whole on each rank, and at level 3 they are tables."""
     one, three = (
@@ -188,6 +192,7 @@ def test_plan_decoder(run_example: RunExample) -> None:
     assert "level fits" not in run_example("plan_decoder.py", *counts, "--ranks", "4")
 
 
+@THOROUGH
 def test_resume(run_example: RunExample, tmp_path: Path) -> None:
     """What happens to it is in test_restarts.py."""
     first = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))

@@ -24,7 +24,7 @@ def test_every_case_has_its_numbers() -> None:
     assert CALLS.keys() == PEAKS.keys() == CASES.keys(), REMEDY
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", thinned(CASES, 16))
 def test_calls_and_peaks(name: str) -> None:
     golden = Golden(CASES[name])
     assert short(golden.calls) == CALLS[name], REMEDY

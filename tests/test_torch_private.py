@@ -541,6 +541,7 @@ def test_value_needed(ask: Any) -> None:
 # ---- torch.compile ----
 
 
+@THOROUGH
 def test_is_compiled() -> None:
     model = nn.Linear(2, 2)
     assert not private.is_compiled(model)
