@@ -144,6 +144,7 @@ def test_the_same_collectives(level: int) -> None:
     assert calls[0] == calls[1] and compiles
 
 
+@THOROUGH
 def test_skeletons_are_used_again() -> None:
     step, params, buffers = gpt(**COMPILED)
     apply = step.loss_fn.__closure__[0].cell_contents

@@ -100,7 +100,9 @@ def hugging_face() -> dict[str, tuple[str, str, dict[str, Any], Units]]:
     }
 
 
-@pytest.mark.parametrize("name", tiers(["llama"], full=sorted(hugging_face().keys() - {"llama"})))
+@pytest.mark.parametrize(
+    "name", tiers(thorough=["llama"], full=sorted(hugging_face().keys() - {"llama"}))
+)
 def test_the_peak_of_a_model_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     model_class, config_class, options, units = hugging_face()[name]
