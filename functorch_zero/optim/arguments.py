@@ -216,16 +216,18 @@ def check_takes(
     """
     if not callable(fn):
         raise TypeError(f"{by} must be a function, got {type(fn).__name__}")
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:  # a builtin such as torch.zeros_like tells none
-        return num_needed
-    for num in range(len(arguments), num_needed - 1, -1):
+    # A decorator may give the function inside, whose arguments it shows, others than it takes
+    for follows in (True, False):
         try:
-            signature.bind(*arguments[:num])
-        except TypeError:
-            continue
-        return num
+            signature = inspect.signature(fn, follow_wrapped=follows)
+        except ValueError:  # a builtin such as torch.zeros_like tells none
+            return num_needed
+        for num in range(len(arguments), num_needed - 1, -1):
+            try:
+                signature.bind(*arguments[:num])
+            except TypeError:
+                continue
+            return num
     expected = [f"({', '.join(arguments[:n])})" for n in range(num_needed, len(arguments) + 1)]
     name = getattr(fn, "__qualname__", type(fn).__name__)
     raise TypeError(

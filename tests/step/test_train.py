@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -361,3 +362,24 @@ def test_a_loss_of_other_tensors_is_refused() -> None:
         match=r"does not depend on any trained leaf.*with `apply` and not the module",
     ):
         step(step.init({"w": torch.ones(3, requires_grad=True)}), torch.ones(3))
+
+
+def with_scale(p: Any, b: Any, x: Tensor, scale: float) -> Tensor:
+    return scale * (p["w"] * x).sum()
+
+
+@functools.wraps(with_scale)
+def by_names(p: Any, b: Any, x: Tensor) -> Tensor:
+    return with_scale(p, b, x, 2.0)
+
+
+@functools.wraps(with_scale)
+def by_places(*args: Any) -> Tensor:
+    return with_scale(*args, 2.0)
+
+
+@pytest.mark.parametrize("loss", [by_names, by_places])
+def test_a_decorator_may_give_a_loss_more_than_it_takes(loss: Callable[..., Any]) -> None:
+    step = train_step(loss, optim.sgd(0.5))
+    state, _ = step(step.init({"w": torch.ones(3, requires_grad=True)}), torch.ones(3))
+    assert torch.equal(state.params["w"], torch.zeros(3))
