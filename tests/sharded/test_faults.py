@@ -187,7 +187,7 @@ def test_a_failed_step_is_tried_again_on_processes(cases: list[Any]) -> None:
         check_retried([result[i] for result in results], guilty)
 
 
-@pytest.mark.parametrize("case", thinned(CASES[:: -len(CASES) // 4]), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES[:: len(CASES) // 4][::-1]), ids=str)
 def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
     def run(group: Any) -> list[Any]:
         return fail_and_retry(group, *case, undisturbed(group, case[0]))
