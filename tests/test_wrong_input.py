@@ -151,6 +151,11 @@ CALLS = {
         TypeError,
         r"mask.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
     ),
+    "optimizer: a mask of a pattern": Call(
+        lambda: optim.adamw(0.1, mask="*.weight"),
+        TypeError,
+        r"a mask is no pattern: expected a tree of bools, or .* got '\*.weight'. Remedy: lambda",
+    ),
     "schedule: text": Call(
         lambda: optim.cosine_decay_schedule(1e-3, "10"),  # type: ignore[arg-type]
         TypeError,

@@ -94,7 +94,20 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     Args:
         inner: any transform.
         mask: a tree of bools, or a function `(path, leaf) -> bool`.
+
+    Raises:
+        TypeError: the mask is a text.
     """
+    # A text is a prefix of each tree, and true: a pattern would choose all leaves
+    if isinstance(mask, str):
+        raise TypeError(
+            explain(
+                "a mask is no pattern",
+                expected="a tree of bools, or a function (path, leaf) -> bool",
+                got=repr(mask),
+                remedy="lambda path, leaf: path.startswith(...), say; leaves go by dotted paths",
+            )
+        )
     label = labeller(mask)
 
     def init(params: Tree, across: Across) -> Any:
