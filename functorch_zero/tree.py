@@ -363,7 +363,8 @@ def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) 
     `(path, leaf) -> bool`."""
     # A mask given as a tree: only its structure is checked
     if not callable(mask):
-        same_structure(tree, mask, what="the mask")
+        remedy = "pass a function (path, leaf) -> bool, or a tree of bools as tree_map makes it"
+        same_structure(tree, mask, what="the mask", remedy=remedy)
         return mask
     return map_with_paths(lambda path, leaf: bool(mask(path, leaf)), tree)
 

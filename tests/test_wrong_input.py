@@ -271,6 +271,11 @@ CALLS = {
         TypeError,
         r"trainable can't be called.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
     ),
+    "trainable: a pattern": Call(
+        lambda: fz.train_step(loss_fn, optim.sgd(0.1), trainable="2.*").init(PARAMS),
+        StructureError,
+        r"the mask does not have .*1 leaves in a str.*Remedy: pass a function \(path, leaf\)",
+    ),
     "group: a number": Call(
         lambda: fz.shard(make(), level=1, group=2),
         TypeError,
