@@ -89,6 +89,16 @@ CALLS = {
         TypeError,
         r"torch's betas is b1 and b2",
     ),
+    "optimizer: torch's names, where they are right": Call(
+        lambda: optim.from_torch(torch.optim.SGD, PARAMS, lr=0.1),  # type: ignore[call-arg]
+        TypeError,
+        r"from_torch\(\): too many .*options. Remedy: params are given to `init`",
+    ),
+    "optimizer: something missing": Call(
+        lambda: optim.params_ema(0.9),  # type: ignore[call-arg, arg-type]
+        TypeError,
+        r"params_ema\(\): missing .* 'decay': expected inner, decay.$",
+    ),
     "optimizer: params": Call(
         lambda: optim.adamw(PARAMS),  # type: ignore[arg-type]
         TypeError,

@@ -61,12 +61,16 @@ def wrong_call(
 ) -> TypeError:
     """The error for a call that doesn't fit a factory's signature."""
     remedies = []
+    # from_torch takes torch's own names
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in keywords:
-        if key in _TORCH_NAMES and key not in signature.parameters:
+        if key in _TORCH_NAMES and key not in signature.parameters and not takes_any:
             remedies.append(f"torch's {key} is {_TORCH_NAMES[key]}")
-    remedies.append("params are given to `init`, and not here")
+    if not str(error).startswith("missing"):
+        remedies.append("params are given to `init`, and not here")
     taken = ", ".join(signature.parameters)
-    return TypeError(explain(f"{name}(): {error}", expected=taken, remedy="; ".join(remedies)))
+    remedy = "; ".join(remedies) or None
+    return TypeError(explain(f"{name}(): {error}", expected=taken, remedy=remedy))
 
 
 def check_arguments(
