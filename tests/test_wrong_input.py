@@ -216,6 +216,29 @@ CALLS = {
         TypeError,
         r"from_torch takes a class .*got SGD. Remedy: from_torch\(torch.optim.SGD, lr=0.1\)",
     ),
+    "to_torch: torch's class": Call(
+        lambda: optim.to_torch(torch.optim.AdamW, NET, lr=0.1),
+        TypeError,
+        r"to_torch's transform must be .*got type AdamW. Remedy: optim.adamw\(",
+    ),
+    "to_torch: no rate": Call(
+        lambda: optim.to_torch(optim.adamw, NET), TypeError, r"got adamw with lr=None. Remedy"
+    ),
+    "to_torch: swapped": Call(
+        lambda: optim.to_torch(NET, optim.adamw, lr=0.1),  # type: ignore[arg-type]
+        TypeError,
+        r"params came without names.*got function. Remedy: pass the model",
+    ),
+    "to_torch: params without names": Call(
+        lambda: optim.to_torch(optim.adamw, NET.parameters(), lr=0.1),  # type: ignore[arg-type]
+        TypeError,
+        r"params came without names.*got generator. Remedy: pass the model",
+    ),
+    "to_torch: a frozen model": Call(
+        lambda: optim.to_torch(optim.adamw, nn.Linear(1, 1).requires_grad_(False), lr=0.1),
+        ValueError,
+        r"no param to train: expected params with requires_grad, got none. Remedy: requires_grad_",
+    ),
     "author: too few arguments": Call(
         lambda: by_pieces(lambda updates, state: (updates, state)),
         TypeError,

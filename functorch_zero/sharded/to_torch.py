@@ -31,6 +31,7 @@ from ..layout.placed import PlacedLeaf, placed_layout
 from ..model.untouched import is_looked_at
 from ..model.wrappers import is_of_first_fsdp, without_wrappers
 from ..optim.apply_updates import check_no_complex_for_real
+from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims
 from ..optim.claims.operators import OperatorWatch
@@ -107,9 +108,10 @@ def to_torch(
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
     """
+    if isinstance(transform, type | torch.optim.Optimizer):
+        check_is_transform("to_torch's transform", transform)
     has_own_rate = isinstance(transform, Transform)
-    is_factory = callable(transform) and not isinstance(transform, type)
-    if has_own_rate != (lr is None) or not (has_own_rate or is_factory):
+    if has_own_rate != (lr is None) or not (has_own_rate or callable(transform)):
         raise _wrong_rate(transform, lr)
     module = group = None
     named: Any = model_or_params
@@ -137,7 +139,8 @@ def _check_wrappers(model: nn.Module) -> None:
 
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:
     """Names and params, of a mapping or of pairs; none twice."""
-    pairs = [*(params.items() if isinstance(params, Mapping) else params)]
+    given = params.items() if isinstance(params, Mapping) else params
+    pairs = [*given] if isinstance(given, Iterable) else [given]
     if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
         raise TypeError(
             explain(
@@ -146,6 +149,13 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
                 got=type(params).__name__,
                 remedy="pass the model, or model.named_parameters()",
             )
+        )
+    if not pairs:
+        raise StructureError(
+            "there is no param to train",
+            expected="params with requires_grad",
+            got="none",
+            remedy="requires_grad_() on those to train, before to_torch",
         )
     seen: dict[Any, str] = {}  # both by name and by the param's id
     for path, param in pairs:
@@ -722,7 +732,7 @@ def _wrong_rate(transform: Any, lr: Any) -> TypeError:
             "optim.to_torch takes a transform, or a function of the learning rate that returns one "
             "and lr",
             expected="to_torch(optim.adamw(1e-3), model) or to_torch(optim.adamw, model, lr=1e-3)",
-            got=f"{transform!r} with lr={lr}",
+            got=f"{getattr(transform, '__name__', transform)} with lr={lr}",
             remedy="lambda lr: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(lr)) is "
             "such a function",
         )
