@@ -166,6 +166,11 @@ CALLS = {
         TypeError,
         r"a mask is no pattern: expected a tree of bools, or .* got '\*.weight'. Remedy: lambda",
     ),
+    "optimizer: no average": Call(
+        lambda: optim.ema_params(optim.sgd(0.1).init(PARAMS)),
+        ValueError,
+        r"expected one params_ema .*got 0. Remedy: .* an optimizer that has params_ema in it",
+    ),
     "schedule: text": Call(
         lambda: optim.cosine_decay_schedule(1e-3, "10"),  # type: ignore[arg-type]
         TypeError,

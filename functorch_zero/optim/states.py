@@ -103,14 +103,19 @@ def only_state(state: Any, kind: type[State], *, made_by: str, remedy: str) -> S
         state: an optimizer's.
         kind: of the state to find.
         made_by: the transform that makes such states, for the error.
-        remedy: for the error.
+        remedy: for the error where there are several.
 
     Raises:
         ValueError: there is none, or there are several.
     """
     # Several would be ambiguous: nothing says which one the caller means
     found = find_states(state, kind)
-    if len(found) != 1:
+    if not found:
+        raise ValueError(
+            f"expected one {made_by} in this state, got 0. Remedy: pass the opt_state of an "
+            f"optimizer that has {made_by} in it"
+        )
+    if len(found) > 1:
         raise ValueError(
             f"expected one {made_by} in this state, got {len(found)}. Remedy: {remedy}"
         )
