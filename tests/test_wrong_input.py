@@ -267,7 +267,22 @@ CALLS = {
     "model: a class": Call(
         lambda: fz.functionalize(nn.Linear),  # type: ignore[arg-type]
         TypeError,
-        r"a module that is built: expected an nn.Module, got Linear",
+        r"a module that is built: expected an nn.Module, got the class Linear. Remedy: build",
+    ),
+    "model: a dtype as its precision": Call(
+        lambda: fz.functionalize(NET, precision=torch.bfloat16),  # type: ignore[arg-type]
+        TypeError,
+        r"got dtype for ''. Remedy: fz.Precision\(compute=torch.bfloat16\)",
+    ),
+    "shard: a loss": Call(
+        lambda: fz.shard(loss_fn, level=1, group=SingleRank()),  # type: ignore[call-overload]
+        TypeError,
+        r"shard takes what .*got function. Remedy: shard\(fz.train_step\(",
+    ),
+    "evaluation: a tensor": Call(
+        lambda: fz.eval_step(loss_fn)(make().init(PARAMS), X),  # type: ignore[type-var, arg-type]
+        TypeError,
+        r"got Tensor. Remedy: return \{\"loss\": loss\}",
     ),
     "apply: no buffers": Call(
         lambda: APPLY(PARAMS, X),  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
         if not isinstance(policy, Precision):
             raise TypeError(
                 f"precision takes Precision, or a mapping to it; got {type(policy).__name__} for "
-                f"{rule!r}"
+                f"{rule!r}. Remedy: fz.Precision(compute=torch.bfloat16), say"
             )
         named = [path for path, module in model.named_modules() if _names(rule, path, module)]
         if not named:

@@ -216,11 +216,13 @@ def functionalize(
     (['weight', 'bias'], (1, 3))
     """
     if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type)
+        got = f"the class {model.__name__}" if is_class else type(model).__name__
         raise TypeError(
             explain(
                 "functionalize takes a module that is built",
                 expected="an nn.Module",
-                got=model.__name__ if isinstance(model, type) else type(model).__name__,
+                got=got,
                 remedy="build it, `Net(...)`; a function of (params, buffers, batch) needs no "
                 "functionalize, and is a loss as it is",
             )

@@ -143,7 +143,7 @@ def shard(
     if not isinstance(step, EvalStep | ProgramStep):
         raise TypeError(
             "shard takes what train_step, eval_step or program_step made, got "
-            f"{type(step).__name__}"
+            f"{type(step).__name__}. Remedy: shard(fz.train_step(loss_fn, optimizer), ...)"
         )
     levels = Levels(level)
     # Checked before `axes_of`, which makes groups and may exchange ranks' numbers

@@ -211,7 +211,7 @@ def call_eval(
         got = type(result).__name__
         raise TypeError(
             "an eval function returns metrics by name, fz.Aux(metrics=...), or one of them and "
-            f"rows; got {got}"
+            f'rows; got {got}. Remedy: return {{"loss": loss}}, say'
         )
     check_weight(result.weight, rank)
     check_metrics(result.metrics, rank)
