@@ -222,7 +222,7 @@ CALLS = {
         r"from_torch takes a class .*got SGD. Remedy: from_torch\(torch.optim.SGD, lr=0.1\)",
     ),
     "to_torch: torch's class": Call(
-        lambda: optim.to_torch(torch.optim.AdamW, NET, lr=0.1),
+        lambda: optim.to_torch(torch.optim.AdamW, NET, lr=0.1),  # type: ignore[arg-type]
         TypeError,
         r"to_torch's transform must be .*got type AdamW. Remedy: optim.adamw\(",
     ),
@@ -280,7 +280,7 @@ CALLS = {
         r"shard takes what .*got function. Remedy: shard\(fz.train_step\(",
     ),
     "evaluation: a tensor": Call(
-        lambda: fz.eval_step(loss_fn)(make().init(PARAMS), X),  # type: ignore[type-var, arg-type]
+        lambda: fz.eval_step(loss_fn)(make().init(PARAMS), X),
         TypeError,
         r"got Tensor. Remedy: return \{\"loss\": loss\}",
     ),

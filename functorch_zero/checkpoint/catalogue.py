@@ -45,6 +45,8 @@ def step_in(root: Path, count: int | None) -> int:
         return found
     which = "complete checkpoint" if count is None else f"checkpoint of step {count}"
     listed = ", ".join(map(str, counts[-10:])) or "none"
+    if not root.exists():
+        listed += ", and there is no such folder"
     raise CheckpointError(f"{root} has no {which}; steps found: {listed}")
 
 

@@ -502,8 +502,10 @@ def test_a_stale_file_is_reported_and_never_read(saved: Any, tmp_path: Path) -> 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "none") is None
-    with pytest.raises(CheckpointError, match="has no complete checkpoint; steps found: none"):
+    with pytest.raises(CheckpointError, match="steps found: none, and there is no such folder"):
         load_on(tmp_path / "none", 2, 3)
+    with pytest.raises(CheckpointError, match=r"has no complete checkpoint; steps found: none$"):
+        checkpoint.export_weights(tmp_path, tmp_path / "out")
     save_step(tmp_path, 2)
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7; steps found: 2"):
         load_on(tmp_path, 2, 3, count=7)
