@@ -329,6 +329,11 @@ CALLS = {
         StructureError,
         r"the mask does not have .*1 leaves in a str.*Remedy: pass a function \(path, leaf\)",
     ),
+    "level: a number as a path": Call(
+        lambda: fz.shard(make(), level={0: 3, "": 1}, group=SingleRank()),  # type: ignore[dict-item]
+        TypeError,
+        r"level=.* has a pattern that is no text, 0. Remedy: level=\{\"0\": 3\}",
+    ),
     "group: a number": Call(
         lambda: fz.shard(make(), level=1, group=2),
         TypeError,

@@ -96,6 +96,11 @@ class Levels:
                 # Else every leaf would raise, and none of the errors would name the cause
                 raise ValueError('level={} names no level. Remedy: level={"": 3}, say, or level=3')
             for pattern, level in self.rule.items():
+                if not isinstance(pattern, str):  # 0 would be taken for "", and name all leaves
+                    raise TypeError(
+                        f"level={self.rule!r} has a pattern that is no text, {pattern!r}. Remedy: "
+                        f'level={{"{pattern}": 3}}, say'
+                    )
                 if isinstance(level, Mapping):
                     raise ValueError(
                         f"level={self.rule!r} has a rule inside of a rule, at {pattern!r}. Remedy: "
