@@ -66,6 +66,8 @@ def _remedy(field: str) -> str:
             "build the model from the same seed on every rank, or take one rank's values, "
             "fz.broadcast(params, group)"
         )
+    if field == "lr in param_groups":
+        return "change it on every rank alike; give a scheduler the mean of the ranks' losses"
     return "build model, optimizer and options the same way on every rank"
 
 
