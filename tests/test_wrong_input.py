@@ -176,6 +176,11 @@ CALLS = {
         TypeError,
         r"cosine_decay_schedule's decay_steps is no number.*got str '10'. Remedy",
     ),
+    "schedule: no decay after the warm-up": Call(
+        lambda: optim.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=10, decay_steps=5),
+        ValueError,
+        r"decay_steps has the warm-up in it: expected more than 10, got 5",
+    ),
     "schedule: it returns text": Call(
         lambda: make(optimizer=optim.adamw(lambda count: "0.1")).init(PARAMS),
         TypeError,

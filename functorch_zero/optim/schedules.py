@@ -233,6 +233,11 @@ def warmup_cosine_decay_schedule(
         end_value: the last value.
         exponent: of the cosine part.
     """
+    if decay_steps <= warmup_steps:
+        raise ValueError(
+            f"decay_steps has the warm-up in it: expected more than {warmup_steps}, "
+            f"got {decay_steps}"
+        )
     # cosine_decay_schedule wants the end as a share of the peak
     alpha = 0.0 if peak_value == 0 else end_value / peak_value
     # The decay's own count begins at 0 where the warm-up ends
