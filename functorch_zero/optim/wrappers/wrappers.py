@@ -242,9 +242,9 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
 
     Source: Zhang et al., 2019 (1907.08610), Algorithm 1.
 
-    Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after
-    the learning rate. State: 1 tensor like params, and that of the fast optimizer. No communication
-    of its own.
+    Unlike optax.lookahead it takes plain params, which are the fast ones. It must be the last of
+    its chain, with the learning rate inside. State: 1 tensor like params, and that of the fast
+    optimizer. No communication of its own.
 
     Args:
         fast_optimizer: any transform.
@@ -291,8 +291,8 @@ def params_ema(inner: Transform, decay: NumberOrSchedule) -> Transform:
     """Keep a running mean of the params that `inner`'s updates lead to (Polyak averaging). Updates
     are `inner`'s.
 
-    It must come last, after the learning rate. Read the mean with `ema_params`. State: 1 tensor
-    like params, and `inner`'s. No communication of its own.
+    It must be the last of its chain, with the learning rate inside. Read the mean with
+    `ema_params`. State: 1 tensor like params, and `inner`'s. No communication of its own.
 
     Args:
         inner: any transform.
