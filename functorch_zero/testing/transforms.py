@@ -106,9 +106,9 @@ def hostile_params(*, large: bool = True) -> Any:
     """A tree of shapes on which a wrong transform shows itself, float64.
 
     Some leaves share a bucket, some have one of their own, so that every rank has a part of them.
-    Among them are leaves of equal shape, of 1 to 4 dims, of one element and of none. If `large`,
-    one is longer than 4096 elements with both dims over 128, since optimizers change their ways
-    there.
+    Among them are leaves of equal shape, of 0 to 4 dims, matrices tall and wide, and leaves of one
+    element and of none. If `large`, one is longer than 4096 elements with both dims over 128, since
+    optimizers change their ways there.
     """
     # A child of the root is a unit, and so has a bucket of its own
     units: dict[str, dict[str, tuple[int, ...]]] = {
@@ -123,6 +123,8 @@ def hostile_params(*, large: bool = True) -> Any:
             "one": (1,),
             "scalar": (),
             "twin": (7, 5),
+            "twin_of_wide": (3, 11),
+            "twin_scalar": (),
             "twin_vector": (6,),
             "vector": (6,),
         },

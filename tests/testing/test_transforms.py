@@ -129,12 +129,12 @@ def test_batched_whole_leaf_functions_must_not_mix_the_batch() -> None:
         check_transform(with_whole_leaves(lambda param: (), update, batched=True), seeds=(0,))
 
 
-@pytest.mark.parametrize("num_dims", [1, 2, 3, 4])
-def test_a_little_of_the_batch_is_too_much(num_dims: int) -> None:
+@pytest.mark.parametrize("shape", [(), (6,), (7, 5), (3, 11), (2, 3, 4), (4, 3, 2, 2)], ids=str)
+def test_a_little_of_the_batch_is_too_much(shape: tuple[int, ...]) -> None:
     """Too little for the trial of `init`; on one rank the leaves of one shape are a batch."""
 
     def update(batch: Tensor, state: Any) -> Any:
-        return batch + 1e-6 * (batch.dim() == num_dims + 1) * batch.mean(0), state
+        return batch + 1e-6 * (batch.shape[1:] == shape) * batch.mean(0), state
 
     story = r"other updates on ranks than unsharded.*step 0, ranks 1, rank 0"
     with pytest.raises(TransformError, match=story):
