@@ -213,16 +213,14 @@ def claims_checked_once(
 
 
 @pytest.fixture
-def cut_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the quick tier, let `shard` cut small leaves, too, as it does in proofs: aligned ones lie
-    whole on a rank. The other tiers keep the layouts of real runs."""
+def cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shard` cut small leaves, too, as it does in proofs: aligned ones lie whole on a rank."""
     checked = Options.checked
 
     def unaligned(*args: Any, **settings: Any) -> Options:
         return replace(checked(*args, **settings), aligned=False)
 
-    if is_quick(request.node):
-        monkeypatch.setattr(Options, "checked", unaligned)
+    monkeypatch.setattr(Options, "checked", unaligned)
 
 
 def is_quick(item: pytest.Item) -> bool:

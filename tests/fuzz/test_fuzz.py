@@ -19,7 +19,7 @@ from tests.fuzz.run import DEFECTS, drawn, outcome, shrink
 from tests.tiers import thinned, tiers
 
 SEEDS_PER_TEST = 5
-QUICK, COVERING, THOROUGH = 5, 60, 300  # seeds up to these
+QUICK, CUT, COVERING, THOROUGH = 5, 20, 60, 300  # seeds up to these
 
 # Programs that once showed a defect, or that are refused for a good reason, with their outcomes
 KEPT = {
@@ -55,12 +55,14 @@ KEPT = {
 }
 
 
-@pytest.mark.usefixtures("cut_anywhere")
 @pytest.mark.parametrize(
     "first",
     tiers(range(0, QUICK, SEEDS_PER_TEST), range(QUICK, THOROUGH, SEEDS_PER_TEST)),
 )
-def test_drawn_programs_agree_or_are_refused(first: int) -> None:
+def test_drawn_programs_agree_or_are_refused(first: int, request: pytest.FixtureRequest) -> None:
+    """The first ones have small leaves cut, too; the others have the layouts of real runs."""
+    if first < CUT:
+        request.getfixturevalue("cut_anywhere")
     failed = []
     for seed in range(first, first + SEEDS_PER_TEST):
         case, found = drawn(seed)
