@@ -482,8 +482,8 @@ def in_words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory of a tensor's elements as 1-D numbers of this dtype: a view, or a copy where they
     don't lie side by side."""
     row = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    # A single element keeps whatever stride it had, and then torch refuses a view as another dtype
-    return row.as_strided(row.shape, (1,)).view(dtype)
+    # One element or none keeps whatever stride it had, and then torch refuses to view it so
+    return (row if row.stride() == (1,) else row.as_strided(row.shape, (1,))).view(dtype)
 
 
 def _weighted_sum(data: Tensor, first: int) -> int:
