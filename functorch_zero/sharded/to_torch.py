@@ -150,13 +150,6 @@ def _pairs(params: Any) -> list[tuple[str, Tensor]]:
                 remedy="pass the model, or model.named_parameters()",
             )
         )
-    if not pairs:
-        raise StructureError(
-            "there is no param to train",
-            expected="params with requires_grad",
-            got="none",
-            remedy="requires_grad_() on those to train, before to_torch",
-        )
     seen: dict[Any, str] = {}  # both by name and by the param's id
     for path, param in pairs:
         for of, key in (("name", path), ("param", id(param))):
